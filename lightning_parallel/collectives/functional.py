@@ -1,0 +1,105 @@
+"""The collectives that techniques call, each with the names and the habits of torch's versions and backends in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# torch 2.13 gave these two new names and deprecated the old ones, which are all that torch 2.11 has.
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Pending:
+    """A collective under way. `wait()` returns when the result may be used by what the caller does next."""
+
+    def __init__(self, work: dist.Work | None, finish: Callable[[], object] | None = None) -> None:
+        self._work = work
+        self._finish = finish
+
+    def wait(self) -> None:
+        """Waits for the collective and completes its result."""
+        if self._work is not None:
+            self._work.wait()
+        if self._finish is not None:
+            self._finish()
+
+
+def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Pending:
+    """Starts to sum `tensor` in place over the group."""
+    return Pending(dist.all_reduce(tensor, group=group, async_op=True))
+
+
+def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Pending:
+    """Starts to fill `output` (size n x shard) with the shards of all n ranks, in their order.
+
+    `shard` may be this rank's part of `output`. Conjugate of `reduce_scatter`.
+    """
+    if uses_exchange(group):
+        return _all_gather_by_exchange(output, shard, group)
+    return Pending(_all_gather(output, shard, group=group, async_op=True))
+
+
+def reduce_scatter(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> Pending:
+    """Starts to sum `tensor` (size n x output) over the group and to leave this rank's part in `output`.
+
+    Conjugate of `all_gather`.
+    """
+    if uses_exchange(group):
+        return _reduce_scatter_by_exchange(output, tensor, group)
+    return Pending(_reduce_scatter(output, tensor, group=group, async_op=True))
+
+
+# Gloo's own reduce_scatter is an all_reduce on every rank, and its all_gather copies twice: for 12 MB on two ranks 17 ms
+# and 13 ms of CPU time, against 4.5 ms for the exchange of the same bytes.
+
+
+def _all_gather_by_exchange(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Pending:
+    # The copies also make it safe that `shard` lies inside `output`.
+    return Pending(dist.all_to_all_single(output, shard.reshape(-1).repeat(group.size()), group=group, async_op=True))
+
+
+def _reduce_scatter_by_exchange(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> Pending:
+    received = torch.empty_like(tensor)
+    work = dist.all_to_all_single(received, tensor, group=group, async_op=True)
+    return Pending(work, lambda: torch.sum(received.view(group.size(), -1), dim=0, out=output))
+
+
+def uses_exchange(group: dist.ProcessGroup) -> bool:
+    """Whether gathering and scattering over this group go by all_to_all."""
+    return dist.get_backend(group) == "gloo"
+
+
+def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Gives all ranks of the group the values that its first rank holds, in few and large messages."""
+    source = dist.get_global_rank(group, 0)
+    for same in _by_dtype(tensors):
+        for part in _parts_of(same, limit_bytes=64 * 2**20):
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in part])
+            dist.broadcast(flat, src=source, group=group)
+            for tensor, values in zip(part, flat.split([tensor.numel() for tensor in part]), strict=True):
+                tensor.detach().copy_(values.view_as(tensor))
+
+
+def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return list(groups.values())
+
+
+def _parts_of(tensors: list[Tensor], limit_bytes: int) -> list[list[Tensor]]:
+    parts: list[list[Tensor]] = []
+    room = 0
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size()
+        if not parts or size > room:
+            parts.append([])
+            room = limit_bytes
+        parts[-1].append(tensor)
+        room -= size
+    return parts

@@ -1,0 +1,153 @@
+"""The mesh: one named grid of ranks on which every axis always exists, an unused one with size 1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Literal, TypeAlias
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+Axis: TypeAlias = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
+Size: TypeAlias = int | Literal["auto"]
+
+AXES: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""The axes from the outermost to the innermost: neighbours on `tp` talk most, so they sit next to each other."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The axes that one technique wants, under the name by which error messages call it."""
+
+    owner: str
+    axes: Mapping[Axis, Size]
+
+
+def resolve_sizes(claims: Iterable[Claim], world_size: int) -> dict[Axis, int]:
+    """Turns what the techniques ask for into the size of every axis, before any process group is made.
+
+    Args:
+        claims: the axes each technique wants; at most one size may be "auto", which takes the ranks nobody else claims.
+        world_size: how many ranks there are in all.
+
+    Raises:
+        ValueError: an axis with two owners, a size that is no positive integer, more than one "auto",
+            or sizes whose product is not `world_size`.
+    """
+    claims = list(claims)
+    wanted = _one_owner_per_axis(claims)
+    automatic = [axis for axis, size in wanted.items() if size == "auto"]
+    if len(automatic) > 1:
+        raise ValueError(f"{' and '.join(automatic)} are both 'auto', but only one axis can take the rest; fix the others")
+    sizes: dict[Axis, int] = {axis: size for axis in AXES if (size := wanted.get(axis, 1)) != "auto"}
+    fixed = prod(sizes.values())
+    if automatic:
+        if world_size % fixed:
+            raise ValueError(
+                f"{_product(sizes)} = {fixed} does not divide the world of {world_size} ranks, so nothing whole is "
+                f"left for {automatic[0]}='auto'; choose sizes whose product divides {world_size}"
+            )
+        sizes[automatic[0]] = world_size // fixed
+    elif fixed != world_size:
+        raise ValueError(_wrong_product(sizes, fixed, world_size, claims))
+    return {axis: sizes[axis] for axis in AXES}
+
+
+def _one_owner_per_axis(claims: Iterable[Claim]) -> dict[Axis, Size]:
+    wanted: dict[Axis, Size] = {}
+    owners: dict[Axis, str] = {}
+    for claim in claims:
+        for axis, size in claim.axes.items():
+            if axis not in AXES:
+                raise ValueError(f"{claim.owner} claims the axis {axis!r}; the axes are {', '.join(AXES)}")
+            if axis in owners:
+                raise ValueError(
+                    f"{owners[axis]} and {claim.owner} both claim the axis {axis}, but an axis has one owner; "
+                    f"drop one of them{_hsdp_hint(axis)}"
+                )
+            _check_size(claim.owner, axis, size)
+            owners[axis], wanted[axis] = claim.owner, size
+    return wanted
+
+
+def _hsdp_hint(axis: Axis) -> str:
+    return " (replicas of a sharded model are written Zero(shards, replicate=replicas))" if axis == "dp_replicate" else ""
+
+
+def _check_size(owner: str, axis: Axis, size: Size) -> None:
+    whole = isinstance(size, int) and not isinstance(size, bool)
+    if size != "auto" and not (whole and int(size) >= 1):
+        raise ValueError(f"{owner} asks for {axis}={size!r}, but a size is a positive whole number or 'auto'")
+
+
+def _product(sizes: Mapping[Axis, int]) -> str:
+    used = [f"{axis}={size}" for axis, size in sizes.items() if size > 1]
+    return " x ".join(used) or "one rank"
+
+
+def _wrong_product(sizes: Mapping[Axis, int], needed: int, world_size: int, claims: list[Claim]) -> str:
+    if not claims:
+        return (
+            f"the world has {world_size} ranks, but no technique uses more than one; "
+            "add one, such as DataParallel(), or run on a single device"
+        )
+    return (
+        f"{_product(sizes)} needs {needed} rank{'s' * (needed > 1)}, but the world has {world_size}; "
+        "change one size, or leave it 'auto'"
+    )
+
+
+class ParallelMesh:
+    """The grid of ranks, with a process group for every axis and for the views that several techniques share.
+
+    Args:
+        sizes: the size of every axis, as `resolve_sizes` returns it.
+        device_type: "cpu" or "cuda".
+
+    Making one is a collective: every rank makes the same groups in the same order.
+    """
+
+    def __init__(self, sizes: Mapping[Axis, int], device_type: str) -> None:
+        self.sizes: dict[Axis, int] = {axis: sizes[axis] for axis in AXES}
+        shape = tuple(self.sizes.values())
+        self.device_mesh: DeviceMesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
+        #: ranks that read different samples
+        self.data = self._view("dp_replicate", "dp_shard")
+        #: ranks over which ZeRO shards states, gradients and parameters
+        self.fsdp = self._view("dp_shard", "cp")
+        #: ranks whose gradients are averaged
+        self.gradients = self._view("dp_replicate", "dp_shard", "cp")
+
+    def __getitem__(self, axis: Axis) -> DeviceMesh:
+        """The ranks that differ from this one in `axis` only."""
+        return self.device_mesh[axis]
+
+    def __repr__(self) -> str:
+        return f"ParallelMesh({_product(self.sizes)})"
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are in all."""
+        return prod(self.sizes.values())
+
+    @property
+    def sharded_and_replicated(self) -> DeviceMesh:
+        """The two-dimensional mesh (replicas, shards) of hybrid sharding; one-dimensional where there is one replica."""
+        shards = self.fsdp.mesh_dim_names
+        assert shards is not None
+        if self.sizes["dp_replicate"] == 1:
+            return self.fsdp
+        return self.device_mesh["dp_replicate", shards[0]]
+
+    def _view(self, *axes: Axis) -> DeviceMesh:
+        used = [axis for axis in axes if self.sizes[axis] > 1] or [axes[0]]
+        if len(used) == 1:
+            return self.device_mesh[used[0]]
+        return self.device_mesh[tuple(used)]._flatten("_".join(used))
+
+
+def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The process group of a one-dimensional mesh."""
+    return mesh.get_group()

@@ -1,0 +1,99 @@
+"""Activation checkpointing: blocks keep their inputs and recompute the rest in backward.
+
+Source: T. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016;
+V. Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, MLSys 2023 (selective).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from lightning_parallel.mesh import Axis, ParallelMesh, Size
+from lightning_parallel.plan import ParallelPlan
+from lightning_parallel.techniques.redirect import Forward, redirect_forward
+from lightning_parallel.techniques.technique import Phase, Technique, one_of
+
+aten = torch.ops.aten
+EXPENSIVE = frozenset(
+    {
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+        aten.linear.default,
+        aten.convolution.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+)
+"""Operations whose results the selective mode keeps: their recomputation costs most of the forward."""
+
+CACHES = ("past_key_values", "past_key_value", "layer_past")
+
+
+@dataclass(frozen=True)
+class ActivationCheckpoint(Technique):
+    """Recomputes activations of the plan's blocks in backward instead of keeping them.
+
+    Args:
+        mode: "full" keeps only a block's inputs (2sbh bytes a layer, about a third more FLOPs); "selective" keeps the
+            results of matrix products and attention and recomputes the cheap rest.
+
+    Raises:
+        ValueError: an unknown mode, or (when training starts) a model without blocks.
+    """
+
+    mode: Literal["full", "selective"] = "full"
+
+    phase: ClassVar[Phase] = Phase.CHECKPOINT
+
+    def __post_init__(self) -> None:
+        one_of("ActivationCheckpoint", "mode", self.mode, ("full", "selective"))
+
+    @property
+    def axes(self) -> Mapping[Axis, Size]:
+        """See `Technique.axes`: none."""
+        return {}
+
+    def parallelize(self, model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan) -> nn.Module:
+        """Leads the forward of every block through a checkpoint."""
+        for block in plan.require_blocks(model, repr(self)).values():
+            redirect_forward(block, self._recomputed)
+        return model
+
+    def _recomputed(self, forward: Forward) -> Forward:
+        extra: dict[str, Any] = {} if self.mode == "full" else {"context_fn": _keep_expensive}
+        recomputed = functools.partial(checkpoint, forward, use_reentrant=False, **extra)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            return recomputed(*args, **_without_caches(kwargs))
+
+        return run
+
+
+def _keep_expensive() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    contexts: tuple[AbstractContextManager[None], AbstractContextManager[None]]
+    contexts = create_selective_checkpoint_contexts(_policy)
+    return contexts
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in EXPENSIVE else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _without_caches(kwargs: dict[str, Any]) -> dict[str, Any]:
+    # Hugging Face models fill a key-value cache even in training; filled a second time it would double the keys.
+    dropped: dict[str, Any] = {name: None for name in CACHES if kwargs.get(name) is not None}
+    return {**kwargs, **dropped, **({"use_cache": False} if "use_cache" in kwargs else {})}

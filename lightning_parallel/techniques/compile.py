@@ -1,0 +1,62 @@
+"""Compilation of each block with `torch.compile`: one graph, compiled once, for all blocks of a kind.
+
+Source: J. Ansel et al., PyTorch 2, ASPLOS 2024; per block as torchtitan does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, cast
+
+import torch
+from torch import nn
+
+from lightning_parallel.mesh import Axis, ParallelMesh, Size
+from lightning_parallel.plan import ParallelPlan
+from lightning_parallel.techniques.redirect import Forward, redirect_forward
+from lightning_parallel.techniques.technique import Phase, Technique
+
+
+@dataclass(frozen=True)
+class Compile(Technique):
+    """Compiles the forward and backward of the plan's blocks.
+
+    Args:
+        backend: the backend of `torch.compile`; "inductor" needs a C++ compiler on the CPU.
+        fullgraph: raise at a graph break instead of splitting the graph.
+        dynamic: whether to compile for changing shapes; None finds out.
+        mode: an inductor mode such as "max-autotune".
+
+    Raises:
+        ValueError: an unknown backend, or (when training starts) a model without blocks.
+    """
+
+    backend: str = "inductor"
+    fullgraph: bool = False
+    dynamic: bool | None = None
+    mode: str | None = None
+
+    phase: ClassVar[Phase] = Phase.COMPILE
+
+    def __post_init__(self) -> None:
+        known = torch.compiler.list_backends(exclude_tags=())
+        if self.backend not in known:
+            raise ValueError(f"Compile(backend={self.backend!r}): the backends here are {', '.join(sorted(known))}")
+
+    @property
+    def axes(self) -> Mapping[Axis, Size]:
+        """See `Technique.axes`: none."""
+        return {}
+
+    def parallelize(self, model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan) -> nn.Module:
+        """Leads the forward of every block through its compiled form."""
+        for block in plan.require_blocks(model, repr(self)).values():
+            redirect_forward(block, self._compiled)
+        return model
+
+    def _compiled(self, forward: Forward) -> Forward:
+        compile_forward = cast(Callable[..., Forward], torch.compile)
+        return compile_forward(
+            forward, backend=self.backend, fullgraph=self.fullgraph, dynamic=self.dynamic, mode=self.mode
+        )

@@ -1,0 +1,53 @@
+"""Data parallel: every rank holds the whole model and sees other samples; gradients are averaged.
+
+Source: S. Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020.
+PowerSGD: T. Vogels et al., NeurIPS 2019.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import nn
+
+from lightning_parallel.mesh import Axis, ParallelMesh, Size
+from lightning_parallel.plan import ParallelPlan
+from lightning_parallel.techniques.gradient_average import Compression, average_gradients
+from lightning_parallel.techniques.technique import Phase, Step, Technique, one_of
+
+
+@dataclass(frozen=True)
+class DataParallel(Technique):
+    """Replicates the model and averages gradients, overlapped with backward, once per accumulated step.
+
+    Args:
+        size: number of replicas; "auto" takes the ranks that no other technique claims.
+        compression: what gradients travel as: "bf16" or "fp16" (half the bytes), "powersgd" (rank-1 approximation with
+            error feedback after ten exact steps), or None for their own dtype.
+        bucket_mb: megabytes of gradients in one message.
+
+    Raises:
+        ValueError: an unknown compression or a bucket size that is not positive.
+    """
+
+    size: Size = "auto"
+    compression: Compression | None = None
+    bucket_mb: float = 25
+
+    phase: ClassVar[Phase] = Phase.SHARD
+
+    def __post_init__(self) -> None:
+        one_of("DataParallel", "compression", self.compression, (None, "bf16", "fp16", "powersgd"))
+        if self.bucket_mb <= 0:
+            raise ValueError(f"DataParallel(bucket_mb={self.bucket_mb}): a bucket holds more than 0 MB")
+
+    @property
+    def axes(self) -> Mapping[Axis, Size]:
+        """See `Technique.axes`."""
+        return {"dp_replicate": self.size}
+
+    def wrap_step(self, step: Step, model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan) -> Step:
+        """Adds the reduction of all gradients to the step."""
+        return average_gradients(step, list(model.parameters()), mesh, self.compression, self.bucket_mb)

@@ -1,0 +1,44 @@
+"""Forward redirection: how techniques wrap a module without changing its class, its children or its names."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+Forward = Callable[..., Any]
+
+
+class Redirected:
+    """A module's `forward` led through `wrapped`, remembering the `original` so that it can be taken back."""
+
+    def __init__(self, wrapped: Forward, original: Forward) -> None:
+        functools.update_wrapper(self, original)  # Hugging Face reads the signature of `forward`
+        self.wrapped = wrapped
+        self.original = original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.wrapped(*args, **kwargs)
+
+
+def redirect_forward(module: nn.Module, wrap: Callable[[Forward], Forward]) -> None:
+    """Replaces the module's `forward` by `wrap(forward)`; later redirections wrap earlier ones."""
+    original = module.forward
+    module.__dict__["forward"] = Redirected(wrap(original), original)
+
+
+def restore_forward(module: nn.Module) -> None:
+    """Takes all redirections of the module back."""
+    while isinstance(redirected := module.__dict__.get("forward"), Redirected):
+        if isinstance(redirected.original, Redirected):
+            module.__dict__["forward"] = redirected.original
+        elif _is_of_class(module, redirected.original):
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = redirected.original
+
+
+def _is_of_class(module: nn.Module, forward: Forward) -> bool:
+    return getattr(forward, "__func__", None) is getattr(type(module), "forward", None)

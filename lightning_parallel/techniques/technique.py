@@ -1,0 +1,121 @@
+"""What a technique is: a configuration whose behaviour is up to three maps, each the identity unless it says otherwise."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from enum import IntEnum
+from typing import Any, ClassVar, TypeVar
+
+from torch import Tensor, nn
+
+from lightning_parallel.mesh import Axis, Claim, ParallelMesh, Size
+from lightning_parallel.plan import ParallelPlan
+
+T = TypeVar("T")
+
+
+class Phase(IntEnum):
+    """When a technique acts on the model. The order in which a user lists techniques has no meaning."""
+
+    SPLIT = 0
+    PARTITION = 1
+    CHECKPOINT = 2
+    COMPILE = 3
+    SHARD = 4
+
+
+class Step:
+    """What happens to one batch: forward, backward, and the parameters as they are kept between steps.
+
+    This class is the single-device step. A technique that acts during the step wraps it: it subclasses, keeps the
+    step it got as `inner`, and calls it.
+    """
+
+    def forward(self, run: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Runs the user's own `training_step` (or validation, test, predict) with its arguments."""
+        return run(*args, **kwargs)
+
+    def backward(self, run: Callable[[], None]) -> None:
+        """Runs the backward pass; afterwards gradients are those of the global batch, unless inside `unsynced`."""
+        run()
+
+    def unsynced(self) -> AbstractContextManager[None]:
+        """The backward passes inside only accumulate: a later one communicates for all of them."""
+        return nullcontext()
+
+    def stored(self, parameter: nn.Parameter) -> Tensor:
+        """What the optimizer steps for `parameter`: itself, or the shard of it that this rank keeps."""
+        return parameter
+
+    def after_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Called when an optimizer changed what is stored for `parameters`, so that they follow."""
+
+    def close(self) -> None:
+        """Takes back what the step attached to the model."""
+
+
+class WrappedStep(Step):
+    """A step around another one; whatever it does not override, the inner step does."""
+
+    def __init__(self, inner: Step) -> None:
+        self.inner = inner
+
+    def forward(self, run: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """See `Step.forward`."""
+        return self.inner.forward(run, *args, **kwargs)
+
+    def backward(self, run: Callable[[], None]) -> None:
+        """See `Step.backward`."""
+        self.inner.backward(run)
+
+    def unsynced(self) -> AbstractContextManager[None]:
+        """See `Step.unsynced`."""
+        return self.inner.unsynced()
+
+    def stored(self, parameter: nn.Parameter) -> Tensor:
+        """See `Step.stored`."""
+        return self.inner.stored(parameter)
+
+    def after_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
+        """See `Step.after_optimizer_step`."""
+        self.inner.after_optimizer_step(parameters)
+
+    def close(self) -> None:
+        """See `Step.close`."""
+        self.inner.close()
+
+
+class Technique(ABC):
+    """One way to divide training: it claims axes of the mesh and maps model, batch and step."""
+
+    phase: ClassVar[Phase]
+
+    @property
+    @abstractmethod
+    def axes(self) -> Mapping[Axis, Size]:
+        """The axes that this technique owns, with their sizes."""
+
+    @property
+    def claim(self) -> Claim:
+        """The axes under the name by which messages call this technique."""
+        return Claim(repr(self), self.axes)
+
+    def parallelize(self, model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan) -> nn.Module:
+        """Model -> model: changes the network that the plan points to, keeping every parameter's name."""
+        return model
+
+    def shard_batch(self, batch: Any, mesh: ParallelMesh, plan: ParallelPlan) -> Any:
+        """Batch -> batch: this rank's part of a batch that several ranks read alike."""
+        return batch
+
+    def wrap_step(self, step: Step, model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan) -> Step:
+        """Step -> step: what this technique does during a step, when the parameters are real and in place."""
+        return step
+
+
+def one_of(owner: str, name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Raises ValueError with the value, the choices and the owner unless `value` is one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{owner}({name}={value!r}): {name} is one of {', '.join(map(repr, choices))}")

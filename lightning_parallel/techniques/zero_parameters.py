@@ -1,0 +1,215 @@
+"""ZeRO stage 3: parameters, gradients and optimizer states sharded, on PyTorch's `fully_shard`.
+
+`fully_shard` gathers the parameters of a module when its forward starts. Here two kinds of modules are given to it, and
+neither is the user's own: a unit for some blocks, and one root around the whole step. So the user's modules keep their
+class, code that reads a weight outside any forward (a tied head, a parameter of the LightningModule) finds it whole
+during the step, and everything can be taken back.
+Source: S. Rajbhandari et al., ZeRO, SC 2020; Y. Zhao et al., PyTorch FSDP, VLDB 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.tensor import DTensor
+
+from lightning_parallel.collectives.functional import all_gather, reduce_scatter, uses_exchange
+from lightning_parallel.mesh import ParallelMesh
+from lightning_parallel.plan import ParallelPlan
+from lightning_parallel.techniques.redirect import Forward, redirect_forward
+from lightning_parallel.techniques.technique import Step, WrappedStep
+
+T = TypeVar("T")
+
+UNIT_BYTES = 16 * 2**20
+"""Blocks are gathered together until a unit has this size: smaller messages cost more in hooks than they save."""
+
+
+class Unit(nn.Module):
+    """One block, with the forward that techniques before sharding gave it."""
+
+    def __init__(self, block: nn.Module, forward: Forward) -> None:
+        super().__init__()
+        self.block = block
+        self._forward = forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the block on whole parameters."""
+        return self._forward(*args, **kwargs)
+
+
+class Root(nn.Module):
+    """The whole step: what belongs to no unit is whole from its beginning to its end."""
+
+    def __init__(self, model: nn.Module, units: Iterable[Unit]) -> None:
+        super().__init__()
+        self.model = model
+        self.units = nn.ModuleList(units)
+        self.running = False
+
+    def forward(self, run: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Runs a step of the user's while the root's parameters are whole."""
+        self.running = True
+        try:
+            return run(*args, **kwargs)
+        finally:
+            self.running = False
+
+    def enter(self, run: Callable[..., Any]) -> Forward:
+        """`run`, entering the root first when no step is running: for a forward called between steps."""
+        return lambda *args, **kwargs: (run if self.running else lambda *a, **k: self(run, *a, **k))(*args, **kwargs)
+
+
+def shard_parameters(model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan, offload: bool) -> Root:
+    """Shards every parameter that can be, and returns the root through which steps must run."""
+    left_whole = set(unshardable(model))
+    groups = _groups_of_blocks(list(plan.find_blocks(model).values()))
+    units = [[_wrap(block) for block in group] for group in groups]
+    root = Root(model, (unit for group in units for unit in group))
+    in_units = {parameter for group in groups for block in group for parameter in block.parameters()}
+    for group in units:
+        _fully_shard(group, mesh, offload, ignored=left_whole)
+    for module in (model, *model.children()):
+        redirect_forward(module, root.enter)
+    sharded_now = {parameter for unit in root.units for parameter in unit.parameters()}
+    _fully_shard([root], mesh, offload, ignored=left_whole | in_units | sharded_now)
+    return root
+
+
+def unshardable(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters that `fully_shard` refuses: scalars, and those that are not of the model's main dtype."""
+    parameters = list(model.parameters())
+    bytes_of: dict[torch.dtype, int] = {}
+    for parameter in parameters:
+        bytes_of[parameter.dtype] = bytes_of.get(parameter.dtype, 0) + parameter.numel()
+    main = max(bytes_of, key=lambda dtype: bytes_of[dtype], default=None)
+    return [parameter for parameter in parameters if parameter.dim() == 0 or parameter.dtype != main]
+
+
+def _wrap(block: nn.Module) -> Unit:
+    unit = Unit(block, block.forward)
+    redirect_forward(block, lambda _: unit)
+    return unit
+
+
+def _groups_of_blocks(blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    sizes = [sum(p.numel() * p.element_size() for p in block.parameters()) for block in blocks]
+    count = min(len(blocks), sum(sizes) // UNIT_BYTES)
+    if count < 2:
+        return []
+    groups: list[list[nn.Module]] = [[] for _ in range(count)]
+    before = 0
+    for block, size in zip(blocks, sizes, strict=True):
+        groups[min(count - 1, before * count // sum(sizes))].append(block)
+        before += size
+    return [group for group in groups if group]
+
+
+def _fully_shard(modules: list[Any], mesh: ParallelMesh, offload: bool, ignored: set[nn.Parameter]) -> None:
+    target = modules if len(modules) > 1 else modules[0]
+    pin = torch.cuda.is_available()
+    policy = CPUOffloadPolicy(pin_memory=pin) if offload else OffloadPolicy()
+    fully_shard(
+        target,
+        mesh=mesh.sharded_and_replicated,
+        reshard_after_forward=True,
+        offload_policy=policy,
+        ignored_params=ignored,
+    )
+    for module in modules:
+        if uses_exchange(mesh.fsdp.get_group()):
+            module.set_custom_all_gather(_AllGather())
+            module.set_custom_reduce_scatter(_ReduceScatter())
+
+
+class _Allocate:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _AllGather(_Allocate, AllGather):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        all_gather(output_tensor, input_tensor, group).wait()
+
+
+class _ReduceScatter(_Allocate, ReduceScatter):
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        reduce_scatter(output_tensor, input_tensor, group).wait()
+        if op == dist.ReduceOp.AVG:
+            output_tensor.div_(group.size())
+
+
+class ShardedParametersStep(WrappedStep):
+    """Runs every step through the root, so that parameters are whole while the user's code can see them."""
+
+    def __init__(self, inner: Step, root: Any) -> None:
+        super().__init__(inner)
+        self._root = root
+        self._flags = _RequiresGrad(root)
+
+    def forward(self, run: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """See `Step.forward`."""
+
+        def whole(*args: Any, **kwargs: Any) -> T:
+            self._flags.follow()
+            return self.inner.forward(run, *args, **kwargs)
+
+        result: T = self._root(whole, *args, **kwargs)
+        return result
+
+    def backward(self, run: Callable[[], None]) -> None:
+        """See `Step.backward`. Inside a step (manual optimization) the root's parameters stay whole."""
+        self.inner.backward(run)
+        if self._root.running:
+            self._root.unshard()
+
+    @contextmanager
+    def unsynced(self) -> Iterator[None]:
+        """See `Step.unsynced`. Gradients are sharded after every pass; replicas meet only in the last one."""
+        self._root.set_requires_all_reduce(False)
+        try:
+            with self.inner.unsynced():
+                yield
+        finally:
+            self._root.set_requires_all_reduce(True)
+
+    def after_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
+        """See `Step.after_optimizer_step`. Inside a step, what is whole now is out of date."""
+        if self._root.running:
+            self._root.reshard()
+            self._root.unshard()
+            self._flags.follow()
+        self.inner.after_optimizer_step(parameters)
+
+
+class _RequiresGrad:
+    """Keeps the whole parameters frozen exactly when the sharded ones are.
+
+    A user freezes what `module.parameters()` gave, the shards; `fully_shard` looked at them once, when it first gathered.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._slots = [
+            (module, name, parameter)
+            for module in root.modules()
+            for name, parameter in module._parameters.items()
+            if isinstance(parameter, DTensor)
+        ]
+
+    def follow(self) -> None:
+        """To be called where the parameters are whole."""
+        for module, name, shard in self._slots:
+            whole = module._parameters[name]
+            if whole is not None and whole.requires_grad != shard.requires_grad:
+                whole.requires_grad_(shard.requires_grad)
