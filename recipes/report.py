@@ -1,47 +1,19 @@
-"""What a run shows: tokens per second on the way; at the end losses, a sample of text, the checkpoint and a picture."""
+"""What a run leaves: validation loss and perplexity, a sample of text, a checkpoint and a picture of its curves."""
 
 from __future__ import annotations
 
 import csv
-import math
-from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import matplotlib
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 matplotlib.use("Agg")  # draws into files, on machines without a display
 from matplotlib import pyplot as plt
-
-
-class TokensPerSecond(Callback):
-    """Logs how many tokens all ranks together train on per second, over the last steps.
-
-    Args:
-        window: Number of batches to average over.
-    """
-
-    def __init__(self, window: int = 20) -> None:
-        self.ends: deque[float] = deque(maxlen=window + 1)
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: dict[str, Tensor], batch_idx: int
-    ) -> None:
-        """Log the rate since the oldest remembered batch."""
-        self.ends.append(perf_counter())
-        if len(self.ends) > 1:
-            tokens = batch["input_ids"].numel() * trainer.world_size * (len(self.ends) - 1)
-            pl_module.log("tokens/s", tokens / (self.ends[-1] - self.ends[0]), prog_bar=True)
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Forget, so that the pause for validation does not count."""
-        self.ends.clear()
 
 
 @torch.no_grad()
@@ -82,12 +54,11 @@ def draw_curves(log: Path, picture: Path) -> None:
     plt.close(figure)
 
 
-def print_report(metrics: Mapping[str, float], sample: str | None, checkpoint: str, picture: Path) -> None:
+def print_report(metrics: Mapping[str, float], sample: str | None, checkpoint: Path, picture: Path) -> None:
     """Print the end of the story."""
-    loss = metrics["val_loss"]
-    print(f"\nvalidation loss  {loss:.4f}")
-    print(f"perplexity       {metrics.get('val_perplexity', math.exp(loss)):.2f}")
+    print(f"\nvalidation loss  {metrics['val_loss']:.4f}")
+    print(f"perplexity       {metrics['val_perplexity']:.2f}")
     if sample is not None:
         print("sample           " + sample.replace("\n", "\n                 "))
     print(f"checkpoint       {checkpoint}")
-    print(f"loss curves      {picture}")
+    print(f"loss curves      {picture}", flush=True)

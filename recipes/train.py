@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import hydra
@@ -21,6 +22,8 @@ from recipes.gpt import GPTModule
 from recipes.report import draw_curves, print_report, write_sample
 
 resolvers.register()
+# Lightning asks torch in a way that torch has deprecated since; nothing that whoever trains could change.
+warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
 
 
 def train(config: DictConfig) -> None:
@@ -49,8 +52,7 @@ def report(
     draw_curves(folder / "log" / "metrics.csv", folder / "curves.png")
     tokenizer = data.tokenizer()
     sample = write_sample(model, tokenizer, context=model.config.context, **config.sample) if tokenizer else None
-    checkpoint = getattr(trainer.checkpoint_callback, "last_model_path", "")
-    print_report(metrics, sample, checkpoint, folder / "curves.png")
+    print_report(metrics, sample, folder / "checkpoints" / "last.ckpt", folder / "curves.png")
 
 
 def run_apart() -> None:

@@ -1,0 +1,76 @@
+"""What happens beside training: speed, a readable progress bar, and a checkpoint of the very last step."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import TQDMProgressBar
+from torch import Tensor
+
+
+class TokensPerSecond(Callback):
+    """Logs how many tokens all ranks together train on per second, over the last batches.
+
+    Args:
+        window: Number of batches to average over.
+    """
+
+    def __init__(self, window: int = 20) -> None:
+        self.ends: deque[float] = deque(maxlen=window + 1)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: dict[str, Tensor], batch_idx: int
+    ) -> None:
+        """Log the rate since the oldest remembered batch."""
+        self.ends.append(perf_counter())
+        if len(self.ends) > 1:
+            tokens = batch["input_ids"].numel() * trainer.world_size * (len(self.ends) - 1)
+            pl_module.log("tokens/s", tokens / (self.ends[-1] - self.ends[0]), prog_bar=True)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget, so that the pause for validation does not count."""
+        self.ends.clear()
+
+
+class ProgressBar(TQDMProgressBar):
+    """Lightning's bar without the logger's version, and with whole tokens per second."""
+
+    def get_metrics(
+        self, trainer: Trainer, pl_module: LightningModule
+    ) -> dict[str, int | str | float | dict[str, float]]:
+        """Return what stands beside the bar."""
+        metrics = super().get_metrics(trainer, pl_module)
+        metrics.pop("v_num", None)
+        if "tokens/s" in metrics:
+            metrics["tokens/s"] = f"{metrics['tokens/s']:,.0f}"
+        return metrics
+
+
+class SaveAtEnd(Callback):
+    """Writes the last step to ``last.ckpt``: a ModelCheckpoint that follows validation leaves out the steps after it.
+
+    Args:
+        dirpath: Folder of the checkpoint.
+    """
+
+    def __init__(self, dirpath: str) -> None:
+        self.path = Path(dirpath) / "last.ckpt"
+        self.saved = -1
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """Save at the step limit while the epoch is still open, so that a run with a higher limit can go on in it."""
+        if trainer.global_step == trainer.max_steps:
+            self._save(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save where something else ended the run."""
+        self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        if self.saved != trainer.global_step:
+            self.saved = trainer.global_step
+            trainer.save_checkpoint(self.path, weights_only=False)
