@@ -28,7 +28,9 @@ class TokensPerSecond(Callback):
         """Log the rate since the oldest remembered batch."""
         self.ends.append(perf_counter())
         if len(self.ends) > 1:
-            tokens = batch["input_ids"].numel() * trainer.world_size * (len(self.ends) - 1)
+            # Ranks that share their samples (in a pipeline, say) count once.
+            parts = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+            tokens = batch["input_ids"].numel() * parts * (len(self.ends) - 1)
             pl_module.log("tokens/s", tokens / (self.ends[-1] - self.ends[0]), prog_bar=True)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

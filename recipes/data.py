@@ -236,15 +236,23 @@ class TokenData(TokenisedData):
 
     def prepare_data(self) -> None:
         """Check every id against the vocabulary, unless this machine has done so before."""
-        if self.tokenizer_path and not self.tokenizer_path.is_file():
-            raise CorpusError(
-                f"data.tokenizer_path={self.tokenizer_path} does not exist; name a tokenizer.json or null"
-            )
+        if self.tokenizer_path:
+            self._check_tokenizer(self.tokenizer_path)
         for file in filter(None, (self.path, self.validation_path)):
             if not file.is_file() or not file.stat().st_size:
                 problem = "is empty" if file.is_file() else f"does not exist (looked in {Path.cwd()})"
                 raise CorpusError(f"{file} {problem}; name a file of token ids in data.path")
             self._check_once(file)
+
+    def _check_tokenizer(self, file: Path) -> None:
+        if not file.is_file():
+            raise CorpusError(f"data.tokenizer_path={file} does not exist; name a tokenizer.json or null")
+        size = load_tokenizer(file).get_vocab_size()
+        if size > self.vocab_size:
+            raise CorpusError(
+                f"{file} has {size} ids, but the model knows vocab_size={self.vocab_size}; set "
+                f"model.config.vocab_size={size} or name the tokenizer that made the ids"
+            )
 
     def _check_once(self, file: Path) -> None:
         stat = file.stat()

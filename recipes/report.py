@@ -18,11 +18,14 @@ from matplotlib import pyplot as plt
 
 @torch.no_grad()
 def generate(network: nn.Module, ids: Tensor, count: int, *, context: int, temperature: float) -> Tensor:
-    """Append ``count`` ids to ``ids`` (T), each drawn from the network's prediction; the draws are reproducible."""
+    """Append ``count`` ids to ``ids`` (T), each drawn from the network's prediction; temperature 0 takes the likeliest.
+
+    The draws are the same every time.
+    """
     generator = torch.Generator(ids.device).manual_seed(0)
     for _ in range(count):
         logits = network(ids[None, -context:])[0, -1]  # (V)
-        probabilities = torch.softmax(logits.float() / temperature, dim=-1)
+        probabilities = torch.softmax(logits.float() / max(temperature, 1e-4), dim=-1)
         ids = torch.cat((ids, torch.multinomial(probabilities, 1, generator=generator)))
     return ids
 
@@ -30,7 +33,8 @@ def generate(network: nn.Module, ids: Tensor, count: int, *, context: int, tempe
 def write_sample(network: nn.Module, tokenizer: Tokenizer, *, prompt: str, count: int, **options: Any) -> str:
     """Return ``prompt`` and what the network makes of it."""
     device = next(network.parameters()).device
-    ids = torch.tensor(tokenizer.encode(prompt).ids, device=device)
+    # An empty prompt starts where a document has just ended, which is id 0 of our own tokenizers.
+    ids = torch.tensor(tokenizer.encode(prompt).ids or [0], device=device)
     text: str = tokenizer.decode(generate(network.eval(), ids, count, **options).tolist())
     return text
 

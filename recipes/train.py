@@ -38,6 +38,8 @@ def train(config: DictConfig) -> None:
         callbacks=list(instantiate(config.callbacks).values()),
         logger=instantiate(config.logger),
     )
+    data.prepare_data()  # before other ranks start, so that a mistake in the data is told once and stops nobody midway
+    data.setup("fit")
     trainer.fit(model, datamodule=data, ckpt_path=config.ckpt_path)
     metrics = trainer.validate(model, datamodule=data, verbose=False)
     if trainer.is_global_zero:
@@ -59,7 +61,9 @@ def run_apart() -> None:
     """Run one job of a sweep as a program of its own, for it starts ranks, and a process can start them only once."""
     job = HydraConfig.get()
     overrides = [*job.overrides.task, f'hydra.run.dir="{job.runtime.output_dir}"']
-    subprocess.run([sys.executable, __file__, *overrides], check=True)
+    ended = subprocess.run([sys.executable, __file__, *overrides], check=False)
+    if ended.returncode:
+        raise SystemExit(ended.returncode)
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="train")

@@ -222,3 +222,11 @@ def test_wrong_token_files_are_named(tmp_path, content, name, message):
 def test_a_missing_tokenizer_is_named(tmp_path):
     with pytest.raises(CorpusError, match=r"tokenizer_path=nowhere.json does not exist; name a tokenizer.json"):
         token_data(tmp_path / "ids.bin", tokenizer_path="nowhere.json").prepare_data()
+
+
+def test_a_tokenizer_of_another_vocabulary_is_named(tmp_path, texts):
+    tokenizer_path = ready(text_data(texts)).folder / "tokenizer.json"
+    with pytest.raises(
+        CorpusError, match=r"tokenizer.json has 300 ids, but the model knows vocab_size=100; set .*=300"
+    ):
+        token_data(tmp_path / "ids.bin", tokenizer_path=str(tokenizer_path)).prepare_data()

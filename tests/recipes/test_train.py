@@ -1,0 +1,93 @@
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from recipes.callbacks import SaveAtEnd
+from recipes.data import TextData
+from recipes.gpt import GPTModule
+from recipes.report import read_curve
+from tests.ranks import ranks
+from tests.trainers import trainer
+
+SCRIPT = Path(__file__).parents[2] / "recipes" / "train.py"
+TINY = [
+    "trainer.accelerator=cpu",
+    "trainer.max_steps=6",
+    "trainer.val_check_interval=4",
+    "trainer.log_every_n_steps=1",
+    "model.config={vocab_size: 300, context: 16, dim: 32, n_layers: 2, n_heads: 2, n_kv_heads: 1, hidden_dim: 32}",
+    "data.batch_size=2",
+    "sample.count=5",
+    "hydra.run.dir=out",
+]
+
+
+@pytest.fixture
+def texts(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for i in range(40):
+        (folder / f"{i}.txt").write_text(f"Document {i}: {'word ' * i}\n" * 5)
+    return folder
+
+
+def run(folder, *overrides):
+    command = [sys.executable, str(SCRIPT), *TINY, "data=text", f"data.cache_dir={folder}/cache", *overrides]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.launched
+def test_a_run_shows_what_it_learned(tmp_path, texts):
+    ended = run(tmp_path, f"data.path={texts}", "trainer.devices=2", "strategy=zero")
+    assert ended.returncode == 0, ended.stderr
+    for line in (
+        r"validation loss  \d\.\d+",
+        r"perplexity       \d+",
+        "sample           def",
+        "checkpoint",
+        "loss curves",
+    ):
+        assert len(re.findall(f"^{line}", ended.stdout, re.MULTILINE)) == 1
+    assert "tokens/s" in ended.stdout + ended.stderr
+    out = tmp_path / "out"
+    assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "checkpoints" / "last.ckpt").exists()
+    assert read_curve(out / "log" / "metrics.csv", "train_loss")[0] == [0, 1, 2, 3, 4, 5]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["cache", "out", "texts"]
+    assert sorted(entry.name for entry in out.iterdir()) == [".hydra", "checkpoints", "curves.png", "log"]
+
+
+@pytest.mark.launched
+def test_data_that_cannot_be_trained_on_is_told_once(tmp_path, texts):
+    (texts / "7.txt").write_bytes(b"\xff\xfe")
+    ended = run(tmp_path, f"data.path={texts}", "trainer.devices=2", "strategy=zero")
+    assert ended.returncode != 0
+    assert ended.stderr.count("7.txt is not UTF-8 text") == 1
+    assert "Traceback" not in ended.stderr
+    assert not list((tmp_path / "cache").glob("*/"))
+
+
+def fit(folder, texts, steps, **resume):
+    """Train to ``steps``; return the weights."""
+    from lightning_parallel import ZeroStrategy
+
+    data = TextData(str(texts), vocab_size=300, seq_len=16, batch_size=2, cache_dir=str(folder / "cache"))
+    shape = {"context": 16, "dim": 32, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "hidden_dim": 32}
+    module = GPTModule({"vocab_size": 300, **shape}, final_lr=1.0, warmup_steps=2)
+    torch.manual_seed(0)
+    fitting = trainer(ZeroStrategy(), max_steps=steps, callbacks=[SaveAtEnd(str(folder / f"after-{steps}"))])
+    fitting.fit(module, datamodule=data, **resume)
+    return {name: weight.clone() for name, weight in module.state_dict().items()}
+
+
+@ranks(2)
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, texts):
+    whole = fit(tmp_path, texts, 7)
+    fit(tmp_path, texts, 3)
+    resumed = fit(tmp_path, texts, 7, ckpt_path=str(tmp_path / "after-3" / "last.ckpt"))
+    assert whole.keys() == resumed.keys()
+    assert all(whole[name].equal(resumed[name]) for name in whole)
