@@ -74,12 +74,12 @@ def uses_exchange(group: dist.ProcessGroup) -> bool:
     return dist.get_backend(group) == "gloo"
 
 
-def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Gives all ranks of the group the values that its first rank holds, in few and large messages."""
+def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
+    """Gives all ranks of the group the values that its first rank holds, in few and large messages through `device`."""
     source = dist.get_global_rank(group, 0)
     for same in _by_dtype(tensors):
         for part in _parts_of(same, limit_bytes=64 * 2**20):
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in part])
+            flat = torch.cat([tensor.detach().reshape(-1) for tensor in part]).to(device)
             dist.broadcast(flat, src=source, group=group)
             for tensor, values in zip(part, flat.split([tensor.numel() for tensor in part]), strict=True):
                 tensor.detach().copy_(values.view_as(tensor))

@@ -106,6 +106,11 @@ class Technique(ABC):
         """Model -> model: changes the network that the plan points to, keeping every parameter's name."""
         return model
 
+    @property
+    def keeps_shards_on_host(self) -> bool:
+        """Whether the parameters that `parallelize` shards live in host memory."""
+        return False
+
     def shard_batch(self, batch: Any, mesh: ParallelMesh, plan: ParallelPlan) -> Any:
         """Batch -> batch: this rank's part of a batch that several ranks read alike."""
         return batch

@@ -49,6 +49,11 @@ class Zero(Technique):
         """See `Technique.axes`."""
         return {"dp_replicate": self.replicate, "dp_shard": self.size}
 
+    @property
+    def keeps_shards_on_host(self) -> bool:
+        """See `Technique.keeps_shards_on_host`."""
+        return self.offload and self.stage == 3
+
     def parallelize(self, model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan) -> nn.Module:
         """Stage 3 shards the parameters; the model returned is the root through which steps run."""
         return shard_parameters(model, mesh, plan, self.offload) if self.stage == 3 else model

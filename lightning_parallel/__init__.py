@@ -1,0 +1,33 @@
+"""Strategies with which an unchanged LightningModule trains under any kind of parallelism.
+
+Importing the package registers its strategies with Lightning, so that `Trainer(strategy="lp_zero3")` works.
+"""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_parallel.mesh import AXES, ParallelMesh
+from lightning_parallel.plan import ParallelPlan
+from lightning_parallel.strategies.data_parallel import DataParallelStrategy
+from lightning_parallel.strategies.hybrid import HybridStrategy
+from lightning_parallel.strategies.zero import ZeroStrategy
+from lightning_parallel.techniques.activation_checkpoint import ActivationCheckpoint
+from lightning_parallel.techniques.compile import Compile
+from lightning_parallel.techniques.data_parallel import DataParallel
+from lightning_parallel.techniques.zero import Zero
+
+__all__ = [
+    "AXES",
+    "ActivationCheckpoint",
+    "Compile",
+    "DataParallel",
+    "DataParallelStrategy",
+    "HybridStrategy",
+    "ParallelMesh",
+    "ParallelPlan",
+    "Zero",
+    "ZeroStrategy",
+]
+
+StrategyRegistry.register("lp_data_parallel", DataParallelStrategy, "Data parallel on all ranks")
+for _stage in (1, 2, 3):
+    StrategyRegistry.register(f"lp_zero{_stage}", ZeroStrategy, f"ZeRO stage {_stage} on all ranks", stage=_stage)

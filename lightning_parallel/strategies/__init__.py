@@ -1,0 +1,1 @@
+"""Lightning's objects that run techniques. Only here is Lightning imported."""

@@ -1,0 +1,114 @@
+"""Checkpoints in their first form: one plain Lightning file with full names and whole tensors, written atomically.
+
+Every rank takes part in gathering, one tensor at a time; only rank 0 keeps values and writes. Any layout reads the file:
+each rank takes its own part of every tensor.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_parallel.techniques.stored_optimizer import gathered, shard_of
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Lightning's own reader and writer, whose files appear whole or not at all, also after a power failure."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Writes beside the path, flushes to disk, then renames. Remote paths are written as Lightning does."""
+        if "://" in str(path):
+            return super().save_checkpoint(checkpoint, path, storage_options)
+        if storage_options is not None:
+            raise TypeError("storage_options are for remote paths; pass a checkpoint_io that understands them")
+        _write_atomically(checkpoint, Path(path))
+        return None
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Maps the file into memory, so that ranks share one copy and read only what they keep.
+
+        Raises:
+            FileNotFoundError: there is no file at the path.
+        """
+        if "://" in str(path):
+            return super().load_checkpoint(path, map_location or "cpu", weights_only)
+        if not Path(path).exists():
+            raise FileNotFoundError(f"there is no checkpoint at {path}")
+        safe = True if weights_only is None else weights_only
+        loaded: dict[str, Any] = torch.load(path, map_location=map_location or "cpu", mmap=True, weights_only=safe)
+        return loaded
+
+
+def _write_atomically(checkpoint: dict[str, Any], target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            torch.save(checkpoint, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o666 & ~_umask())
+        os.replace(name, target)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    _sync_directory(target.parent)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _sync_directory(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def whole_state_dict(module: nn.Module, keep: bool) -> dict[str, Any]:
+    """The module's state as one device would have it; without values where not `keep`. All ranks must call.
+
+    The other ranks get the same names too, because users' `on_save_checkpoint` hooks look them up everywhere.
+    """
+    with torch.no_grad():
+        return {
+            name: gathered(value, keep) if isinstance(value, Tensor) else value
+            for name, value in module.state_dict().items()
+        }
+
+
+def load_whole_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    """Loads whole tensors into a module whose parameters may be sharded, without communication."""
+    own = dict(module.named_parameters(remove_duplicate=False))
+    with torch.no_grad():
+        parts = {name: _part_for(own.get(name), value) for name, value in state.items()}
+        module.load_state_dict(parts, strict=strict)
+
+
+def _part_for(parameter: nn.Parameter | None, value: Any) -> Any:
+    sharded = isinstance(parameter, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor)
+    same = sharded and parameter is not None and parameter.shape == value.shape
+    return shard_of(value.to(parameter.dtype), parameter) if same and isinstance(parameter, DTensor) else value
+
+
+def others_may_be_missing() -> bool:
+    """Whether an exception is being handled, so that other ranks may not come to a collective.
+
+    A SIGTERM is an exception too, but all ranks agreed on the step at which to raise it.
+    """
+    exception = sys.exc_info()[1]
+    return exception is not None and not isinstance(exception, SIGTERMException)

@@ -1,0 +1,188 @@
+"""From a model on meta, or whole on every rank, to what each rank keeps; and back to a whole model after the run."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from lightning_parallel.strategies.deferred_init import DeferredInit
+from lightning_parallel.techniques.stored_optimizer import shard_of
+
+log = logging.getLogger(__name__)
+
+
+class Deferred:
+    """The tensors of a model that are still on meta, and how to make them."""
+
+    def __init__(self) -> None:
+        self._records: list[DeferredInit] = []
+        self._wanted: dict[str, Tensor] = {}
+        self._orphans: Orphans | None = None
+
+    @contextmanager
+    def recording(self, device: torch.device) -> Iterator[None]:
+        """Modules built inside are remembered, to be made on `device`."""
+        record = DeferredInit(device)
+        with record:
+            yield
+        self._records.append(record)
+
+    def find(self, module: nn.Module) -> None:
+        """Notes what is on meta, before techniques replace parameters by their shards."""
+        named = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+        self._wanted = {name: tensor for name, tensor in named.items() if tensor.is_meta}
+        recorded = {name for name, tensor in self._wanted.items() if any(r.owns(tensor) for r in self._records)}
+        self._orphans = Orphans(module, set(self._wanted) - recorded)
+
+    @torch.no_grad()
+    def materialise(self, module: nn.Module, device: torch.device, shards: torch.device, group: dist.ProcessGroup) -> None:
+        """Makes every tensor, one after the other, and lets each rank keep its part.
+
+        All ranks draw from the random state of rank 0, so that shards are parts of one model even without a seed.
+        """
+        if not self._wanted:
+            return
+        _allocate(module, device, shards)
+        for record in self._records:
+            state = [record.rng_state]
+            dist.broadcast_object_list(state, src=dist.get_global_rank(group, 0), group=group)
+            record.rng_state = state[0]
+            record.replay({n: t for n, t in self._wanted.items() if record.owns(t)}, lambda n, t: _fill(module, n, t))
+        if self._orphans is not None:
+            self._orphans.make(device, lambda name, tensor: _fill(module, name, tensor))
+        self._records, self._wanted, self._orphans = [], {}, None
+
+
+class Orphans:
+    """Tensors on meta that nobody recorded: made with `torch.device("meta")` outside of `configure_model`.
+
+    Their modules make their values themselves, as is PyTorch's custom, by `reset_parameters`, one module at a time.
+
+    Raises:
+        TypeError: a module that has no such method, by its name.
+    """
+
+    def __init__(self, module: nn.Module, names: set[str]) -> None:
+        owners = dict.fromkeys(name.rpartition(".")[0] for name in sorted(names))
+        self._clones = {owner: _shallow_copy(module.get_submodule(owner)) for owner in owners}
+        for owner, clone in self._clones.items():
+            if not callable(getattr(clone, "reset_parameters", None)):
+                raise TypeError(
+                    f"{owner or 'the model'} ({type(clone).__name__}) was built on the meta device and has no "
+                    "reset_parameters() to make its values; build it in configure_model() instead"
+                )
+
+    def make(self, device: torch.device, sink: Callable[[str, Tensor], None]) -> None:
+        """Hands every tensor to `sink` with its name."""
+        for owner, clone in self._clones.items():
+            _allocate(clone, device, device)
+            clone.reset_parameters()  # type: ignore[operator]
+            for name, tensor in (*clone.named_parameters(recurse=False), *clone.named_buffers(recurse=False)):
+                sink(f"{owner}.{name}".lstrip("."), tensor.detach())
+            clone.to("meta")
+
+
+def _shallow_copy(module: nn.Module) -> nn.Module:
+    clone = copy.copy(module)
+    clone._parameters, clone._buffers = dict(module._parameters), dict(module._buffers)
+    clone._modules = {}
+    return clone
+
+
+def _allocate(module: nn.Module, device: torch.device, shards: torch.device) -> None:
+    made: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                if id(parameter) not in made:
+                    made[id(parameter)] = _empty_parameter(parameter, device, shards)
+                part._parameters[name] = made[id(parameter)]
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                part._buffers[name] = torch.empty_like(buffer, device=device)
+
+
+def _empty_parameter(parameter: nn.Parameter, device: torch.device, shards: torch.device) -> nn.Parameter:
+    value: Tensor
+    if isinstance(parameter, DTensor):
+        local = torch.empty_like(parameter.to_local(), device=shards)
+        value = DTensor.from_local(
+            local,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    else:
+        value = torch.empty_like(parameter, device=device)
+    made = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    vars(made).update(vars(parameter))
+    return made
+
+
+def _fill(module: nn.Module, name: str, whole: Tensor) -> None:
+    owner, _, attribute = name.rpartition(".")
+    part = module.get_submodule(owner)
+    target = part._parameters.get(attribute)
+    target = part._buffers[attribute] if target is None else target
+    assert target is not None
+    if isinstance(target, DTensor):
+        target.to_local().copy_(shard_of(whole.to(target.dtype), target).to_local())
+    else:
+        target.copy_(whole)
+
+
+def real_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Parameters and buffers that hold values."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return (tensor for tensor in tensors if not tensor.is_meta and not is_sharded(tensor))
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether ranks hold different parts of the tensor."""
+    return isinstance(tensor, DTensor) and any(isinstance(placement, Shard) for placement in tensor.placements)
+
+
+def has_sharded_parameters(module: nn.Module) -> bool:
+    """Whether ranks hold different parts of the module's parameters."""
+    return any(map(is_sharded, module.parameters()))
+
+
+def move_whole_tensors(module: nn.Module, device: torch.device) -> None:
+    """Moves what is not sharded; shards are where their technique put them."""
+    for parameter in module.parameters():
+        if not isinstance(parameter, DTensor) and parameter.device != device:
+            parameter.data = parameter.data.to(device)
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.device != device:
+                part._buffers[name] = buffer.to(device)
+
+
+@torch.no_grad()
+def make_whole(module: nn.Module) -> None:
+    """Gives the user's module whole parameters on the host again. Every rank must call."""
+    whole: dict[int, nn.Parameter] = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if isinstance(parameter, DTensor):
+                if id(parameter) not in whole:
+                    value = parameter.full_tensor().cpu()
+                    whole[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+                part._parameters[name] = whole[id(parameter)]
+
+
+def fits_on_host(module: nn.Module, copies: int) -> bool:
+    """Whether this node's free memory holds a whole model for each of its ranks, with room to spare."""
+    needed = sum(p.numel() * p.element_size() for p in module.parameters()) * copies
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return needed < 0.8 * free

@@ -1,0 +1,72 @@
+"""Precision on a mesh: whatever plugin Lightning chose clips and scales over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_parallel.techniques.clipping import clip_by_norm, clip_by_value, local
+
+
+def adapt_precision(plugin: Precision, sharded: bool) -> None:
+    """Makes a precision plugin clip by the norm over the mesh, and skip a step everywhere if one rank must.
+
+    Args:
+        plugin: the user's, or the one Lightning chose; kept, so that its own behaviour stays.
+        sharded: whether gradients may be sharded.
+    """
+    if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
+        plugin.scaler = MeshGradScaler.like(plugin.scaler)
+
+    def by_norm(optimizer: Optimizer, clip_val: float) -> None:
+        clip_by_norm(plugin.main_params(optimizer), clip_val, sharded)
+
+    def by_value(optimizer: Optimizer, clip_val: float) -> None:
+        clip_by_value(plugin.main_params(optimizer), clip_val)
+
+    replaced: dict[str, Callable[..., None]] = {"clip_grad_by_norm": by_norm, "clip_grad_by_value": by_value}
+    vars(plugin).update(replaced)
+
+
+def restore_precision(plugin: Precision) -> None:
+    """Takes `adapt_precision` back; a scaler keeps its scale."""
+    for name in ("clip_grad_by_norm", "clip_grad_by_value"):
+        vars(plugin).pop(name, None)
+
+
+class MeshGradScaler(torch.amp.GradScaler):
+    """A gradient scaler for which an overflow on any rank is an overflow on all."""
+
+    @classmethod
+    def like(cls, scaler: torch.amp.GradScaler) -> MeshGradScaler:
+        """The same scaler, with its settings and its scale."""
+        mesh_scaler = cls.__new__(cls)
+        vars(mesh_scaler).update(vars(scaler))
+        return mesh_scaler
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        gradients = [local(p.grad) for p in _parameters(optimizer) if p.grad is not None]
+        shown: Any = SimpleNamespace(param_groups=[{"params": [_with_gradient(g) for g in gradients]}])
+        found = super()._unscale_grads_(shown, inv_scale, found_inf, allow_fp16)
+        overflow = sum((value.to(found_inf.device) for value in found.values()), torch.zeros_like(found_inf))
+        dist.all_reduce(overflow, op=dist.ReduceOp.MAX)
+        return {found_inf.device: overflow}
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _with_gradient(gradient: Tensor) -> Tensor:
+    bearer = gradient.detach()
+    bearer.grad = gradient
+    return bearer

@@ -1,0 +1,109 @@
+"""The random state of a rank on the host (torch, NumPy, Python) and on its device, as plain values."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """A snapshot of the host's generators, with one generator of the user's if there is one."""
+
+    torch_state: Tensor
+    numpy_state: tuple[Any, ...]
+    python_state: tuple[Any, ...]
+    own_state: Tensor | None = None
+
+    @classmethod
+    def now(cls, own: torch.Generator | None = None) -> RandomState:
+        """The state at this moment."""
+        numpy_state = np.random.get_state(legacy=True)
+        own_state = None if own is None else own.get_state()
+        return cls(torch.get_rng_state(), tuple(numpy_state), random.getstate(), own_state)
+
+    def restore(self, own: torch.Generator | None = None) -> None:
+        """Makes the generators continue from here."""
+        torch.set_rng_state(self.torch_state)
+        np.random.set_state(self.numpy_state)
+        random.setstate(self.python_state)
+        if own is not None and self.own_state is not None:
+            own.set_state(self.own_state)
+
+    @contextmanager
+    def replayed(self, own: torch.Generator | None = None) -> Iterator[None]:
+        """Inside, the host's generators continue from here; afterwards they are where they were.
+
+        The user's own generator stays where the replay left it, as in a run that was never interrupted.
+        """
+        before = RandomState.now()
+        self.restore(own)
+        try:
+            yield
+        finally:
+            before.restore()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The state as tensors and plain values, which a checkpoint may hold and a safe reader reads."""
+        kind, keys, position, has_gauss, gauss = self.numpy_state
+        numpy_state = (kind, torch.from_numpy(keys.astype("int64")), position, has_gauss, gauss)
+        return {
+            "torch": self.torch_state,
+            "numpy": numpy_state,
+            "python": self.python_state,
+            "own": self.own_state,
+        }
+
+    @classmethod
+    def from_dict(cls, state: dict[str, Any]) -> RandomState:
+        """Reads what `as_dict` wrote."""
+        kind, keys, position, has_gauss, gauss = state["numpy"]
+        version, internal, gauss_next = state["python"]
+        numpy_state = (kind, keys.numpy().astype("uint32"), position, has_gauss, gauss)
+        return cls(state["torch"], numpy_state, (version, tuple(internal), gauss_next), state["own"])
+
+
+@dataclass(frozen=True)
+class RankRandomness:
+    """Everything that one rank draws from."""
+
+    host: RandomState
+    device_state: Tensor | None
+
+    @classmethod
+    def now(cls, device: torch.device) -> RankRandomness:
+        """The state at this moment."""
+        return cls(RandomState.now(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
+
+    def restore(self, device: torch.device) -> None:
+        """Makes all generators continue from here."""
+        self.host.restore()
+        if self.device_state is not None and device.type == "cuda":
+            torch.cuda.set_rng_state(self.device_state, device)
+
+    def as_dict(self) -> dict[str, Any]:
+        """See `RandomState.as_dict`."""
+        return {"host": self.host.as_dict(), "device": self.device_state}
+
+    @classmethod
+    def from_dict(cls, state: dict[str, Any]) -> RankRandomness:
+        """Reads what `as_dict` wrote."""
+        return cls(RandomState.from_dict(state["host"]), state["device"])
+
+
+def decorrelate_device(device: torch.device, reader: int) -> None:
+    """Lets dropout on ranks that read different samples draw different masks.
+
+    Only the device's own generator is moved: the host's stays alike on all ranks, because models decide by it what to
+    run (layer drop), and ranks that gather parameters must decide alike.
+    """
+    if device.type == "cuda" and reader > 0:
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(torch.initial_seed() + 1_000_003 * reader)
