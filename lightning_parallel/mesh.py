@@ -40,7 +40,9 @@ def resolve_sizes(claims: Iterable[Claim], world_size: int) -> dict[Axis, int]:
     wanted = _one_owner_per_axis(claims)
     automatic = [axis for axis, size in wanted.items() if size == "auto"]
     if len(automatic) > 1:
-        raise ValueError(f"{' and '.join(automatic)} are both 'auto', but only one axis can take the rest; fix the others")
+        raise ValueError(
+            f"{' and '.join(automatic)} are both 'auto', but only one axis can take the rest; fix the others"
+        )
     sizes: dict[Axis, int] = {axis: size for axis in AXES if (size := wanted.get(axis, 1)) != "auto"}
     fixed = prod(sizes.values())
     if automatic:
@@ -73,7 +75,9 @@ def _one_owner_per_axis(claims: Iterable[Claim]) -> dict[Axis, Size]:
 
 
 def _hsdp_hint(axis: Axis) -> str:
-    return " (replicas of a sharded model are written Zero(shards, replicate=replicas))" if axis == "dp_replicate" else ""
+    return (
+        " (replicas of a sharded model are written Zero(shards, replicate=replicas))" if axis == "dp_replicate" else ""
+    )
 
 
 def _check_size(owner: str, axis: Axis, size: Size) -> None:

@@ -96,7 +96,8 @@ def find_plan(module: nn.Module, given: ParallelPlan | None = None) -> ParallelP
         return given
     own = getattr(module, "parallel_plan", None)
     if callable(own):
-        return replace(own(), source=f"{type(module).__name__}.parallel_plan()")
+        plan: ParallelPlan = own()
+        return replace(plan, source=f"{type(module).__name__}.parallel_plan()")
     plan = from_metadata(module) or infer(module)
     log.info("Parallel plan from %s: %r", plan.source, plan)
     return plan
@@ -111,7 +112,9 @@ def from_metadata(module: nn.Module) -> ParallelPlan | None:
         found = [child for child, block in part.named_modules() if type(block).__name__ in classes]
         patterns = tuple(dict.fromkeys(_starred(f"{name}.{child}" if name else child) for child in found))
         if patterns:
-            return ParallelPlan(blocks=patterns, positions="position_ids", source=f"the metadata of {type(part).__name__}")
+            return ParallelPlan(
+                blocks=patterns, positions="position_ids", source=f"the metadata of {type(part).__name__}"
+            )
     return None
 
 

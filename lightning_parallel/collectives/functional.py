@@ -81,7 +81,7 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, devic
         for part in _parts_of(same, limit_bytes=64 * 2**20):
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in part]).to(device)
             dist.broadcast(flat, src=source, group=group)
-            for tensor, values in zip(part, flat.split([tensor.numel() for tensor in part]), strict=True):
+            for tensor, values in zip(part, torch.split(flat, [tensor.numel() for tensor in part]), strict=True):
                 tensor.detach().copy_(values.view_as(tensor))
 
 

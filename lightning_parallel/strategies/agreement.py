@@ -46,7 +46,9 @@ def require_same(what: str, values: Sequence[object], remedy: str) -> None:
     by_value: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         by_value.setdefault(str(value), []).append(rank)
-    listed = "; ".join(f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {v}" for v, ranks in by_value.items())
+    listed = "; ".join(
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {v}" for v, ranks in by_value.items()
+    )
     raise ValueError(f"{what} must be the same on every rank, but they differ ({listed}); {remedy}")
 
 

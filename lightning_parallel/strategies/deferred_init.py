@@ -66,7 +66,7 @@ def _meta_options(func: Any, args: Any, kwargs: Any) -> Any:
     takes_device = any(arg.name == "device" for arg in func._schema.arguments)
     on_meta = takes_device and (kwargs.get("device") is not None or not _tensors((args, kwargs)))
     kwargs = {**kwargs, "device": _META} if on_meta else kwargs
-    return {key: value for key, value in kwargs.items() if key not in ("generator", "pin_memory")}
+    return {key: None if key in ("generator", "pin_memory") else value for key, value in kwargs.items()}
 
 
 def _covers_storage(tensor: Tensor) -> bool:
@@ -331,7 +331,13 @@ class _AsReal(TorchFunctionMode):
             return home if _GETTERS[func] == "device" else _GETTERS[func] == f"is_{home.type}"
         if func in _READERS and self._record.owns(args[0]):
             args = (self._record.value(args[0], func.__name__), *args[1:])
-        if kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta":
+        if kwargs.get("out") is not None:  # is on meta, with which no other device must be named
+            kwargs.pop("device", None)
+            with torch._C.DisableTorchFunction():
+                return func(*args, **kwargs)
+        if func is Tensor.new_tensor and kwargs.get("device") is None and self._record.owns(args[0]):
+            kwargs["device"] = self._record.homes[_key(args[0])]
+        if str(kwargs.get("device")).startswith("meta"):
             kwargs["device"] = self._record.device
         return func(*args, **kwargs)
 
@@ -375,6 +381,7 @@ class DeferredInit(TorchDispatchMode):
     def value(self, tensor: Tensor, reader: str) -> Tensor:
         """Value of a tensor at this point of the build; an error if anything random went into it."""
         with self._pause():
+            self.check_known(tensor, reader)
             ref = self._ref(tensor)
             needed = _needed(self.tape, frozenset({ref.storage}), draws=False)
             for op in (self.tape[position] for position in needed):
@@ -477,7 +484,7 @@ class DeferredInit(TorchDispatchMode):
         stream = self._stream(kwargs.get("generator") or _default_generator(home)) if _is_random(func) else None
         if effects.writes or stream:
             moved = stream.moved() if stream else None
-            self.tape.append(_Op(func, *refs, made, effects, torch.get_default_dtype(), stream, moved))
+            self.tape.append(_Op(func, refs[0], refs[1], made, effects, torch.get_default_dtype(), stream, moved))
         if stream:
             stream.mark(len(self.tape) - 1)
 
@@ -512,8 +519,8 @@ class DeferredInit(TorchDispatchMode):
         if tensor.is_meta and not self.owns(tensor):
             raise RuntimeError(
                 f"{reader} needs a tensor of shape {tuple(tensor.shape)} that is on meta but was not made while "
-                "configure_model() was recorded, so that its values are unknown; make it in configure_model() too, or "
-                "let reset_modules() make it"
+                "configure_model() was recorded, so that its values are unknown; make it in configure_model(), or give "
+                "it values there first"
             )
 
     @contextmanager
@@ -532,7 +539,7 @@ class DeferredInit(TorchDispatchMode):
 
         def record(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             with self._pause():
-                self._record(initialise, (tensor, *args), kwargs, None)
+                self._record(initialise, (tensor, *args), kwargs, tensor)
             return tensor
 
         if initialise is not None:

@@ -184,7 +184,7 @@ class DividedIterable(IterableDataset[Any]):
         self.dataset = dataset
         self.readers, self.batch_size, self.drop_last = readers, batch_size, drop_last
         #: checksum of the first sample that each worker saw, to find datasets that already differ between ranks
-        self.fingerprints: Tensor = torch.zeros(max(1, workers), dtype=torch.int64).share_memory_()
+        self.fingerprints: Tensor = torch.zeros(max(1, workers), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
         if name == "dataset":

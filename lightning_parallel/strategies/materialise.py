@@ -43,7 +43,9 @@ class Deferred:
         self._orphans = Orphans(module, set(self._wanted) - recorded)
 
     @torch.no_grad()
-    def materialise(self, module: nn.Module, device: torch.device, shards: torch.device, group: dist.ProcessGroup) -> None:
+    def materialise(
+        self, module: nn.Module, device: torch.device, shards: torch.device, group: dist.ProcessGroup
+    ) -> None:
         """Makes every tensor, one after the other, and lets each rank keep its part.
 
         All ranks draw from the random state of rank 0, so that shards are parts of one model even without a seed.
@@ -132,8 +134,8 @@ def _empty_parameter(parameter: nn.Parameter, device: torch.device, shards: torc
 def _fill(module: nn.Module, name: str, whole: Tensor) -> None:
     owner, _, attribute = name.rpartition(".")
     part = module.get_submodule(owner)
-    target = part._parameters.get(attribute)
-    target = part._buffers[attribute] if target is None else target
+    parameter = part._parameters.get(attribute)
+    target = part._buffers[attribute] if parameter is None else parameter
     assert target is not None
     if isinstance(target, DTensor):
         target.to_local().copy_(shard_of(whole.to(target.dtype), target).to_local())

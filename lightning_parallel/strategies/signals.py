@@ -41,7 +41,7 @@ class Termination:
         self._group = group
         self._asked = False
         self._previous: Any = None
-        vars(self._loop)["_broadcast_sigterm_tensor"] = self.agree
+        self._loop.__dict__["_broadcast_sigterm_tensor"] = self.agree
         if threading.current_thread() is threading.main_thread():  # no other thread may set handlers
             self._previous = signal.signal(signal.SIGTERM, self._note)
 
@@ -54,7 +54,7 @@ class Termination:
 
     def close(self) -> None:
         """Gives the signal back."""
-        vars(self._loop).pop("_broadcast_sigterm_tensor", None)
+        self._loop.__dict__.pop("_broadcast_sigterm_tensor", None)
         if self._previous is not None:
             signal.signal(signal.SIGTERM, self._previous)
             self._previous = None

@@ -85,7 +85,7 @@ class ActivationCheckpoint(Technique):
 
 def _keep_expensive() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     contexts: tuple[AbstractContextManager[None], AbstractContextManager[None]]
-    contexts = create_selective_checkpoint_contexts(_policy)
+    contexts = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
     return contexts
 
 

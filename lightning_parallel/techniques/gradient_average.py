@@ -104,7 +104,7 @@ class AllReduceBucket(Bucket):
         sizes = [parameter.numel() for parameter in self.parameters]
         first = self.parameters[0]
         self._message = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
-        *slots, self._flags = self._message.split([*sizes, len(sizes)])
+        *slots, self._flags = torch.split(self._message, [*sizes, len(sizes)])
         self._views = [slot.view_as(parameter) for slot, parameter in zip(slots, self.parameters, strict=True)]
 
     # ---------------------------------------------------------------- what torch's hooks read

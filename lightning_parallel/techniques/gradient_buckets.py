@@ -153,7 +153,7 @@ class BucketedStep(WrappedStep):
                 return
             # The user called `loss.backward()` without the strategy: reduce all the same.
             self._begin()
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)  # type: ignore[no-untyped-call]
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         bucket.receive(index)
         if not bucket.missing:
             self._send_in_order()

@@ -1,4 +1,4 @@
-"""What a technique is: a configuration whose behaviour is up to three maps, each the identity unless it says otherwise."""
+"""What a technique is: a configuration whose behaviour is up to three maps, identities unless it says otherwise."""
 
 from __future__ import annotations
 

@@ -196,7 +196,8 @@ class ShardedParametersStep(WrappedStep):
 class _RequiresGrad:
     """Keeps the whole parameters frozen exactly when the sharded ones are.
 
-    A user freezes what `module.parameters()` gave, the shards; `fully_shard` looked at them once, when it first gathered.
+    A user freezes what `module.parameters()` gave, the shards; `fully_shard` looked at them once, when it first
+    gathered.
     """
 
     def __init__(self, root: nn.Module) -> None:

@@ -76,8 +76,8 @@ class ShardedStatesStep(BucketedStep):
 class RowShard:
     """The rows of one parameter that one rank of a mesh keeps.
 
-    In flat memory rank k's rows are the elements [k c, (k + 1) c), where c holds ceil(rows / ranks) rows; the last ranks
-    may have fewer, or none.
+    In flat memory rank k's rows are the elements [k c, (k + 1) c), where c holds ceil(rows / ranks) rows; the last
+    ranks may have fewer, or none.
     """
 
     def __init__(self, parameter: nn.Parameter, mesh: DeviceMesh, offload: bool) -> None:
@@ -145,7 +145,8 @@ class ScatterBucket(Bucket):
         self._kept = torch.zeros(self._width, dtype=parameters[0].dtype, device=parameters[0].device)
         self._carried: list[int] = []
         self._gradients = [
-            shard.as_dtensor(self._kept[slot][: shard.numel]) for shard, slot in zip(self.shards, self._slots, strict=True)
+            shard.as_dtensor(self._kept[slot][: shard.numel])
+            for shard, slot in zip(self.shards, self._slots, strict=True)
         ]
 
     # ---------------------------------------------------------------- gradients
@@ -187,8 +188,8 @@ class ScatterBucket(Bucket):
         """See `Bucket.settle`. Hybrid sharding now sums the shards over the replicas."""
         self._pending.wait()
         self._message = None
-        replicated = self._replica_group is not None
-        self._pending = all_reduce(self._received, self._replica_group) if replicated else Pending(None)
+        group = self._replica_group
+        self._pending = Pending(None) if group is None else all_reduce(self._received, group)
 
     def finish(self) -> None:
         """See `Bucket.finish`."""

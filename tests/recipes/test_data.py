@@ -1,15 +1,16 @@
-import multiprocessing
 import pickle
 from itertools import chain
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from recipes.corpus import CorpusError
 from recipes.data import ShuffledOrder, TextData, TokenData
 from recipes.errors import check_vocabulary
 from recipes.tokens import END_OF_TEXT, TokenFile, Windows, id_dtype
+from tests.ranks import ranks
 
 
 @pytest.fixture
@@ -83,20 +84,12 @@ def test_an_interrupted_preparation_leaves_nothing(texts, monkeypatch):
     ready(data)
 
 
-def prepare(texts):
-    text_data(texts).prepare_data()
-
-
+@ranks(2)
 def test_two_programs_may_prepare_at_once(texts):
-    spawn = multiprocessing.get_context("spawn")
-    programs = [spawn.Process(target=prepare, args=(texts,)) for _ in range(2)]
-    for program in programs:
-        program.start()
-    for program in programs:
-        program.join()
     data = text_data(texts)
-    data.setup("fit")
-    assert [program.exitcode for program in programs] == [0, 0]
+    dist.barrier()
+    ready(data)
+    dist.barrier()
     assert [entry for entry in data.cache_dir.iterdir() if entry.is_dir()] == [data.folder]
 
 
@@ -226,7 +219,5 @@ def test_a_missing_tokenizer_is_named(tmp_path):
 
 def test_a_tokenizer_of_another_vocabulary_is_named(tmp_path, texts):
     tokenizer_path = ready(text_data(texts)).folder / "tokenizer.json"
-    with pytest.raises(
-        CorpusError, match=r"tokenizer.json has 300 ids, but the model knows vocab_size=100; set .*=300"
-    ):
+    with pytest.raises(CorpusError, match=r"tokenizer.json has 300 ids, but the model knows vocab_size=100; .*=300"):
         token_data(tmp_path / "ids.bin", tokenizer_path=str(tokenizer_path)).prepare_data()
