@@ -40,9 +40,7 @@ def resolve_sizes(claims: Iterable[Claim], world_size: int) -> dict[Axis, int]:
     wanted = _one_owner_per_axis(claims)
     automatic = [axis for axis, size in wanted.items() if size == "auto"]
     if len(automatic) > 1:
-        raise ValueError(
-            f"{' and '.join(automatic)} are both 'auto', but only one axis can take the rest; fix the others"
-        )
+        raise ValueError(f"{' and '.join(automatic)} are both 'auto', but only one can take the rest; fix the others")
     sizes: dict[Axis, int] = {axis: size for axis in AXES if (size := wanted.get(axis, 1)) != "auto"}
     fixed = prod(sizes.values())
     if automatic:
@@ -138,7 +136,7 @@ class ParallelMesh:
 
     @property
     def sharded_and_replicated(self) -> DeviceMesh:
-        """The two-dimensional mesh (replicas, shards) of hybrid sharding; one-dimensional where there is one replica."""
+        """The mesh (replicas, shards) of hybrid sharding; one-dimensional where there is one replica."""
         shards = self.fsdp.mesh_dim_names
         assert shards is not None
         if self.sizes["dp_replicate"] == 1:

@@ -69,7 +69,8 @@ class ParallelPlan:
         blocks = self.find_blocks(model)
         if not blocks:
             raise ValueError(
-                f"{asker} acts on the repeated layers of a model, but {self.source} names none in {type(model).__name__}; "
+                f"{asker} acts on the repeated layers of a model, but {self.source} names none in "
+                f"{type(model).__name__}; "
                 "pass plan=ParallelPlan(blocks='net.layers.*') with the name of your list of layers"
             )
         return blocks

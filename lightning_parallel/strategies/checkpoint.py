@@ -1,7 +1,7 @@
-"""Checkpoints in their first form: one plain Lightning file with full names and whole tensors, written atomically.
+"""Checkpoints in their first form: a plain Lightning file with full names and whole tensors, written atomically.
 
-Every rank takes part in gathering, one tensor at a time; only rank 0 keeps values and writes. Any layout reads the file:
-each rank takes its own part of every tensor.
+Every rank takes part in gathering, one tensor at a time; only rank 0 keeps values and writes. Any layout reads the
+file: each rank takes its own part of every tensor.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             FileNotFoundError: there is no file at the path.
         """
         if "://" in str(path):
-            return super().load_checkpoint(path, map_location or "cpu", weights_only)
+            return super().load_checkpoint(path, map_location, weights_only)
         if not Path(path).exists():
             raise FileNotFoundError(f"there is no checkpoint at {path}")
         safe = True if weights_only is None else weights_only

@@ -1,8 +1,8 @@
 """Dividing data: ranks that hold different samples read disjoint parts of what one device would read, in its order.
 
-Global batch i of n ranks is what one device with n times the batch size would see as its batch i: the user's own sampler
-and order are kept. Where samples do not divide, ranks get parts of unequal size, and a rank for which nothing is left gets a
-sample that does not count. `Share` says how much a part counts.
+Global batch i of n ranks is what one device with n times the batch size would see as its batch i: the user's own
+sampler and order are kept. Where samples do not divide, ranks get parts of unequal size, and a rank for which nothing
+is left gets a sample that does not count. `Share` says how much a part counts.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class CollateCounted:
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self.collate = collate
 
-    def __call__(self, samples: Any) -> Any:
+    def __call__(self, samples: Any) -> Any:  # noqa: D102
         first = samples[0] if isinstance(samples, list) and samples else samples
         if not isinstance(first, _Counted):
             return self.collate(samples)

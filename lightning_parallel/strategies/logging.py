@@ -56,7 +56,7 @@ class StepLog:
         self._share = 1.0
         self._inside_log = False
         self._logged = False
-        self._pending: Callable[[], None] | None = None
+        self._pending: list[Callable[[], None]] = []
         self._log = module.log
         self._metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
         self._own_groups = [(metric, metric.process_group, metric.dist_sync_on_step) for metric in self._metrics]
@@ -116,17 +116,18 @@ class StepLog:
         if not self._logged:
             return
         self._logged = False
-        results = [result for result in self._module.trainer._results.values() if _has_step_value(result)]
+        results = [result for result in (self._module.trainer._results or {}).values() if _has_step_value(result)]
         if not results:
             return
         pending = [self._start(results, kind, share) for kind in ("sum", "min", "max")]
-        self._pending = lambda: [finish() for finish in pending] and None
+        self._pending = pending
 
     def settle(self) -> None:
         """Waits for the step values under way and shows them to callbacks and loggers."""
-        if self._pending is not None:
-            self._pending()
-            self._pending = None
+        if self._pending:
+            for finish in self._pending:
+                finish()
+            self._pending = []
 
     def _start(self, results: list[_ResultMetric], kind: str, share: float) -> Callable[[], None]:
         chosen = [result for result in results if _kind(result) == kind]
@@ -154,8 +155,9 @@ def _has_step_value(result: _ResultMetric) -> bool:
 
 
 def _step_value(result: _ResultMetric) -> Tensor:
-    assert result._forward_cache is not None
-    return result._forward_cache.detach().reshape(())
+    value = result._forward_cache
+    assert isinstance(value, Tensor)
+    return value.detach().reshape(())
 
 
 def _kind(result: _ResultMetric) -> str:

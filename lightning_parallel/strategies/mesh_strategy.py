@@ -5,32 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.distributed import (
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-)
-from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
-from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.accelerators import Accelerator
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
-from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 
 from lightning_parallel.collectives.functional import broadcast_tensors
-from lightning_parallel.mesh import ParallelMesh, resolve_sizes
 from lightning_parallel.plan import ParallelPlan, find_plan
 from lightning_parallel.strategies import materialise
 from lightning_parallel.strategies.agreement import fingerprint_model, gather, require_same
@@ -41,67 +26,37 @@ from lightning_parallel.strategies.checkpoint import (
     others_may_be_missing,
     whole_state_dict,
 )
-from lightning_parallel.strategies.loaders import Readers, divide
-from lightning_parallel.strategies.logging import StepLog, reduce_tensor
+from lightning_parallel.strategies.loaders import divide
+from lightning_parallel.strategies.logging import StepLog
 from lightning_parallel.strategies.mesh_callback import MeshCallback, refuse_callbacks
 from lightning_parallel.strategies.precision import adapt_precision, restore_precision
-from lightning_parallel.strategies.randomness import RandomState, RankRandomness, decorrelate_device
-from lightning_parallel.strategies.signals import Termination, die_with_parent, end_children, is_launched_child
+from lightning_parallel.strategies.randomness import RankRandomness, decorrelate_device
+from lightning_parallel.strategies.rank_strategy import RankStrategy, world_group
+from lightning_parallel.strategies.signals import Termination
 from lightning_parallel.techniques.redirect import restore_forward
 from lightning_parallel.techniques.stored_optimizer import StoredOptimizer
 from lightning_parallel.techniques.technique import Step, Technique
 
 T = TypeVar("T")
-StartMethod = Literal["popen", "spawn", "fork"]
 
 log = logging.getLogger(__name__)
 
 
-class MeshStrategy(ParallelStrategy):
+class MeshStrategy(RankStrategy):
     """Trains an unchanged LightningModule on a mesh of ranks by a set of techniques.
 
     Args:
         techniques: how training is divided; none means a single device.
         plan: what the model's parts are; found by itself where it is not given.
-        accelerator: see Lightning; so are all that follow.
-        cluster_environment: where ranks, addresses and sizes come from.
-        checkpoint_io: how checkpoints are written and read.
-        precision_plugin: in what precision the model computes.
-        process_group_backend: "nccl" on GPUs and "gloo" on CPUs unless given.
-        timeout: how long a collective may wait.
-        start_method: how processes are started where the environment has not started them.
-
-    Raises:
-        ValueError: sizes that do not fit each other or the world, raised when the Trainer is made.
+        lightning: Lightning's own arguments, see `RankStrategy`.
     """
 
     def __init__(
-        self,
-        techniques: Sequence[Technique] = (),
-        plan: ParallelPlan | None = None,
-        *,
-        accelerator: Accelerator | None = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Precision | None = None,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
-        start_method: StartMethod = "popen",
+        self, techniques: Sequence[Technique] = (), plan: ParallelPlan | None = None, **lightning: Any
     ) -> None:
-        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
-        if start_method not in ("popen", "spawn", "fork"):
-            raise ValueError(f"start_method={start_method!r} is none of 'popen', 'spawn', 'fork'")
-        self.techniques = tuple(sorted(techniques, key=lambda technique: technique.phase))
-        self.num_nodes = 1
+        super().__init__(techniques, **lightning)
         self._given_plan = plan
-        self._backend = process_group_backend
-        self._timeout = timeout
-        self._start_method: StartMethod = start_method
         self._divides_data: bool | None = None
-        self.mesh: ParallelMesh | None = None
-        self._world: dist.ProcessGroup | None = None
-        self._control: dist.ProcessGroup | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -116,77 +71,12 @@ class MeshStrategy(ParallelStrategy):
         self._callback: MeshCallback | None = None
         self._random: RankRandomness | None = None
 
-    # ---------------------------------------------------------------- processes
-
-    @property
-    def root_device(self) -> torch.device:
-        """The device of this rank."""
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """How many ranks there are on this node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def is_distributed(self) -> bool:
-        """Whether there are other ranks; Lightning asks before it reduces what is logged."""
-        return self.num_nodes * self.num_processes > 1
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """For users who make a DistributedSampler themselves: how many ranks read different samples, and which is this."""
-        readers = self._readers()
-        return {"num_replicas": readers.ranks, "rank": readers.rank}
-
-    def set_world_ranks(self) -> None:
-        """Tells the environment, and everything that speaks on rank 0 only, which rank this is."""
-        environment = self._environment()
-        environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-        environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
-
-    def _configure_launcher(self) -> None:
-        resolve_sizes((technique.claim for technique in self.techniques), self.num_nodes * self.num_processes)
-        if self._start_method == "popen":
-            self._launcher = _SubprocessScriptLauncher(self._environment(), self.num_processes, self.num_nodes)
-        else:
-            self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
-
-    def _environment(self) -> ClusterEnvironment:
-        assert self.cluster_environment is not None
-        return self.cluster_environment
-
     # ---------------------------------------------------------------- before the model
 
     def setup_environment(self) -> None:
         """Joins the process group and builds the mesh."""
         self._begin()
         super().setup_environment()
-        if not self._environment().creates_processes_externally and is_launched_child(
-            self.local_rank, self._start_method
-        ):
-            die_with_parent()
-        reset_seed()
-        self.set_world_ranks()
-        self._require_world_size()
-        device = self.root_device
-        backend = self._backend or _get_default_process_group_backend_for_device(device)
-        bound = device if device.type == "cuda" else None
-        _init_dist_connection(self._environment(), backend, timeout=self._timeout, device_id=bound)
-        if self._world is not _world():
-            sizes = resolve_sizes((technique.claim for technique in self.techniques), dist.get_world_size())
-            self.mesh = ParallelMesh(sizes, device.type)
-            self._world, self._control = _world(), _host_group(self._timeout)
-
-    def _require_world_size(self) -> None:
-        ranks = self._environment().world_size()
-        if ranks != self.num_nodes * self.num_processes:
-            raise ValueError(
-                f"Trainer(devices={self.num_processes}, num_nodes={self.num_nodes}) makes "
-                f"{self.num_nodes * self.num_processes} ranks, but the environment started {ranks}; make them equal"
-            )
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
@@ -208,7 +98,7 @@ class MeshStrategy(ParallelStrategy):
         self.precision_plugin.convert_module(module)
         self._parallelize(module)
         sharded = any(self._is_sharded(parameter) for parameter in module.parameters())
-        refuse_callbacks(trainer.callbacks, materialise.has_sharded_parameters(module))
+        refuse_callbacks(self._callbacks(), materialise.has_sharded_parameters(module))
         adapt_precision(self.precision_plugin, sharded)
         if self.is_distributed:
             self._log = StepLog(module, self._mesh().data.get_group())
@@ -228,7 +118,7 @@ class MeshStrategy(ParallelStrategy):
         if self.is_distributed:
             self._batches = Batches(self._readers(), self._host_group())
             self._callback = MeshCallback(self._batches, self.share_randomness)
-            trainer.callbacks.insert(0, self._callback)
+            self._callbacks().insert(0, self._callback)
 
     def _parallelize(self, module: LightningModule) -> None:
         mesh = self._mesh()
@@ -238,7 +128,7 @@ class MeshStrategy(ParallelStrategy):
         require_same("the model", prints, "build it from the same configuration everywhere")
         self._deferred.find(module)
         if self.is_distributed:
-            broadcast_tensors(materialise.real_tensors(module), _world(), self.root_device)
+            broadcast_tensors(materialise.real_tensors(module), world_group(), self.root_device)
         model: nn.Module = module
         for technique in self.techniques:
             model = technique.parallelize(model, mesh, plan)
@@ -279,14 +169,24 @@ class MeshStrategy(ParallelStrategy):
         progress = self._module().trainer.fit_loop.epoch_loop.batch_progress
         return divide(dataloader, self._readers(), lambda: int(progress.current.ready))
 
-    def share_randomness(self) -> None:
-        """Gives all ranks the host's random state of rank 0, from which samplers draw the order of an epoch."""
-        if self.is_distributed:
-            self.broadcast(RandomState.now()).restore()
+    def barrier(self, name: str | None = None) -> None:
+        """Waits for all ranks, unless one may not come because an exception is being handled."""
+        if name == "run-stage":  # the first call after Lightning installed its signal handlers
+            self._begin_run()
+        super().barrier(name)
 
-    def _readers(self) -> Readers:
-        data = self._mesh().data
-        return Readers(data.size(), data.get_local_rank())
+    def _begin_run(self) -> None:
+        if self.is_distributed:
+            self._termination = Termination(self._module().trainer, self._host_group())
+        if self._random is not None:
+            self._random.restore(self.root_device)
+
+    def on_train_start(self) -> None:
+        """A run resumed within an epoch has just made its loaders anew; the draws of that do not count."""
+        progress = self._module().trainer.fit_loop.epoch_loop.batch_progress
+        if self._random is not None and progress.current.ready > 0:
+            self._random.restore(self.root_device)
+        self._random = None
 
     # ---------------------------------------------------------------- one batch
 
@@ -345,63 +245,14 @@ class MeshStrategy(ParallelStrategy):
             self._log.settle()
         return plugin.post_backward(closure_loss, module)
 
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """See `RankStrategy.reduce`; the values of a step that is being logged wait for each other."""
+        waits = self._log is not None and self._log.defers
+        return tensor if waits else super().reduce(tensor, group, reduce_op)
+
     def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """Gradients of the batches inside are reduced with those of a later one."""
         return self._step.unsynced()
-
-    # ---------------------------------------------------------------- how ranks talk
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """A value reduced over the ranks that hold different samples, unless a group is given."""
-        if not isinstance(tensor, Tensor) or not self.is_distributed:
-            return tensor
-        if self._log is not None and self._log.defers:
-            return tensor
-        return reduce_tensor(tensor, group or self._mesh().data.get_group(), reduce_op)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002
-        """Whether all ranks (or any) of the world say yes."""
-        if not self.is_distributed:
-            return decision
-        said = gather(bool(decision), self._host_group())
-        return sum(said) == len(said) if all else any(said)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """The tensors of the ranks that hold different samples, unless a smaller group is given."""
-        chosen = self._mesh().data.get_group() if group is None or group is dist.group.WORLD else group
-        return super().all_gather(tensor, group=chosen, sync_grads=sync_grads)
-
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        """An object of one rank, on all ranks."""
-        if not self.is_distributed or not dist.is_initialized():
-            return obj
-        values = [obj]
-        dist.broadcast_object_list(values, src, group=self._host_group())
-        return values[0]
-
-    def barrier(self, name: str | None = None) -> None:
-        """Waits for all ranks, unless one may not come because an exception is being handled."""
-        if name == "run-stage":  # the first call after Lightning installed its signal handlers
-            self._begin_run()
-        if dist.is_initialized() and not others_may_be_missing():
-            dist.barrier(group=self._control)
-
-    def _begin_run(self) -> None:
-        if self.is_distributed:
-            self._termination = Termination(self._module().trainer, self._host_group())
-        if self._random is not None:
-            self._random.restore(self.root_device)
-
-    def on_train_start(self) -> None:
-        """A run resumed within an epoch has just made its loaders anew; the draws of that do not count."""
-        progress = self._module().trainer.fit_loop.epoch_loop.batch_progress
-        if self._random is not None and progress.current.ready > 0:
-            self._random.restore(self.root_device)
-        self._random = None
-
-    def _host_group(self) -> dist.ProcessGroup:
-        assert self._control is not None
-        return self._control
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -471,10 +322,9 @@ class MeshStrategy(ParallelStrategy):
     # ---------------------------------------------------------------- the end
 
     def on_exception(self, exception: BaseException) -> None:
-        """This rank failed: nobody may wait for it, and nobody it launched may stay behind."""
+        """This rank failed: what would need the others is left undone."""
         self._failed = True
-        if isinstance(self._launcher, _SubprocessScriptLauncher) and self.is_distributed:
-            end_children(self._launcher.procs)
+        super().on_exception(exception)
 
     def teardown(self) -> None:
         """Gives the user's module back as it was: whole, on the host, without anything attached."""
@@ -489,8 +339,8 @@ class MeshStrategy(ParallelStrategy):
             self._log.close()
         if self._termination is not None:
             self._termination.close()
-        if self._callback in module.trainer.callbacks:
-            module.trainer.callbacks.remove(self._callback)
+        if self._callback is not None:
+            self._callbacks().remove(self._callback)
         restore_precision(self.precision_plugin)
         if not materialise.has_sharded_parameters(module) or self._make_whole(module):
             for part in module.modules():
@@ -511,27 +361,14 @@ class MeshStrategy(ParallelStrategy):
 
     # ---------------------------------------------------------------- what is there
 
+    def _callbacks(self) -> list[Callback]:
+        callbacks: list[Callback] = self._module().trainer.callbacks  # type: ignore[attr-defined]
+        return callbacks
+
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
 
-    def _mesh(self) -> ParallelMesh:
-        assert self.mesh is not None
-        return self.mesh
-
 
 RANDOMNESS = "lightning_parallel_randomness"
 """Where a checkpoint holds the random states of all ranks."""
-
-
-def _world() -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None
-    return world
-
-
-def _host_group(timeout: timedelta | None) -> dist.ProcessGroup:
-    """All ranks, for small messages that must not wait for a device."""
-    if dist.get_backend() != "nccl":
-        return _world()
-    return dist.new_group(backend="gloo", timeout=timeout)

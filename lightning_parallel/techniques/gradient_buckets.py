@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +24,8 @@ from lightning_parallel.techniques.technique import Step, WrappedStep
 class Bucket(ABC):
     """Some parameters whose gradients travel in one message.
 
-    With the gradients travels one flag per parameter that says whether this rank had a gradient for it: a parameter that
-    no rank used must end with `grad = None`, as it does on one device, or weight decay would move it.
+    With the gradients travels one flag per parameter that says whether this rank had a gradient for it: a parameter
+    that no rank used must end with `grad = None`, as it does on one device, or weight decay would move it.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -41,8 +42,8 @@ class Bucket(ABC):
         """The gradient of one parameter is complete."""
         if index not in self.missing:
             raise RuntimeError(
-                f"a parameter of shape {tuple(self.parameters[index].shape)} got a second gradient in one backward pass; "
-                "this is what reentrant activation checkpointing does: call checkpoint(..., use_reentrant=False)"
+                f"a parameter of shape {tuple(self.parameters[index].shape)} got a second gradient in one "
+                "backward pass; reentrant activation checkpointing does this: call checkpoint(..., use_reentrant=False)"
             )
         self.missing.discard(index)
         self.put(index)
@@ -63,7 +64,7 @@ class Bucket(ABC):
     def start(self, unused: list[int]) -> None:
         """Starts the collective; `unused` are the parameters for which this rank has no gradient."""
 
-    def settle(self) -> None:
+    def settle(self) -> None:  # noqa: B027
         """After every bucket was sent: waits for the collective and starts what must follow it, if anything."""
 
     @abstractmethod
@@ -184,7 +185,8 @@ class BucketedStep(WrappedStep):
             self.buckets.append(bucket)
             for index, parameter in enumerate(group):
                 hook = partial(self._on_gradient, bucket, index)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                register = cast(Callable[..., RemovableHandle], parameter.register_post_accumulate_grad_hook)
+                self._handles.append(register(hook))
 
 
 def split_by_size(parameters: Sequence[nn.Parameter], limit_bytes: int) -> list[list[nn.Parameter]]:

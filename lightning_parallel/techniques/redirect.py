@@ -19,7 +19,7 @@ class Redirected:
         self.wrapped = wrapped
         self.original = original
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
         return self.wrapped(*args, **kwargs)
 
 

@@ -1,7 +1,7 @@
 """Lets any optimizer step what a rank stores, while the user's optimizer keeps the module's parameters in its groups.
 
-The user, Lightning and LR schedulers see the optimizer that `configure_optimizers` returned. Only while `step` runs, the
-parameters in its groups are replaced by what `Step.stored` returns: by the plain local tensors of DTensors for
+The user, Lightning and LR schedulers see the optimizer that `configure_optimizers` returned. Only while `step` runs,
+the parameters in its groups are replaced by what `Step.stored` returns: by the plain local tensors of DTensors for
 optimizers that treat every element alike (41 us a block against 1,618 through DTensor), by the DTensors themselves for
 others, whose arithmetic over whole matrices DTensor keeps right.
 """

@@ -129,19 +129,20 @@ def _fully_shard(modules: list[Any], mesh: ParallelMesh, offload: bool, ignored:
             module.set_custom_reduce_scatter(_ReduceScatter())
 
 
-class _Allocate:
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+class _AllGather(AllGather):
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
-
-class _AllGather(_Allocate, AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
         all_gather(output_tensor, input_tensor, group).wait()
 
 
-class _ReduceScatter(_Allocate, ReduceScatter):
+class _ReduceScatter(ReduceScatter):
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
@@ -204,7 +205,7 @@ class _RequiresGrad:
         self._slots = [
             (module, name, parameter)
             for module in root.modules()
-            for name, parameter in module._parameters.items()
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
             if isinstance(parameter, DTensor)
         ]
 
@@ -212,5 +213,5 @@ class _RequiresGrad:
         """To be called where the parameters are whole."""
         for module, name, shard in self._slots:
             whole = module._parameters[name]
-            if whole is not None and whole.requires_grad != shard.requires_grad:
+            if isinstance(whole, Tensor) and whole.requires_grad != shard.requires_grad:
                 whole.requires_grad_(shard.requires_grad)

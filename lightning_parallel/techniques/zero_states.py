@@ -157,7 +157,7 @@ class ScatterBucket(Bucket):
         self._carried = [i for i, parameter in enumerate(self.parameters) if isinstance(parameter.grad, DTensor)]
         for index in self._carried:
             gradient = self.parameters[index].grad
-            if gradient is not self._gradients[index]:
+            if gradient is not None and gradient is not self._gradients[index]:
                 self._gradients[index].copy_(gradient)  # the user put another tensor in its place
             self.parameters[index].grad = None
 

@@ -1,0 +1,224 @@
+"""A strategy as a set of processes: how they start, which rank is which, how they talk, and how they end together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities import rank_zero as fabric_rank_zero
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+)
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.utilities import rank_zero
+from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+
+from lightning_parallel.mesh import ParallelMesh, resolve_sizes
+from lightning_parallel.strategies.agreement import gather
+from lightning_parallel.strategies.checkpoint import others_may_be_missing
+from lightning_parallel.strategies.loaders import Readers
+from lightning_parallel.strategies.logging import reduce_tensor
+from lightning_parallel.strategies.randomness import RandomState
+from lightning_parallel.strategies.signals import die_with_parent, end_children, is_launched_child
+from lightning_parallel.techniques.technique import Technique
+
+T = TypeVar("T")
+StartMethod = Literal["popen", "spawn", "fork"]
+
+
+class RankStrategy(ParallelStrategy):
+    """The processes of a run and the mesh that they form.
+
+    Args:
+        techniques: their axes give the mesh its sizes.
+        accelerator: see Lightning; so are all that follow.
+        parallel_devices: the devices of this node.
+        cluster_environment: where ranks, addresses and sizes come from.
+        checkpoint_io: how checkpoints are written and read.
+        precision_plugin: in what precision the model computes.
+        process_group_backend: "nccl" on GPUs and "gloo" on CPUs unless given.
+        timeout: how long a collective may wait.
+        start_method: how processes are started where the environment has not started them.
+
+    Raises:
+        ValueError: sizes that do not fit each other or the world, raised when the Trainer is made.
+    """
+
+    def __init__(
+        self,
+        techniques: Sequence[Technique] = (),
+        *,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+        start_method: StartMethod = "popen",
+    ) -> None:
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        if start_method not in ("popen", "spawn", "fork"):
+            raise ValueError(f"start_method={start_method!r} is none of 'popen', 'spawn', 'fork'")
+        self.techniques = tuple(sorted(techniques, key=lambda technique: technique.phase))
+        self.num_nodes = 1
+        self._backend = process_group_backend
+        self._timeout = timeout
+        self._start_method: StartMethod = start_method
+        self.mesh: ParallelMesh | None = None
+        self._world: dist.ProcessGroup | None = None
+        self._control: dist.ProcessGroup | None = None
+
+    # ---------------------------------------------------------------- processes
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """How many ranks there are on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there are other ranks; Lightning asks before it reduces what is logged."""
+        return self.num_nodes * self.num_processes > 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """For users who make a DistributedSampler themselves: how many parts there are, which is this."""
+        readers = self._readers()
+        return {"num_replicas": readers.ranks, "rank": readers.rank}
+
+    def set_world_ranks(self) -> None:
+        """Tells the environment, and everything that speaks on rank 0 only, which rank this is."""
+        environment = self._environment()
+        environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        environment.set_world_size(self.num_nodes * self.num_processes)
+        for module in (rank_zero, fabric_rank_zero):
+            module.rank_zero_only.rank = self.global_rank
+
+    def _configure_launcher(self) -> None:
+        resolve_sizes((technique.claim for technique in self.techniques), self.num_nodes * self.num_processes)
+        if self._start_method == "popen":
+            self._launcher = _SubprocessScriptLauncher(self._environment(), self.num_processes, self.num_nodes)
+        else:
+            self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
+
+    def _environment(self) -> ClusterEnvironment:
+        assert self.cluster_environment is not None
+        return self.cluster_environment
+
+    def setup_environment(self) -> None:
+        """Joins the process group and builds the mesh."""
+        super().setup_environment()
+        if not self._environment().creates_processes_externally and is_launched_child(
+            self.local_rank, self._start_method
+        ):
+            die_with_parent()
+        reset_seed()
+        self.set_world_ranks()
+        self._require_world_size()
+        device = self.root_device
+        backend = self._backend or _get_default_process_group_backend_for_device(device)
+        bound = device if device.type == "cuda" else None
+        _init_dist_connection(self._environment(), backend, timeout=self._timeout, device_id=bound)
+        if self._world is not world_group():
+            sizes = resolve_sizes((technique.claim for technique in self.techniques), dist.get_world_size())
+            self.mesh = ParallelMesh(sizes, device.type)
+            self._world, self._control = world_group(), _host_group(self._timeout)
+
+    def _require_world_size(self) -> None:
+        ranks = self._environment().world_size()
+        if ranks != self.num_nodes * self.num_processes:
+            raise ValueError(
+                f"Trainer(devices={self.num_processes}, num_nodes={self.num_nodes}) makes "
+                f"{self.num_nodes * self.num_processes} ranks, but the environment started {ranks}; make them equal"
+            )
+
+    # ---------------------------------------------------------------- how ranks talk
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """A value reduced over the ranks that hold different samples, unless a group is given."""
+        if not isinstance(tensor, Tensor) or not self.is_distributed:
+            return tensor
+        return reduce_tensor(tensor, group or self._mesh().data.get_group(), reduce_op)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002
+        """Whether all ranks (or any) of the world say yes."""
+        if not self.is_distributed:
+            return decision
+        said = gather(bool(decision), self._host_group())
+        return sum(said) == len(said) if all else any(said)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """The tensors of the ranks that hold different samples, unless a smaller group is given."""
+        chosen = self._mesh().data.get_group() if group is None or group is dist.group.WORLD else group
+        return super().all_gather(tensor, group=chosen, sync_grads=sync_grads)
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """An object of one rank, on all ranks."""
+        if not self.is_distributed or not dist.is_initialized():
+            return obj
+        values = [obj]
+        dist.broadcast_object_list(values, src, group=self._host_group())
+        return values[0]
+
+    def barrier(self, name: str | None = None) -> None:
+        """Waits for all ranks, unless one may not come because an exception is being handled."""
+        if dist.is_initialized() and not others_may_be_missing():
+            dist.barrier(group=self._control)
+
+    def share_randomness(self) -> None:
+        """Gives all ranks the host's random state of rank 0, from which samplers draw the order of an epoch."""
+        if self.is_distributed:
+            self.broadcast(RandomState.now()).restore()
+
+    # ---------------------------------------------------------------- how they end
+
+    def on_exception(self, exception: BaseException) -> None:
+        """This rank failed: nobody may wait for it, and nobody it launched may stay behind."""
+        if isinstance(self._launcher, _SubprocessScriptLauncher) and self.is_distributed:
+            end_children(self._launcher.procs)
+
+    # ---------------------------------------------------------------- what is there
+
+    def _readers(self) -> Readers:
+        data = self._mesh().data
+        return Readers(data.size(), data.get_local_rank())
+
+    def _host_group(self) -> dist.ProcessGroup:
+        assert self._control is not None
+        return self._control
+
+    def _mesh(self) -> ParallelMesh:
+        assert self.mesh is not None
+        return self.mesh
+
+
+def world_group() -> dist.ProcessGroup:
+    """All ranks."""
+    world = dist.group.WORLD
+    assert world is not None
+    return world
+
+
+def _host_group(timeout: timedelta | None) -> dist.ProcessGroup:
+    """All ranks, for small messages that must not wait for a device."""
+    if dist.get_backend() != "nccl":
+        return world_group()
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+    return group
