@@ -1,0 +1,88 @@
+"""The four floors: a file imports only floors below its own, techniques never each other, Lightning only the top."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = "lightning_parallel"
+FLOORS = {"mesh": 0, "plan": 0, "collectives": 1, "techniques": 2, "strategies": 3}
+SHARED_BY_TECHNIQUES = {
+    "technique",
+    "clipping",
+    "gradient_average",
+    "gradient_buckets",
+    "redirect",
+    "stored_optimizer",
+}
+MAX_LINES = 400
+FORBIDDEN = {
+    r"\bhasattr\(": "ask for a map, not for an attribute",
+    r"isinstance\([^)]*[sS]trategy": "ask what, not who",
+}
+
+FILES = sorted((ROOT / PACKAGE).rglob("*.py"))
+TOP = ROOT / PACKAGE / "__init__.py"
+
+
+def dotted(file: Path) -> tuple[str, ...]:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return parts[:-1] if parts[-1] == "__init__" else parts
+
+
+def imports(file: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Line and dotted name of everything imported, `from a import b` as both a and a.b."""
+    package = dotted(file) if file.name == "__init__.py" else dotted(file)[:-1]
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, tuple(alias.name.split("."))) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else ()
+            origin = base + tuple((node.module or "").split(".") if node.module else ())
+            yield from ((node.lineno, (*origin, alias.name)) for alias in node.names)
+
+
+def faults(file: Path) -> Iterator[str]:
+    own = dotted(file)
+    for line, name in imports(file):
+        place = f"{file.relative_to(ROOT)}:{line}"
+        if name[0] in ("lightning", "pytorch_lightning") and own[1:2] != ("strategies",) and file != TOP:
+            yield f"{place} imports {name[0]}, which only strategies may"
+        if name[0] != PACKAGE or file == TOP:
+            continue
+        if len(name) < 2 or name[1] not in FLOORS:
+            yield f"{place} imports {'.'.join(name)}, which is on no floor"
+        elif FLOORS[name[1]] > FLOORS[own[1]]:
+            yield f"{place} imports {'.'.join(name)} from a floor above"
+        elif own[1] == name[1] == "techniques" and not may_share(own[2:3], name[2:3]):
+            yield f"{place} imports {'.'.join(name)}, another technique"
+
+
+def may_share(own: tuple[str, ...], other: tuple[str, ...]) -> bool:
+    """`zero` and `zero_states` are files of one technique, and the package names them all."""
+    if not own or not other or other[0] in SHARED_BY_TECHNIQUES:
+        return True
+    return own[0].startswith(other[0]) or other[0].startswith(own[0])
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: "/".join(file.relative_to(ROOT).parts[1:]))
+def test_imports_respect_the_floors(file: Path) -> None:
+    assert file == TOP or dotted(file)[1] in FLOORS, f"{file.name} is on no floor"
+    assert not list(faults(file))
+
+
+@pytest.mark.parametrize("folder", [PACKAGE, "recipes"])
+def test_files_are_read_in_one_sitting(folder: str) -> None:
+    lengths = {
+        str(file.relative_to(ROOT)): len(file.read_text().splitlines()) for file in (ROOT / folder).rglob("*.py")
+    }
+    assert not {name: lines for name, lines in lengths.items() if lines > MAX_LINES}
+
+
+@pytest.mark.parametrize(("pattern", "remedy"), FORBIDDEN.items())
+def test_nobody_asks_who(pattern: str, remedy: str) -> None:
+    found = [f"{file.relative_to(ROOT)}: {remedy}" for file in FILES if re.search(pattern, file.read_text())]
+    assert not found
