@@ -171,7 +171,7 @@ class Plain(Optimized):
         self.log("train_accuracy", self.train_accuracy, on_step=False, on_epoch=True)
         self.log("samples", float(len(logits)), reduce_fx="sum", on_step=False, on_epoch=True)
         self.log("largest_error", errors.abs().max(), reduce_fx="max", on_step=False, on_epoch=True)
-        self.log("smallest_error", errors.abs().min(), reduce_fx=torch.min, on_step=True, on_epoch=True)
+        self.log("lowest_logit", logits.min(), reduce_fx=torch.min, on_step=True, on_epoch=True)
         return {"loss": loss, "logits": logits.detach()}
 
     def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
