@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
@@ -115,7 +116,10 @@ class MeshStrategy(RankStrategy):
         loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
         for loop in loops:
             loop.inference_mode = False  # sharded parameters and inference tensors do not mix
-        if self.is_distributed:
+        if not self.is_distributed:
+            # Lightning recommends sync_dist wherever there is a process group, even of one rank.
+            warnings.filterwarnings("ignore", ".*sync_dist=True.*")
+        else:
             self._batches = Batches(self._readers(), self._host_group())
             self._callback = MeshCallback(self._batches, self.share_randomness)
             self._callbacks().insert(0, self._callback)

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.fabric.utilities import rank_zero as fabric_rank_zero
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
@@ -125,7 +126,7 @@ class RankStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         """Joins the process group and builds the mesh."""
         super().setup_environment()
-        if not self._environment().creates_processes_externally and is_launched_child(
+        if isinstance(self._environment(), LightningEnvironment) and is_launched_child(
             self.local_rank, self._start_method
         ):
             die_with_parent()

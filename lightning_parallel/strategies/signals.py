@@ -1,7 +1,8 @@
 """Signals and deaths that cannot leave other ranks waiting.
 
-Lightning answers SIGTERM with a collective inside the signal handler, which deadlocks when only one rank gets it. the handler only notes it, and in place of Lightning's own exchange before every batch all ranks tell each other whether
-they were asked to stop: they stop after the same step, or not at all.
+Lightning answers SIGTERM with a collective inside the signal handler, which deadlocks when only one rank gets it.
+Here the handler only notes it, and in place of Lightning's own exchange before every batch all ranks tell each other
+whether they were asked to stop: they stop after the same step, or not at all.
 """
 
 from __future__ import annotations
