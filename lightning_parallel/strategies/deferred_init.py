@@ -61,6 +61,10 @@ def _reads_only_shape(func: Any) -> bool:
     return name.endswith("_like") or name.startswith("aten::new_")
 
 
+def _makes_no_values(func: Any) -> bool:
+    return "empty" in func._schema.name if isinstance(func, torch._ops.OpOverload) else False
+
+
 def _meta_options(func: Any, args: Any, kwargs: Any) -> Any:
     """The keyword arguments with which ``func`` makes only shapes."""
     takes_device = any(arg.name == "device" for arg in func._schema.arguments)
@@ -116,26 +120,32 @@ class _Stream:
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
-        self.start = generator.get_state()
+        self.start = self._outside = self._inside = self._expected = generator.get_state()
         self.final: Tensor | int | None = None
-        self._entered = self.start
-        self._expected = self.start.numpy().tobytes()
-        self._seen = {self._expected: -1}  # state -> the draw after which the build was in it; -1: the start
+        self._seen = {self._bytes(self.start): -1}  # state -> the draw after which the build was in it; -1: the start
 
     def moved(self) -> Tensor | int | None:
         """Where somebody put the generator since the last draw: a state, or the draw after which it was there."""
         state = self.generator.get_state()
-        seen = state.numpy().tobytes()
-        return None if seen == self._expected else self._seen.get(seen, state)
+        return None if torch.equal(state, self._expected) else self._seen.get(self._bytes(state), state)
 
     def mark(self, position: int) -> None:
         self.generator.manual_seed(next(_marks))  # stands for the state after this draw, known only to the replay
-        self._expected = self.generator.get_state().numpy().tobytes()
-        self._seen[self._expected] = position
+        self._expected = self.generator.get_state()
+        self._seen[self._bytes(self._expected)] = position
+
+    def open(self) -> None:
+        if torch.equal(self.generator.get_state(), self._outside):  # goes on where the build was left
+            self.generator.set_state(self._inside)
 
     def close(self) -> None:
         self.final = self.moved()
-        self.generator.set_state(self._entered)
+        self._inside = self.generator.get_state()
+        self.generator.set_state(self._outside)
+
+    @staticmethod
+    def _bytes(state: Tensor) -> bytes:
+        return state.numpy().tobytes()
 
 
 class _Effects(NamedTuple):
@@ -227,9 +237,9 @@ class _Order:
         return sorted(found)
 
 
-def _schedule(tape: list[_Op], wanted: frozenset[int]) -> list[_Step]:
+def _schedule(tape: list[_Op], wanted: Collection[int]) -> list[_Step]:
     """Finishes each wanted storage right after the last draw it waits for, and frees whatever nothing reads again."""
-    order = _Order(tape, _needed(tape, wanted, draws=True))
+    order = _Order(tape, _needed(tape, frozenset(wanted), draws=True))
     runs: list[tuple[int | None, int | None]] = []
     for storage in sorted(wanted, key=lambda each: (order.rank[order.writer[each]], order.writer[each])):
         runs += [(position, None) for position in order.take(order.writer[storage])]
@@ -331,22 +341,23 @@ class _AsReal(TorchFunctionMode):
             return home if _GETTERS[func] == "device" else _GETTERS[func] == f"is_{home.type}"
         if func in _READERS and self._record.owns(args[0]):
             args = (self._record.value(args[0], func.__name__), *args[1:])
-        if kwargs.get("out") is not None:  # is on meta, with which no other device must be named
+        if kwargs.get("out") is not None:  # it is on meta, beside which no other device may be named
             kwargs.pop("device", None)
             with torch._C.DisableTorchFunction():
                 return func(*args, **kwargs)
+        return func(*args, **self._placed(func, args, kwargs))
+
+    def _placed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         if func is Tensor.new_tensor and kwargs.get("device") is None and self._record.owns(args[0]):
-            kwargs["device"] = self._record.homes[_key(args[0])]
-        if str(kwargs.get("device")).startswith("meta"):
-            kwargs["device"] = self._record.device
-        return func(*args, **kwargs)
+            return {**kwargs, "device": self._record.homes[_key(args[0])]}
+        return {**kwargs, "device": self._record.device} if str(kwargs.get("device")).startswith("meta") else kwargs
 
 
 class DeferredInit(TorchDispatchMode):
     """Builds modules on the meta device and remembers how every tensor was made.
 
-    Enter it once, around the whole build. The code under it sees the devices it asked for (``device`` where it named
-    none, or meta) and, where it reads values that nothing random went into, those values.
+    Entered again, it goes on where it was left. The code under it sees the devices it asked for (``device`` where it
+    named none, or meta) and, where it reads values that nothing random went into, those values.
 
     Args:
         device: where tensors are made unless they name another device, and where all are handed over.
@@ -380,7 +391,7 @@ class DeferredInit(TorchDispatchMode):
 
     def value(self, tensor: Tensor, reader: str) -> Tensor:
         """Value of a tensor at this point of the build; an error if anything random went into it."""
-        with self._pause():
+        with self.pause():
             self.check_known(tensor, reader)
             ref = self._ref(tensor)
             needed = _needed(self.tape, frozenset({ref.storage}), draws=False)
@@ -406,23 +417,35 @@ class DeferredInit(TorchDispatchMode):
         Raises:
             RuntimeError: if a wanted tensor is on meta but got no values under this mode.
         """
-        names: defaultdict[int, list[tuple[str, _Ref]]] = defaultdict(list)
-        for name, tensor in wanted.items():
-            self.check_known(tensor, repr(name))
-            names[_key(tensor)].append((name, self._ref(tensor)))
+        names = self._named(wanted)
         outside = {storage for op in self.tape for storage in op.effects.writes if storage not in self.homes}
         run = _Run(self)
         with torch.no_grad(), run.resumed(self.streams.values()):
-            for step in _schedule(self.tape, frozenset(names) | outside):
+            for step in _schedule(self.tape, outside.union(key for key in names if key is not None)):
                 if step.position is not None:
                     run.step(step.position)
-                for name, ref in names.get(step.finished, []) if step.finished is not None else []:
+                for name, ref in names.get(step.finished, ()):
                     sink(name, run.tensor(ref).to(self.device))
                 run.free(step.freed)
+
+    def _named(self, wanted: Mapping[str, Tensor]) -> Mapping[int | None, list[tuple[str, _Ref]]]:
+        names: defaultdict[int | None, list[tuple[str, _Ref]]] = defaultdict(list)
+        written = set().union(*(op.effects.writes for op in self.tape if not _makes_no_values(op.func)))
+        for name, tensor in wanted.items():
+            self.check_known(tensor, repr(name))
+            if tensor.numel() and self.owns(tensor) and _key(tensor) not in written:
+                raise RuntimeError(
+                    f"configure_model() made {name!r} but gave it no values, so ranks would differ; initialise it (it "
+                    "costs nothing while the model is built), or load a pretrained model in __init__"
+                )
+            names[_key(tensor)].append((name, self._ref(tensor)))
+        return names
 
     def __enter__(self) -> "DeferredInit":
         devices = (torch.device("cpu"), self.device)
         self._defaults = list(dict.fromkeys(self._stream(_default_generator(device)) for device in devices))
+        for stream in self.streams.values():
+            stream.open()
         with ExitStack() as stack:
             stack.enter_context(self.device)
             stack.enter_context(_AsReal(self))
@@ -442,8 +465,10 @@ class DeferredInit(TorchDispatchMode):
         if self._paused:
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
+            if func is aten.empty.memory_format and 0 in args[0] and "meta" not in str(kwargs.get("device")):
+                return func(*args, **kwargs)  # into which torch.load hangs the storages that it reads
             if func is aten.lift_fresh.default and not args[0].is_meta and args[0].numel():
-                return self._defer(aten.clone.default, args, {})  # a literal; torch.load begins with an empty one
+                return self._defer(aten.clone.default, args, {})
             if func.is_view or torch.Tag.inplace_view in func.tags:
                 return func(*args, **kwargs)
             if torch.Tag.data_dependent_output in func.tags:
@@ -457,7 +482,7 @@ class DeferredInit(TorchDispatchMode):
         try:
             out = func(*meta_args, **_meta_options(func, meta_args, meta_kwargs))
         except NotImplementedError:  # no meta kernel, as where the shape of the result depends on values
-            if func._schema.is_mutable:
+            if func._schema.is_mutable or _is_random(func):
                 raise
             out = tree_map_only(Tensor, _twin, self._read(func, args, kwargs))
         originals = {id(twins[id(each)]): each for each in inputs if id(each) in twins}
@@ -467,7 +492,7 @@ class DeferredInit(TorchDispatchMode):
 
     def _read(self, func: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = tree_map_only(Tensor, lambda each: self.value(each, str(func)), (args, kwargs))
-        with self._pause():
+        with self.pause():
             return func(*args, **kwargs)
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -524,7 +549,8 @@ class DeferredInit(TorchDispatchMode):
             )
 
     @contextmanager
-    def _pause(self) -> Iterator[None]:
+    def pause(self) -> Iterator[None]:
+        """Operations inside run as they are."""
         paused, dtype, self._paused = self._paused, torch.get_default_dtype(), True
         try:
             with torch._C.DisableTorchFunction(), torch.no_grad():
@@ -538,7 +564,7 @@ class DeferredInit(TorchDispatchMode):
         initialise = getattr(nn.init, _WHOLE, None)
 
         def record(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            with self._pause():
+            with self.pause():
                 self._record(initialise, (tensor, *args), kwargs, tensor)
             return tensor
 

@@ -1,0 +1,539 @@
+"""A deferred build gives the weights, and leaves the random state, of an ordinary one."""
+
+import copy
+import io
+import math
+import random
+from collections.abc import Callable
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_parallel.strategies.deferred_init import DeferredInit, OrphanModules
+
+CPU = torch.device("cpu")
+SAVED = nn.Linear(3, 3)
+
+
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    return dict(chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)))
+
+
+def seed() -> None:
+    torch.manual_seed(7)
+    np.random.seed(7)
+    random.seed(7)
+
+
+def made(record: DeferredInit, module: nn.Module) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    record.replay(named_tensors(module), lambda name, tensor: tensors.__setitem__(name, tensor.clone()))
+    return tensors
+
+
+def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        other = right[name]
+        assert tensor.dtype == other.dtype, name
+        assert tensor.stride() == other.stride(), name
+        assert torch.equal(tensor, other), name
+
+
+def check(build: Callable[[], nn.Module]) -> nn.Module:
+    seed()
+    ordinary = named_tensors(build())
+    after = torch.get_rng_state()
+    seed()
+    before = torch.get_rng_state()
+    with DeferredInit(CPU) as record:
+        module = build()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(tensor.is_meta for tensor in named_tensors(module).values())
+    assert_same(ordinary, made(record, module))
+    assert torch.equal(torch.get_rng_state(), after)
+    return module
+
+
+class Scaled(nn.Module):
+    """GPT-2's way: defaults first, then every weight again, then some scaled by depth."""
+
+    def __init__(self, width: int = 8, depth: int = 3) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, width, padding_idx=3)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width)) for _ in range(depth))
+        self.head = nn.Linear(width, 16, bias=False)
+        self.head.weight = self.embedding.weight
+        self.apply(self._init_weights)
+        for name, parameter in self.named_parameters():
+            if name.endswith("0.weight"):
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * depth))
+                parameter.data.div_(math.sqrt(2 * depth))
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            module.weight.data.normal_(mean=0.0, std=0.02)
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            module.bias.data.zero_()
+
+
+class Initialisers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        inits = (
+            nn.init.orthogonal_,
+            nn.init.trunc_normal_,
+            lambda weight: nn.init.trunc_normal_(weight, std=0.3, a=0.5, b=2.0),
+            nn.init.kaiming_normal_,
+            nn.init.kaiming_uniform_,
+            nn.init.xavier_normal_,
+            nn.init.eye_,
+            lambda weight: nn.init.sparse_(weight, 0.5),
+            lambda weight: nn.init.orthogonal_(weight.t()),
+        )
+        self.weights = nn.ParameterList(nn.Parameter(torch.empty(5, 9)) for _ in inits)
+        for weight, init in zip(self.weights, inits, strict=True):
+            with torch.no_grad():
+                init(weight)
+        self.unfolded = nn.Parameter(nn.init.dirac_(torch.empty(4, 4, 3)))
+
+
+class Buffers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        half = torch.arange(0, 8, 2) / 8
+        angles = torch.outer(torch.arange(6), 1.0 / 10000**half).float()
+        self.register_buffer("rotations", torch.polar(torch.ones_like(angles), angles), persistent=False)
+        self.register_buffer("conjugate", torch.polar(torch.ones_like(angles), angles).conj()[1:])
+        self.register_buffer("cosines", torch.cat((angles, angles), dim=-1).cos(), persistent=False)
+        self.register_buffer("constant", torch.tensor([1.0, 2.0]))
+        self.register_buffer("table", torch.from_numpy(np.random.randn(4, 2)).float())
+        self.register_buffer("legacy", torch.Tensor([1, 2]).double())
+        self.register_buffer("mask", torch.ones(4, 4).tril().bool())
+        self.register_buffer("selected", torch.arange(5)[torch.tensor([True, False, True, True, False])])
+        self.register_buffer("rows", self.constant.new_tensor([[1, 2]]).repeat(3, 1).t())
+        self.register_buffer("index", torch.stack(torch.meshgrid(torch.arange(3), torch.arange(3), indexing="ij")))
+        self.index[0, 1] = 5
+        self.scale = nn.Parameter(torch.tensor(2.5))
+        self.register_buffer("noise", torch.randn(3) + random.random())
+
+
+class ReadsValues(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
+        rates += torch.linspace(0, 0.1, 3, device="cpu").tolist() + list(torch.arange(3).numpy())
+        rates += [float(f"{torch.tensor(0.5):.2f}")] if torch.ones(3).sum() == 3 else []
+        self.weight = nn.Parameter(torch.empty(len(rates)).uniform_() * torch.tensor(rates))
+
+
+class Placed(nn.Module):
+    """Asks for devices by name, by context and by another tensor's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3, device="cpu")
+        with torch.device("cpu"):
+            self.second = nn.Linear(3, 3)
+        self.third = nn.Linear(3, 3, device=self.first.weight.device)
+        assert self.first.weight.device.type == "cpu"
+        assert self.first.weight.is_cpu
+        assert not self.first.weight.is_meta
+        assert not self.first.weight.is_cuda
+        self.fourth = nn.Linear(3, 3).to("cpu")
+
+
+class Seeds(nn.Module):
+    """Plays with generators while building."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(3)
+        self.own = nn.Parameter(torch.empty(4).normal_(generator=generator))
+        self.more = nn.Parameter(torch.rand(4, generator=generator))
+        generator.manual_seed(3)
+        self.again = nn.Parameter(torch.empty(4).normal_(generator=generator))
+        self.before = nn.Linear(3, 3)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            self.forked = nn.Linear(3, 3)
+            torch.manual_seed(5)
+            self.twin = nn.Linear(3, 3)
+        self.after = nn.Linear(3, 3)
+        state = torch.get_rng_state()
+        self.once = nn.Linear(3, 3)
+        torch.set_rng_state(state)
+        self.twice = nn.Linear(3, 3)
+        nn.Linear(3, 3)
+        torch.manual_seed(11)
+
+
+def in_dtype(dtype: torch.dtype, build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    def built() -> nn.Module:
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            return build()
+        finally:
+            torch.set_default_dtype(default)
+
+    return built
+
+
+def copied() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 2, 16)
+    encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    for parameter in encoder.parameters():
+        if parameter.dim() > 1:
+            nn.init.xavier_uniform_(parameter)
+    return encoder
+
+
+def weight_norm() -> nn.Module:
+    module = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
+    return nn.Sequential(module, nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3), n_power_iterations=2))
+
+
+def patched() -> nn.Module:
+    """Writes parts of tensors, and a weight that depends on another."""
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    with torch.no_grad():
+        first.weight[1:3].fill_(2.0)
+        first.weight[:, 0].normal_()
+        second.weight.copy_(first.weight.t())
+        first.weight.uniform_()
+        second.bias += torch.randn(4).relu_()
+        torch._foreach_mul_([first.bias, second.bias], 3.0)
+    first.weight.data = first.weight.data.t()
+    return nn.ModuleList([first, second])
+
+
+def tied() -> nn.Module:
+    module = nn.Module()
+    module.whole = nn.Parameter(torch.randn(4, 4))
+    module.same = module.whole
+    module.register_buffer("part", module.whole.data[1:3].t())
+    return module
+
+
+def loaded() -> nn.Module:
+    """Weights from a file, from another module and from an array."""
+    file, first, second = io.BytesIO(), nn.Linear(3, 3), nn.Linear(3, 3)
+    torch.save({"weight": SAVED.weight.detach()}, file)
+    file.seek(0)
+    first.load_state_dict(torch.load(file), strict=False)
+    second.load_state_dict(first.state_dict())
+    second.bias.data[:] = torch.as_tensor(np.arange(3.0))
+    return nn.ModuleList([first, second])
+
+
+def forward_run() -> nn.Module:
+    module = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2))
+    with torch.no_grad():
+        module.register_buffer("seen", module(torch.ones(2, 3)))
+    module.append(nn.Linear(2, 2))
+    return module
+
+
+BUILDS = {
+    "stack": lambda: nn.Sequential(nn.Embedding(9, 4, padding_idx=2), nn.Linear(4, 4), nn.LayerNorm(4)),
+    "encoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 2, enable_nested_tensor=False),
+    "copied": copied,
+    "lstm": lambda: nn.LSTM(4, 6, 2, bidirectional=True),
+    "convolution": lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ConvTranspose1d(4, 2, 3)),
+    "scaled": Scaled,
+    "initialisers": Initialisers,
+    "buffers": Buffers,
+    "reads values": ReadsValues,
+    "placed": Placed,
+    "seeds": Seeds,
+    "weight norm": weight_norm,
+    "patched": patched,
+    "tied": tied,
+    "loaded": loaded,
+    "forward run": forward_run,
+    "transformer": lambda: nn.Transformer(8, 2, 1, 1, 16, batch_first=True),
+    "attention": lambda: nn.MultiheadAttention(8, 2, kdim=4, vdim=4, add_bias_kv=True),
+    "deepcopy": lambda: nn.ModuleList([module := nn.BatchNorm1d(4), copy.deepcopy(module), copy.deepcopy(Buffers())]),
+    "default bfloat16": in_dtype(torch.bfloat16, lambda: nn.ModuleList([Scaled(), Buffers()])),
+    "cast": lambda: Scaled().to(torch.bfloat16),
+    "half, then one back": lambda: (module := Scaled().half()).head.float() and module,
+    "double by name": lambda: nn.Linear(3, 3, dtype=torch.float64),
+    "skip init": lambda: nn.utils.skip_init(nn.LayerNorm, 4).apply(lambda module: module.reset_parameters()),
+}
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_same_weights_and_random_state_as_an_ordinary_build(name: str) -> None:
+    check(BUILDS[name])
+
+
+LLAMA = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+LLAMA |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
+TOKENS = {"bos_token_id": 1, "eos_token_id": 2}
+CONFIGS = {
+    "llama": LLAMA,
+    "qwen3": LLAMA | {"tie_word_embeddings": True},
+    "mixtral": LLAMA | {"num_local_experts": 4},
+    "gpt2": {"vocab_size": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16},
+    "opt": {"vocab_size": 32, "hidden_size": 16, "ffn_dim": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    | {"max_position_embeddings": 16, "word_embed_proj_dim": 16},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_hugging_face_models(name: str, dtype: torch.dtype) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def build() -> nn.Module:
+        config = transformers.AutoConfig.for_model(name, **CONFIGS[name], **TOKENS)
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+    check(build)
+
+
+def test_a_build_under_meta_gives_what_one_without_gives() -> None:
+    seed()
+    ordinary = named_tensors(Initialisers())
+    seed()
+    with DeferredInit(CPU) as record, torch.device("meta"):
+        module = nn.Sequential(Initialisers())[0]
+    assert_same(ordinary, made(record, module))
+
+
+def test_modules_that_are_real_already_are_written_in_their_turn() -> None:
+    def first() -> nn.Module:
+        module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        module.running = module[1].running_mean
+        return module
+
+    def second(module: nn.Module) -> None:
+        module.append(nn.Linear(3, 3))
+        module.apply(lambda part: part.reset_parameters() if isinstance(part, nn.Linear) else None)
+        module.running.add_(1)
+        module.register_buffer("doubled", module.running * 2)
+        assert module.running.sum().item() == 3
+        assert module.doubled.tolist() == [2.0, 2.0, 2.0]
+        module.running[0] = 5
+
+    seed()
+    ordinary = first()
+    second(ordinary)
+    after = torch.get_rng_state()
+    seed()
+    module = first()
+    with DeferredInit(CPU) as record:
+        second(module)
+    assert module[0].weight.device.type == "cpu"
+    assert_same(named_tensors(ordinary), made(record, module))
+    assert torch.equal(module[0].weight, ordinary[0].weight)
+    assert torch.equal(module.running, ordinary.running)
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_a_rank_that_wants_a_part_gets_the_same_part_and_random_state() -> None:
+    seed()
+    ordinary = named_tensors(Scaled())
+    after = torch.get_rng_state()
+    seed()
+    with DeferredInit(CPU) as record:
+        module = Scaled()
+    part = {name: tensor for name, tensor in named_tensors(module).items() if name.startswith("blocks.1")}
+    tensors: dict[str, Tensor] = {}
+    record.replay(part, tensors.__setitem__)
+    assert_same({name: ordinary[name] for name in part}, tensors)
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_a_rank_given_another_state_makes_the_other_weights() -> None:
+    with DeferredInit(CPU) as record:
+        Seeds()
+    theirs = copy.deepcopy(record.rng_state)
+    seed()
+    torch.randn(100)
+    with DeferredInit(CPU) as record:
+        module = Seeds()
+    record.rng_state = theirs
+    tensors = made(record, module)
+    torch.set_rng_state(theirs[0])
+    assert_same(named_tensors(Seeds()), tensors)
+
+
+def test_a_build_in_two_parts_is_one_build() -> None:
+    seed()
+    ordinary = nn.ModuleList([Scaled(), Seeds(), Scaled()])
+    after = torch.get_rng_state()
+    seed()
+    with DeferredInit(CPU) as record:
+        parts = [Scaled(), Seeds()]
+    with record:
+        parts.append(Scaled())
+    assert_same(named_tensors(ordinary), made(record, nn.ModuleList(parts)))
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that were real at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and not tensor.is_meta:
+                storage = tensor.untyped_storage()
+                self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self._live = {key: value for key, value in self._live.items() if not value[0].expired()}
+        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._live.values()))
+        return out
+
+
+def linears() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))
+
+
+def truncated(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.trunc_normal_(module.weight)
+
+
+MEMORY = {  # build and the largest parameters that may be real at once
+    "defaults": (linears, 1.1),
+    "initialised again": (lambda: Scaled(64, 12), 1.1),
+    "cast at the end": (lambda: Scaled(64, 12).to(torch.bfloat16), 1.6),
+    "copied": (lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 2), 8, enable_nested_tensor=False), 2.1),
+    "truncated": (lambda: linears().apply(truncated), 4.5),  # what trunc_normal_ itself takes
+}
+
+
+@pytest.mark.parametrize("name", MEMORY)
+def test_about_one_parameter_is_real_at_a_time(name: str) -> None:
+    build, most = MEMORY[name]
+    with DeferredInit(CPU) as record:
+        module = build()
+    largest = max(tensor.numel() * 4 for tensor in module.parameters())
+    with LiveBytes() as live:
+        record.replay(named_tensors(module), lambda name, tensor: None)
+    assert live.peak < most * largest
+
+
+def test_a_random_value_that_is_read_is_refused() -> None:
+    refusal = r"reads a random value \(aten.uniform_.default, read by aten._local_scalar_dense.*Python's random"
+    with pytest.raises(RuntimeError, match=refusal), DeferredInit(CPU):
+        nn.Linear(3, 3).weight.sum().item()
+    with pytest.raises(RuntimeError, match="read by tolist"), DeferredInit(CPU):
+        torch.randperm(3).tolist()
+    assert torch.ones(1).item() == 1
+
+
+def test_a_meta_tensor_from_elsewhere_is_refused() -> None:
+    foreign = nn.Linear(3, 3, device="meta")
+    with DeferredInit(CPU) as record:
+        assert not record.owns(foreign.weight)
+        nn.init.normal_(foreign.weight)
+        assert record.owns(foreign.weight)
+        with pytest.raises(RuntimeError, match="on meta but was not made while"):
+            copy.deepcopy(foreign)
+        nn.init.zeros_(foreign.to_empty(device="cpu").bias)
+    with pytest.raises(RuntimeError, match="gave it no values"):
+        made(record, foreign)
+    with pytest.raises(RuntimeError, match="'weight' needs a tensor"):
+        made(record, nn.Linear(3, 3, device="meta"))
+
+
+class Counted(nn.Module):
+    """Holds a buffer that nothing sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(2))
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+
+def reset(module: nn.Module, names: set[str] | None = None) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    names = set(named_tensors(module)) if names is None else names
+    OrphanModules(module, names).reset(CPU, lambda name, tensor: tensors.__setitem__(name, tensor.clone()))
+    return tensors
+
+
+def test_orphans_are_made_by_their_modules_and_stay_on_meta() -> None:
+    with torch.device("meta"):
+        module = nn.Sequential(
+            nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm1d(4), nn.LSTM(4, 4), nn.Embedding(4, 4, 1)
+        )
+    before = named_tensors(module)
+    seed()
+    tensors = reset(module)
+    assert all(tensor is before[name] for name, tensor in named_tensors(module).items())
+    assert not any(tensor.is_meta for tensor in tensors.values())
+    seed()
+    with torch.device("cpu"):
+        ordinary = nn.Sequential(
+            nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm1d(4), nn.LSTM(4, 4), nn.Embedding(4, 4, 1)
+        )
+    assert_same(named_tensors(ordinary), tensors)
+
+
+def test_an_orphan_has_the_last_word_on_its_children() -> None:
+    with torch.device("meta"):
+        module = nn.ModuleList([nn.MultiheadAttention(4, 2)])
+    assert not reset(module)["0.out_proj.bias"].any()
+
+
+def test_tied_orphans_are_one_tensor() -> None:
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 4))
+    module[1].weight = module[0].weight
+    tensors = reset(module)
+    assert torch.equal(tensors["0.weight"], tensors["1.weight"])
+
+
+def test_orphans_may_hold_shards_when_they_are_made() -> None:
+    module = nn.Linear(4, 4, device="meta")
+    orphans = OrphanModules(module, {"weight", "bias"})
+    module.weight = nn.Parameter(torch.zeros(2, 4))
+    shard = module.weight
+    shapes: dict[str, torch.Size] = {}
+    orphans.reset(CPU, lambda name, tensor: shapes.__setitem__(name, tensor.shape))
+    assert shapes["weight"] == (4, 4)
+    assert module.weight is shard
+
+
+def test_recorded_tensors_of_an_orphan_are_left_alone() -> None:
+    module = nn.Linear(4, 4, device="meta")
+    with DeferredInit(CPU) as record:
+        module.bias = nn.Parameter(torch.full((4,), 2.0))
+    assert set(reset(module, {"weight"})) == {"weight"}
+    tensors: dict[str, Tensor] = {}
+    record.replay({"bias": module.bias}, tensors.__setitem__)
+    assert tensors["bias"].tolist() == [2.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (Counted, r"'0.count' is on meta, and 0 \(Counted\) has no reset_parameters\(\) that sets it; give it"),
+        (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), "original0' is on meta"),
+        (lambda: nn.ParameterList([torch.empty(2)]), r"'0.0' is on meta, and 0 \(ParameterList\)"),
+    ],
+)
+def test_an_orphan_without_values_is_refused(build: Callable[[], nn.Module], message: str) -> None:
+    with torch.device("meta"):
+        module = nn.Sequential(build())
+    with pytest.raises(TypeError, match=message):
+        reset(module)
+    assert all(tensor.is_meta for tensor in named_tensors(module).values())
