@@ -137,11 +137,9 @@ class ParallelMesh:
     @property
     def sharded_and_replicated(self) -> DeviceMesh:
         """The mesh (replicas, shards) of hybrid sharding; one-dimensional where there is one replica."""
-        shards = self.fsdp.mesh_dim_names
-        assert shards is not None
         if self.sizes["dp_replicate"] == 1:
             return self.fsdp
-        return self.device_mesh["dp_replicate", shards[0]]
+        return DeviceMesh._concatenate([self["dp_replicate"], self.fsdp])
 
     def _view(self, *axes: Axis) -> DeviceMesh:
         used = [axis for axis in axes if self.sizes[axis] > 1] or [axes[0]]
