@@ -1,4 +1,4 @@
-"""What happens beside training: speed, a readable progress bar, and a checkpoint of the very last step."""
+"""What happens beside training: speed, a readable progress bar, and a checkpoint to go on from."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from time import perf_counter
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks import Checkpoint, TQDMProgressBar
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 
@@ -52,8 +53,11 @@ class ProgressBar(TQDMProgressBar):
         return metrics
 
 
-class SaveAtEnd(Callback):
-    """Writes the last step to ``last.ckpt``: a ModelCheckpoint that follows validation leaves out the steps after it.
+class SaveLast(Checkpoint):
+    """Keeps ``last.ckpt``: the state after each validation, and the very last one.
+
+    A ModelCheckpoint's own ``save_last`` leaves out the steps after the last validation, or saves them with the epoch
+    closed, from where a run with more steps could not go on in it.
 
     Args:
         dirpath: Folder of the checkpoint.
@@ -63,16 +67,21 @@ class SaveAtEnd(Callback):
         self.path = Path(dirpath) / "last.ckpt"
         self.saved = -1
 
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save after a validation that is part of training."""
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._save(trainer)
+
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Save at the step limit while the epoch is still open, so that a run with a higher limit can go on in it."""
+        """Save at the step limit."""
         if trainer.global_step == trainer.max_steps:
             self._save(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save where something else ended the run."""
-        self._save(trainer)
+        if self.saved != trainer.global_step:
+            self._save(trainer)
 
     def _save(self, trainer: Trainer) -> None:
-        if self.saved != trainer.global_step:
-            self.saved = trainer.global_step
-            trainer.save_checkpoint(self.path, weights_only=False)
+        self.saved = trainer.global_step
+        trainer.save_checkpoint(self.path, weights_only=False)

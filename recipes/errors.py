@@ -19,8 +19,7 @@ def explained() -> Iterator[None]:
     try:
         yield
     except (HydraException, MissingMandatoryValue, CorpusError) as error:
-        first = int(os.environ.get("LOCAL_RANK", 0)) == 0  # every rank fails alike; one of them says why
-        raise SystemExit(explain(error) if first else 1) from error
+        raise SystemExit(explain(error)) from error
 
 
 def explain(error: Exception) -> str:

@@ -123,11 +123,3 @@ def compose_and_build(tmp_path, override):
     config = composed(tmp_path, override)
     instantiate(config.data)
     instantiate(config.model)
-
-
-def test_one_rank_speaks_for_all(tmp_path, monkeypatch):
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(SystemExit) as exit_:
-        compose_and_build(tmp_path, "sed=1")
-    assert exit_.value.code == 1

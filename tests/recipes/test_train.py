@@ -1,14 +1,15 @@
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
 
-from recipes.callbacks import SaveAtEnd
-from recipes.data import TextData
-from recipes.gpt import GPTModule
+from recipes import resolvers
 from recipes.report import read_curve
 from tests.ranks import ranks
 from tests.trainers import trainer
@@ -71,23 +72,42 @@ def test_data_that_cannot_be_trained_on_is_told_once(tmp_path, texts):
     assert not list((tmp_path / "cache").glob("*/"))
 
 
-def fit(folder, texts, steps, **resume):
-    """Train to ``steps``; return the weights."""
-    from lightning_parallel import ZeroStrategy
-
-    data = TextData(str(texts), vocab_size=300, seq_len=16, batch_size=2, cache_dir=str(folder / "cache"))
-    shape = {"context": 16, "dim": 32, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "hidden_dim": 32}
-    module = GPTModule({"vocab_size": 300, **shape}, final_lr=1.0, warmup_steps=2)
+def fit(out, texts, steps, *overrides, **resume):
+    """Train to ``steps`` with the recipe's own parts; return the weights."""
+    resolvers.register()
+    with initialize_config_dir(str(SCRIPT.parents[1] / "conf"), version_base="1.3"):
+        config = compose(
+            "train",
+            [
+                *(setting for setting in TINY if not setting.startswith("hydra")),
+                *("data=text", f"data.path={texts}", f"data.cache_dir={texts}/../cache", f"output_dir={out}"),
+                *("~callbacks.progress", "model.warmup_steps=2", "model.final_lr=1"),
+                *overrides,
+            ],
+        )
     torch.manual_seed(0)
-    fitting = trainer(ZeroStrategy(), max_steps=steps, callbacks=[SaveAtEnd(str(folder / f"after-{steps}"))])
-    fitting.fit(module, datamodule=data, **resume)
+    module, callbacks = instantiate(config.model), list(instantiate(config.callbacks).values())
+    every = config.trainer.val_check_interval
+    fitting = trainer(
+        instantiate(config.strategy),
+        max_steps=steps,
+        callbacks=callbacks,
+        enable_checkpointing=True,
+        val_check_interval=every,
+        check_val_every_n_epoch=None,
+    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The dirpath has changed")  # a resumed run has a folder of its own
+        fitting.fit(module, datamodule=instantiate(config.data), **resume)
     return {name: weight.clone() for name, weight in module.state_dict().items()}
 
 
+@pytest.mark.parametrize("validate_every", [2, 3])  # the step after a validation, and the one at which it happens
 @ranks(2)
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, texts):
-    whole = fit(tmp_path, texts, 7)
-    fit(tmp_path, texts, 3)
-    resumed = fit(tmp_path, texts, 7, ckpt_path=str(tmp_path / "after-3" / "last.ckpt"))
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, texts, validate_every):
+    every = f"trainer.val_check_interval={validate_every}"
+    whole = fit(tmp_path / "whole", texts, 7, every)
+    fit(tmp_path / "first", texts, 3, every)
+    resumed = fit(tmp_path / "rest", texts, 7, every, ckpt_path=str(tmp_path / "first" / "checkpoints" / "last.ckpt"))
     assert whole.keys() == resumed.keys()
     assert all(whole[name].equal(resumed[name]) for name in whole)
