@@ -15,7 +15,6 @@ from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
 )
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
@@ -130,7 +129,6 @@ class RankStrategy(ParallelStrategy):
             self.local_rank, self._start_method
         ):
             die_with_parent()
-        reset_seed()
         self.set_world_ranks()
         self._require_world_size()
         device = self.root_device
@@ -141,6 +139,7 @@ class RankStrategy(ParallelStrategy):
             sizes = resolve_sizes((technique.claim for technique in self.techniques), dist.get_world_size())
             self.mesh = ParallelMesh(sizes, device.type)
             self._world, self._control = world_group(), _host_group(self._timeout)
+        self.share_randomness()  # not reset to its seed: one device draws on from where the user's script stands
 
     def _require_world_size(self) -> None:
         ranks = self._environment().world_size()
