@@ -106,15 +106,16 @@ class Rotary(nn.Module):
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosine and sine, (..., T, 1, D/2), for positions (..., T)."""
-        exponents = torch.arange(0, self.head_dim, 2, device=positions.device).float() / self.head_dim
-        angles = positions[..., None, None].float() * self.theta**-exponents
+        exponents = torch.arange(0, self.head_dim, 2, device=positions.device).double() / self.head_dim
+        angles = positions[..., None, None] * self.theta**-exponents
         return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """Rotate each pair (i, i + D/2) of the heads ``x`` (B, T, H, D) by its position's angle."""
-    cos, sin = rotary
-    left, right = x.float().chunk(2, dim=-1)
+    exact = torch.promote_types(x.dtype, torch.float32)  # low precision would blur the angles
+    cos, sin = (part.to(exact) for part in rotary)
+    left, right = x.to(exact).chunk(2, dim=-1)
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1).type_as(x)
 
 
@@ -282,7 +283,8 @@ class GPTModule(LightningModule):
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
         logits = self(batch["input_ids"], batch.get("position_ids"))
-        return F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten(), ignore_index=IGNORED)
+        exact = torch.promote_types(logits.dtype, torch.float32)
+        return F.cross_entropy(logits.flatten(0, 1).to(exact), batch["labels"].flatten(), ignore_index=IGNORED)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the mean loss of the batch's tokens."""

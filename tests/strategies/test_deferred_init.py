@@ -15,7 +15,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_parallel.strategies.deferred_init import DeferredInit, OrphanModules
+from lightning_parallel.strategies.deferred_init import DeferredInit
+from lightning_parallel.strategies.orphan_modules import OrphanModules
 
 CPU = torch.device("cpu")
 SAVED = nn.Linear(3, 3)

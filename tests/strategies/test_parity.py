@@ -1,0 +1,52 @@
+"""The parity table: every layout trains every model as one process does.
+
+Each cell is a whole curve of more than twenty steps, with accumulation and clipping: losses, metrics on every rank,
+final weights.
+"""
+
+from functools import partial
+
+import pytest
+
+from lightning_parallel import ActivationCheckpoint, DataParallelStrategy, HybridStrategy, Zero, ZeroStrategy
+from tests.curves import check_parity
+
+COLUMNS = ("gpt", "llama", "gpt2", "plain")
+LAYOUTS = {
+    "none": (1, HybridStrategy),
+    "dp2": (2, DataParallelStrategy),
+    "dp4": (4, DataParallelStrategy),
+    "zero1": (2, partial(ZeroStrategy, stage=1)),
+    "zero2": (2, partial(ZeroStrategy, stage=2)),
+    "zero3": (2, partial(ZeroStrategy, stage=3)),
+    "zero3 on 4": (4, partial(ZeroStrategy, stage=3)),
+    "hsdp 2x2": (4, partial(ZeroStrategy, 2, replicate=2)),
+}
+STEPS = {"max_epochs": 4, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_trains_as_one_process_does(layout, column):
+    ranks, strategy = LAYOUTS[layout]
+    check_parity(column, ranks, strategy, data_ranks=ranks, **STEPS)
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize("layout", ["dp2", "zero1", "zero2", "zero3"])
+def test_in_double_precision_only_rounding_differs(layout, column):
+    ranks, strategy = LAYOUTS[layout]
+    check_parity(column, ranks, strategy, data_ranks=ranks, rtol=1e-10, precision="64-true", max_epochs=1)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_replicas_of_shards_in_the_lower_stages(stage):
+    check_parity("llama", 4, partial(ZeroStrategy, 2, replicate=2, stage=stage), data_ranks=4, **STEPS)
+
+
+def sharded_and_recomputed():
+    return HybridStrategy(ActivationCheckpoint(), Zero())
+
+
+def test_the_order_of_techniques_has_no_meaning():
+    check_parity("llama", 2, sharded_and_recomputed, data_ranks=2, **STEPS)
