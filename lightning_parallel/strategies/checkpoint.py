@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel.techniques.stored_optimizer import gathered, shard_of
+from lightning_parallel.techniques.shards import gathered, shard_of
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -14,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_parallel.strategies.deferred_init import DeferredInit
-from lightning_parallel.techniques.stored_optimizer import shard_of
+from lightning_parallel.strategies.orphan_modules import OrphanModules
+from lightning_parallel.techniques.shards import shard_of
 
 log = logging.getLogger(__name__)
 
@@ -23,24 +23,26 @@ class Deferred:
     """The tensors of a model that are still on meta, and how to make them."""
 
     def __init__(self) -> None:
-        self._records: list[DeferredInit] = []
+        self._record: DeferredInit | None = None
         self._wanted: dict[str, Tensor] = {}
-        self._orphans: Orphans | None = None
+        self._orphans: OrphanModules | None = None
 
     @contextmanager
     def recording(self, device: torch.device) -> Iterator[None]:
         """Modules built inside are remembered, to be made on `device`."""
-        record = DeferredInit(device)
-        with record:
+        self._record = self._record or DeferredInit(device)
+        with self._record:
             yield
-        self._records.append(record)
 
     def find(self, module: nn.Module) -> None:
         """Notes what is on meta, before techniques replace parameters by their shards."""
         named = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
         self._wanted = {name: tensor for name, tensor in named.items() if tensor.is_meta}
-        recorded = {name for name, tensor in self._wanted.items() if any(r.owns(tensor) for r in self._records)}
-        self._orphans = Orphans(module, set(self._wanted) - recorded)
+        self._orphans = OrphanModules(module, set(self._wanted) - set(self._recorded()))
+
+    def _recorded(self) -> dict[str, Tensor]:
+        record = self._record
+        return {} if record is None else {name: tensor for name, tensor in self._wanted.items() if record.owns(tensor)}
 
     @torch.no_grad()
     def materialise(
@@ -53,50 +55,14 @@ class Deferred:
         if not self._wanted:
             return
         _allocate(module, device, shards)
-        for record in self._records:
-            state = [record.rng_state]
+        if self._record is not None:
+            state = [self._record.rng_state]
             dist.broadcast_object_list(state, src=dist.get_global_rank(group, 0), group=group)
-            record.rng_state = state[0]
-            record.replay({n: t for n, t in self._wanted.items() if record.owns(t)}, lambda n, t: _fill(module, n, t))
+            self._record.rng_state = state[0]
+            self._record.replay(self._recorded(), lambda name, tensor: _fill(module, name, tensor))
         if self._orphans is not None:
-            self._orphans.make(device, lambda name, tensor: _fill(module, name, tensor))
-        self._records, self._wanted, self._orphans = [], {}, None
-
-
-class Orphans:
-    """Tensors on meta that nobody recorded: made with `torch.device("meta")` outside of `configure_model`.
-
-    Their modules make their values themselves, as is PyTorch's custom, by `reset_parameters`, one module at a time.
-
-    Raises:
-        TypeError: a module that has no such method, by its name.
-    """
-
-    def __init__(self, module: nn.Module, names: set[str]) -> None:
-        owners = dict.fromkeys(name.rpartition(".")[0] for name in sorted(names))
-        self._clones = {owner: _shallow_copy(module.get_submodule(owner)) for owner in owners}
-        for owner, clone in self._clones.items():
-            if not callable(getattr(clone, "reset_parameters", None)):
-                raise TypeError(
-                    f"{owner or 'the model'} ({type(clone).__name__}) was built on the meta device and has no "
-                    "reset_parameters() to make its values; build it in configure_model() instead"
-                )
-
-    def make(self, device: torch.device, sink: Callable[[str, Tensor], None]) -> None:
-        """Hands every tensor to `sink` with its name."""
-        for owner, clone in self._clones.items():
-            _allocate(clone, device, device)
-            clone.reset_parameters()  # type: ignore[operator]
-            for name, tensor in (*clone.named_parameters(recurse=False), *clone.named_buffers(recurse=False)):
-                sink(f"{owner}.{name}".lstrip("."), tensor.detach())
-            clone.to("meta")
-
-
-def _shallow_copy(module: nn.Module) -> nn.Module:
-    clone = copy.copy(module)
-    clone._parameters, clone._buffers = dict(module._parameters), dict(module._buffers)
-    clone._modules = {}
-    return clone
+            self._orphans.reset(device, lambda name, tensor: _fill(module, name, tensor))
+        self._record, self._wanted, self._orphans = None, {}, None
 
 
 def _allocate(module: nn.Module, device: torch.device, shards: torch.device) -> None:

@@ -28,7 +28,7 @@ from lightning_parallel.strategies.checkpoint import (
     whole_state_dict,
 )
 from lightning_parallel.strategies.loaders import divide
-from lightning_parallel.strategies.logging import StepLog
+from lightning_parallel.strategies.logging import StepLog, reduce_tensor
 from lightning_parallel.strategies.mesh_callback import MeshCallback, refuse_callbacks
 from lightning_parallel.strategies.precision import adapt_precision, restore_precision
 from lightning_parallel.strategies.randomness import RankRandomness, decorrelate_device
@@ -156,10 +156,17 @@ class MeshStrategy(RankStrategy):
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Makes the user's optimizers; where parameters are stored in shards, they step the shards."""
         super().setup_optimizers(trainer)
-        for optimizer in self.optimizers:
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            if any(self._is_sharded(parameter) for parameter in parameters):
-                self._stored[id(optimizer)] = StoredOptimizer(optimizer, self._step)
+        shards = any(self._is_sharded(parameter) for parameter in self._module().parameters())
+        self._stored = {
+            id(optimizer): StoredOptimizer(optimizer, self._step, self._mean_loss, shards)
+            for optimizer in self.optimizers
+        }
+
+    def _mean_loss(self, loss: Any) -> Any:
+        """The loss over all ranks' samples, for optimizers that decide by it how far to go, as LBFGS does."""
+        if not isinstance(loss, Tensor) or not self.is_distributed:
+            return loss
+        return reduce_tensor(loss * self._weight, self._mesh().data.get_group(), "mean")
 
     # ---------------------------------------------------------------- data
 
@@ -271,8 +278,7 @@ class MeshStrategy(RankStrategy):
         optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if self._may_wait_in_vain():
             return {}
-        stored = self._stored.get(id(optimizer))
-        return optimizer.state_dict() if stored is None else stored.state_dict(keep=self.is_global_zero)
+        return self._stored[id(optimizer)].state_dict(keep=self.is_global_zero)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Rank 0 writes; the path is rank 0's on all ranks."""
@@ -320,8 +326,7 @@ class MeshStrategy(RankStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Each rank takes its part of the states of one device."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            stored = self._stored.get(id(optimizer))
-            (optimizer if stored is None else stored).load_state_dict(state)
+            self._stored[id(optimizer)].load_state_dict(state)
 
     # ---------------------------------------------------------------- the end
 

@@ -68,7 +68,12 @@ class Root(nn.Module):
 
 
 def shard_parameters(model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan, offload: bool) -> Root:
-    """Shards every parameter that can be, and returns the root through which steps must run."""
+    """Shards every parameter that can be, and returns the root through which steps must run.
+
+    Raises:
+        TypeError: an embedding that makes sparse gradients.
+    """
+    _refuse_sparse_gradients(model)
     left_whole = set(unshardable(model))
     groups = _groups_of_blocks(list(plan.find_blocks(model).values()))
     units = [[_wrap(block) for block in group] for group in groups]
@@ -81,6 +86,12 @@ def shard_parameters(model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan, o
     sharded_now = {parameter for unit in root.units for parameter in unit.parameters()}
     _fully_shard([root], mesh, offload, ignored=left_whole | in_units | sharded_now)
     return root
+
+
+def _refuse_sparse_gradients(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise TypeError(f"sparse gradients ({name}, made with sparse=True) cannot be sharded; use sparse=False")
 
 
 def unshardable(model: nn.Module) -> list[nn.Parameter]:

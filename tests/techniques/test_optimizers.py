@@ -1,0 +1,241 @@
+"""Every optimizer of torch, and users' own, step shards as one device steps whole parameters."""
+
+import functools
+import os
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn, optim
+from torch.utils.data import DataLoader
+
+from lightning_parallel.strategies.data_parallel import DataParallelStrategy
+from lightning_parallel.strategies.zero import ZeroStrategy
+from lightning_parallel.techniques.stored_optimizer import is_elementwise
+from tests.curves import Curve, Recorder, compare, compare_weights, train
+from tests.models import build, loaders
+from tests.ranks import run_on_ranks
+from tests.trainers import trainer
+
+LAYOUTS: dict[str, Callable[[], Any]] = {
+    "data_parallel": partial(DataParallelStrategy, 2),
+    "zero_1": partial(ZeroStrategy, 2, stage=1),
+    "zero_2": partial(ZeroStrategy, 2, stage=2),
+    "zero_3": partial(ZeroStrategy, 2, stage=3),
+}
+
+
+class TensorRatio(optim.Optimizer):
+    """A user's own, in the manner of LAMB: every tensor's step is as long as the tensor, times the learning rate."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, {"lr": lr, "momentum": 0.9})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.move(parameter, group)
+        return loss
+
+    def move(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["average"] = torch.zeros_like(parameter)
+        average = state["average"].mul_(group["momentum"]).add_(parameter.grad)
+        ratio = (parameter.norm() + 0.1) / (average.norm() + 1e-6)
+        parameter.sub_(group["lr"] * ratio * average)
+
+
+class MuonAndAdamW(optim.Optimizer):
+    """What users write around Muon, which takes matrices only: AdamW for everything else, in one optimizer."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
+        every = list(parameters)
+        self.parts = [
+            optim.Muon([parameter for parameter in every if parameter.dim() == 2], lr=lr),
+            optim.AdamW([parameter for parameter in every if parameter.dim() != 2], lr=lr, eps=1e-5),
+        ]
+        super().__init__(every, {"lr": lr})
+        self.show_groups()
+
+    def show_groups(self) -> None:
+        self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Any:
+        loss = None if closure is None else closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": [part.state_dict() for part in self.parts]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for part, saved in zip(self.parts, state["parts"], strict=True):
+            part.load_state_dict(saved)
+        self.show_groups()
+
+
+EVERY: dict[str, Callable[..., optim.Optimizer]] = {
+    "SGD": partial(optim.SGD, lr=0.1),
+    "momentum": partial(optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
+    "nesterov": partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "SGD foreach": partial(optim.SGD, lr=0.1, momentum=0.9, foreach=True),
+    "SGD fused": partial(optim.SGD, lr=0.1, momentum=0.9, fused=True),
+    "Adam": partial(optim.Adam, lr=1e-2, eps=1e-5),
+    "amsgrad": partial(optim.Adam, lr=1e-2, eps=1e-5, amsgrad=True),
+    "Adam foreach": partial(optim.Adam, lr=1e-2, eps=1e-5, foreach=True),
+    "Adam fused": partial(optim.Adam, lr=1e-2, eps=1e-5, fused=True),
+    "AdamW": partial(optim.AdamW, lr=1e-2, eps=1e-5),
+    "NAdam": partial(optim.NAdam, lr=1e-2, eps=1e-5),
+    "RAdam": partial(optim.RAdam, lr=1e-2, eps=1e-5),
+    "Adamax": partial(optim.Adamax, lr=1e-2, eps=1e-5),
+    "Adadelta": partial(optim.Adadelta, lr=1.0, eps=1e-5),
+    "Adagrad": partial(optim.Adagrad, lr=1e-2, eps=1e-5, initial_accumulator_value=0.1),
+    "Adagrad fused": partial(optim.Adagrad, lr=1e-2, eps=1e-5, fused=True),
+    "RMSprop": partial(optim.RMSprop, lr=1e-2, eps=1e-3, centered=True, momentum=0.5),
+    "Rprop": partial(optim.Rprop, lr=1e-3),
+    "ASGD": partial(optim.ASGD, lr=0.1),
+    "Adafactor": partial(optim.Adafactor, lr=1e-2),
+    "LBFGS": partial(optim.LBFGS, lr=0.1, max_iter=3),
+    "LBFGS with line search": partial(optim.LBFGS, lr=1.0, max_iter=3, line_search_fn="strong_wolfe"),
+    "TensorRatio": partial(TensorRatio, lr=0.02),
+    "MuonAndAdamW": partial(MuonAndAdamW, lr=1e-2),
+}
+
+
+LOOK_AROUND = ["Adafactor", "LBFGS", "LBFGS with line search", "TensorRatio", "MuonAndAdamW"]
+"""Those in which an element's step depends on other elements, or on the loss."""
+
+COVERED = {
+    "data_parallel": ["AdamW", *LOOK_AROUND],
+    "zero_1": list(EVERY),
+    "zero_2": ["AdamW", *LOOK_AROUND],
+    "zero_3": list(EVERY),
+}
+SHORT = {"max_epochs": 2, "accumulate_grad_batches": 1, "gradient_clip_val": None, "limit_val_batches": 0}
+
+
+def train_all(names: list[str], make_strategy: Callable[[], Any] | str = "auto", data_ranks: int = 1) -> dict[str, Any]:
+    return {name: train_with(EVERY[name], make_strategy, data_ranks) for name in names}
+
+
+def train_with(make_optimizer: Any, make_strategy: Callable[[], Any] | str, data_ranks: int) -> Curve:
+    model = {"optimizer": make_optimizer, "blocks": 1}
+    return train("plain", make_strategy, data_ranks=data_ranks, model=model, data={"samples": 16}, **SHORT)
+
+
+@functools.cache
+def expected() -> dict[str, Curve]:
+    return run_on_ranks(1, train_all, list(EVERY))[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_optimizer_trains_as_on_one_device(layout: str) -> None:
+    for rank, curves in enumerate(run_on_ranks(2, train_all, COVERED[layout], LAYOUTS[layout], data_ranks=2)):
+        for name, got in curves.items():
+            compare(expected()[name], got, where=f"{name}, rank {rank}: ")
+
+
+def train_on(names: list[str], first: Callable[[], Any], then: Callable[[], Any], data_ranks: int) -> dict[str, Any]:
+    """Half of the training in one layout, the rest in another one."""
+    return {name: halves(name, first, then, data_ranks) for name in names}
+
+
+def halves(name: str, first: Callable[[], Any], then: Callable[[], Any], data_ranks: int) -> Curve:
+    path = Path(os.environ["RANKS_SCRATCH"], f"{name}.ckpt")
+    columns = {"optimizer": EVERY[name], "blocks": 1}
+    half = trainer(first(), **(SHORT | {"max_epochs": 1}))
+    half.fit(build("plain", **columns), *loaders("plain", 8 // data_ranks, samples=16))
+    half.save_checkpoint(path)
+    recorder = Recorder()
+    model = build("plain", seed=9, **columns)
+    trainer(then(), callbacks=[recorder], **SHORT).fit(
+        model, *loaders("plain", 8 // data_ranks, samples=16), ckpt_path=path, weights_only=True
+    )
+    recorder.curve.weights.update(model.state_dict())
+    return recorder.curve
+
+
+@pytest.mark.parametrize(("first", "then"), [("zero_3", "zero_1"), ("zero_2", "data_parallel"), ("zero_1", "zero_3")])
+def test_state_goes_on_in_another_layout(first: str, then: str) -> None:
+    names = ["momentum", "Adam fused", "Adagrad", "RMSprop", *LOOK_AROUND]
+    for rank, curves in enumerate(run_on_ranks(2, train_on, names, LAYOUTS[first], LAYOUTS[then], data_ranks=2)):
+        for name, got in curves.items():
+            weights = expected()[name].weights
+            assert got.losses == pytest.approx(expected()[name].losses[2:], rel=1e-5), f"{name}, rank {rank}"
+            compare_weights(weights, got.weights, 1e-4, f"{name}, rank {rank}: ")
+
+
+class Clipping(optim.AdamW):
+    """A user's subclass that only wants another default."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=1.0)
+
+
+class Doubled(optim.SGD):
+    """A user's subclass that steps in its own way."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        return super().step()
+
+
+def test_who_may_step_shards() -> None:
+    parameters = [nn.Parameter(torch.ones(2))]
+    assert is_elementwise(optim.AdamW(parameters))
+    assert is_elementwise(Clipping(parameters))
+    assert not is_elementwise(Doubled(parameters, lr=1.0))
+    assert not is_elementwise(optim.LBFGS(parameters))
+
+
+class Sparse(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 4, sparse=True)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.table(batch).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return optim.SGD(self.parameters(), lr=0.1)
+
+
+def refused(make_strategy: Callable[[], Any]) -> None:
+    with pytest.raises(TypeError, match=r"sparse gradients .* use sparse=False"):
+        trainer(make_strategy(), max_steps=1).fit(Sparse(), DataLoader(torch.arange(8), 4))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sparse_gradients_are_refused(layout: str) -> None:
+    run_on_ranks(2, refused, LAYOUTS[layout])
+
+
+def look_at_state(make_strategy: Callable[[], Any]) -> None:
+    """What a callback that logs the second moments does."""
+    model = build("plain", blocks=1)
+    run = trainer(make_strategy(), callbacks=[LooksAtState()], **SHORT)
+    run.fit(model, *loaders("plain", 4, samples=16))
+    run.save_checkpoint(Path(os.environ["RANKS_SCRATCH"], "looked.ckpt"))
+
+
+class LooksAtState(Callback):
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        (optimizer,) = trainer.optimizers
+        assert all("exp_avg" in optimizer.state[p] for group in optimizer.param_groups for p in group["params"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_state_lies_under_the_modules_parameters(layout: str) -> None:
+    run_on_ranks(2, look_at_state, LAYOUTS[layout])
