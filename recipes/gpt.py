@@ -257,14 +257,8 @@ class GPTModule(LightningModule):
     ) -> None:
         super().__init__()
         self.config = config if isinstance(config, GPTConfig) else GPTConfig(**config)
-        self.learning_rate = learning_rate
-        self.weight_decay = weight_decay
-        self.betas = betas
-        self.warmup_steps = warmup_steps
-        self.final_lr = final_lr
-        self.fused = fused
-        # Plain values, so that a checkpoint can be read without running code from it.
         self.save_hyperparameters(ignore="config")
+        # Plain values, so that a checkpoint can be read without running code from it.
         self.save_hyperparameters({"config": asdict(self.config)})
         self.network: GPT | None = None
         self.val_loss = MeanMetric()
@@ -302,14 +296,15 @@ class GPTModule(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return AdamW with warmup and cosine decay over the run's optimizer steps."""
+        chosen, total = self.hparams, self.trainer.estimated_stepping_batches
         parameters = [p for p in self.parameters() if p.requires_grad]
         groups = [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": self.weight_decay},
+            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": chosen["weight_decay"]},
             {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
         ]
-        optimizer = torch.optim.AdamW(groups, lr=self.learning_rate, betas=self.betas, fused=self.fused)
-        total = self.trainer.estimated_stepping_batches
+        betas = (chosen["betas"][0], chosen["betas"][1])
+        optimizer = torch.optim.AdamW(groups, lr=chosen["learning_rate"], betas=betas, fused=chosen["fused"])
         scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: warmup_cosine(step, self.warmup_steps, total, self.final_lr)
+            optimizer, lambda step: warmup_cosine(step, chosen["warmup_steps"], total, chosen["final_lr"])
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
