@@ -1,0 +1,103 @@
+"""Models built in `configure_model`, or on meta: the weights of one process, and on every rank only its shards."""
+
+from functools import partial
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from lightning_parallel import DataParallelStrategy, HybridStrategy, ZeroStrategy
+from tests.curves import compare_weights, whole
+from tests.ranks import run_on_ranks
+from tests.trainers import trainer
+
+STRATEGIES = {
+    "dp": DataParallelStrategy,
+    "zero1": partial(ZeroStrategy, stage=1),
+    "zero2": partial(ZeroStrategy, stage=2),
+    "zero3": partial(ZeroStrategy, stage=3),
+    "zero3 offloaded": partial(ZeroStrategy, stage=3, offload=True),
+}
+
+
+def network() -> nn.Module:
+    layers = [nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(2)]
+    made = nn.Sequential(nn.Linear(7, 16), *layers, nn.Linear(16, 3))
+    nn.init.trunc_normal_(made[0].weight, std=0.1)
+    return made
+
+
+class Late(LightningModule):
+    """Builds where Lightning says that large models are built."""
+
+    def __init__(self, on_meta: bool = False) -> None:
+        super().__init__()
+        self.network: nn.Module | None = None
+        if on_meta:
+            with torch.device("meta"):
+                self.network = nn.Sequential(nn.Linear(7, 16), nn.LayerNorm(16), nn.Linear(16, 3))
+
+    def configure_model(self) -> None:
+        if self.network is None:
+            self.network = network()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.network(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, eps=1e-5)
+
+
+class Peek(Callback):
+    """Looks at the parameters after the strategy divided them."""
+
+    def on_fit_start(self, _: object, module: LightningModule) -> None:
+        parameters = list(module.parameters())
+        self.held = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in parameters)
+        self.whole = sum(parameter.numel() for parameter in parameters)
+        self.on_meta = any(parameter.is_meta for parameter in parameters)
+
+
+def fit(strategy, batch_size: int, seed: int | None = 3, **options):
+    if seed is None:
+        torch.seed()  # nobody seeded: every rank would draw something else
+    else:
+        torch.manual_seed(seed)
+    module, peek = Late(**options), Peek()
+    data = torch.linspace(-1, 1, 8 * 4 * 7).view(8, 4, 7)
+    trainer(strategy(), max_steps=2, callbacks=[peek]).fit(module, DataLoader(data, batch_size=batch_size))
+    weights = {name: whole(name, value) for name, value in module.state_dict().items()}
+    return weights, peek.held / peek.whole, peek.on_meta, torch.rand(1).item()
+
+
+@pytest.mark.parametrize("layout", STRATEGIES)
+def test_the_weights_are_those_of_one_process(layout):
+    [(expected, _, _, drawn_next)] = run_on_ranks(1, fit, HybridStrategy, 4)
+    for weights, held, on_meta, drawn in run_on_ranks(2, fit, STRATEGIES[layout], 2):
+        compare_weights(expected, weights, 1e-4)
+        assert not on_meta
+        assert held == pytest.approx(0.5, abs=0.02) if layout.startswith("zero3") else held == 1
+        assert drawn == drawn_next
+
+
+def test_one_process_builds_as_plain_lightning_does():
+    [(expected, *_, drawn_next)] = run_on_ranks(1, fit, lambda: "auto", 4)
+    [(weights, *_, drawn)] = run_on_ranks(1, fit, HybridStrategy, 4)
+    compare_weights(expected, weights, 1e-4)
+    assert drawn == drawn_next
+
+
+@pytest.mark.parametrize("layout", ["dp", "zero3"])
+@pytest.mark.parametrize("on_meta", [False, True])
+def test_without_a_seed_ranks_still_hold_one_model(layout, on_meta):
+    (first, *_), (second, *_) = run_on_ranks(2, fit, STRATEGIES[layout], 2, seed=None, on_meta=on_meta)
+    compare_weights(first, second, 0)
+
+
+def test_a_model_made_on_meta_before_has_the_same_weights_on_every_layout():
+    [(expected, *_)] = run_on_ranks(1, fit, HybridStrategy, 4, on_meta=True)
+    for weights, *_ in run_on_ranks(4, fit, STRATEGIES["zero3"], 1, on_meta=True):
+        compare_weights(expected, weights, 1e-4)
