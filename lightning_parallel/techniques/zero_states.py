@@ -196,6 +196,7 @@ class ScatterBucket(Bucket):
         self._pending.wait()
         unused = set(self._unused_everywhere()) - set(self._carried)
         self._add_carried()
+        self._received, self._pending = self._kept, Pending(None)  # lets go of what was only received to be added
         for index, parameter in enumerate(self.parameters):
             parameter.grad = None if index in unused else self._gradients[index]
 
