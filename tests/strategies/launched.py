@@ -46,7 +46,6 @@ def main() -> None:
         strategy=ZeroStrategy(start_method=start_method),
         max_steps=30,
         logger=False,
-        enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[OnExceptionCheckpoint(folder)],

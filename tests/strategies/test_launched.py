@@ -28,7 +28,8 @@ def launch(folder: Path, start_method: str = "popen", event: str = "nothing", ra
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
     ended = time.time()
     told = re.search(r"event at ([\d.]+)", run.stdout)
-    return Ended(run.returncode, run.stdout + run.stderr, ended - float(told[1]) if told else 0.0)
+    assert told, run.stdout + run.stderr
+    return Ended(run.returncode, run.stdout + run.stderr, ended - float(told[1]))
 
 
 def left_behind(folder: Path) -> list[str]:
