@@ -105,6 +105,36 @@ def _part_for(parameter: nn.Parameter | None, value: Any) -> Any:
     return shard_of(value.to(parameter.dtype), parameter) if same and isinstance(parameter, DTensor) else value
 
 
+POSITIONS = "lightning_parallel_positions"
+"""Where a checkpoint holds how far the divided loaders had come, by their number among the loaders with a state."""
+
+
+def set_positions_aside(checkpoint: dict[str, Any]) -> None:
+    """Moves the states of divided loaders out of the list that Lightning refuses where it has no such loaders."""
+    fit_loop = _fit_loop_state(checkpoint)
+    states = fit_loop.pop("combined_loader", [])
+    checkpoint[POSITIONS] = {index: state for index, state in enumerate(states) if _is_position(state)}
+    if others := [state for state in states if not _is_position(state)]:
+        fit_loop["combined_loader"] = others
+
+
+def put_positions_back(checkpoint: dict[str, Any]) -> None:
+    """Takes `set_positions_aside` back."""
+    positions = checkpoint.pop(POSITIONS, {})
+    fit_loop = _fit_loop_state(checkpoint)
+    for index in sorted(positions):
+        fit_loop.setdefault("combined_loader", []).insert(index, positions[index])
+
+
+def _fit_loop_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    state: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+    return state
+
+
+def _is_position(state: Any) -> bool:
+    return isinstance(state, dict) and state.keys() == {"consumed", "random"}
+
+
 def others_may_be_missing() -> bool:
     """Whether an exception is being handled, so that other ranks may not come to a collective.
 

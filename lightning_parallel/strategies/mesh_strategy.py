@@ -25,6 +25,8 @@ from lightning_parallel.strategies.checkpoint import (
     AtomicCheckpointIO,
     load_whole_state_dict,
     others_may_be_missing,
+    put_positions_back,
+    set_positions_aside,
     whole_state_dict,
 )
 from lightning_parallel.strategies.loaders import divide
@@ -287,6 +289,7 @@ class MeshStrategy(RankStrategy):
             return
         randomness = gather(RankRandomness.now(self.root_device), self._host_group())
         checkpoint[RANDOMNESS] = [state.as_dict() for state in randomness]
+        set_positions_aside(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _may_wait_in_vain(self) -> bool:
@@ -306,6 +309,7 @@ class MeshStrategy(RankStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Every rank opens the file that rank 0 chose."""
         checkpoint = super().load_checkpoint(self.broadcast(checkpoint_path), weights_only)
+        put_positions_back(checkpoint)
         if states := checkpoint.get(RANDOMNESS):
             self._random = RankRandomness.from_dict(states[self.global_rank % len(states)])
         return checkpoint
