@@ -1,11 +1,13 @@
 """`self.log` and torchmetrics give on every rank the values of one device, without `sync_dist`.
 
 Epoch values are reduced when Lightning computes them. Step values are reduced together, in one message per step that
-travels while backward runs. Everything here that touches Lightning's private results is in this file.
+travels while backward runs; with it ranks find out whether they logged the same names, as a reduction of what only some
+ranks log would never end. Everything here that touches Lightning's private results is in this file.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +20,8 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_parallel.collectives.functional import Pending
+from lightning_parallel.strategies.agreement import gather, require_same
+from lightning_parallel.strategies.metrics import Uncounted, at_most_on_step
 
 OPERATIONS: dict[str, Any] = {
     "mean": dist.ReduceOp.SUM,
@@ -29,6 +33,9 @@ OPERATIONS: dict[str, Any] = {
 
 NOTHING = {"mean": None, "avg": None, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
 """What a batch that does not count contributes to a reduction; to a mean it contributes with weight zero."""
+
+ROOM = 32
+"""Messages are so many values long or a multiple: gloo breaks down over sizes that differ, before ranks can say why."""
 
 
 def reduce_tensor(tensor: Tensor, group: dist.ProcessGroup, operation: object) -> Tensor:
@@ -48,19 +55,22 @@ class StepLog:
     Args:
         module: the user's module; its `log` is led through here until `close`.
         group: the ranks that read different samples.
+        host: all ranks, for messages of the host.
+        weight: how much the batch at hand counts against the other ranks' on average; 0.0: not at all.
     """
 
-    def __init__(self, module: LightningModule, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, module: LightningModule, group: dist.ProcessGroup, host: dist.ProcessGroup, weight: Callable[[], float]
+    ) -> None:
         self._module = module
-        self._group = group
-        self._share = 1.0
-        self._inside_log = False
-        self._logged = False
+        self._group, self._host, self._weight = group, host, weight
+        self._inside_log = self._inside_step = False
+        self._logged: dict[str, _ResultMetric] = {}
         self._pending: list[Callable[[], None]] = []
         self._log = module.log
         self._metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
         self._own_groups = [(metric, metric.process_group, metric.dist_sync_on_step) for metric in self._metrics]
-        module.__dict__["log"] = self.log
+        module.__dict__["log"] = self
         for metric in self._metrics:
             metric.process_group = None if group.size() == dist.get_world_size() else group
             metric.dist_sync_on_step = True  # until `log` says that nobody asks for its step values
@@ -71,63 +81,105 @@ class StepLog:
         for metric, group, on_step in self._own_groups:
             metric.process_group, metric.dist_sync_on_step = group, on_step
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        """A copy of the module, which callbacks make to average its weights, logs nothing."""
+        return _log_nothing
+
     # ---------------------------------------------------------------- what the user calls
 
-    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    def __call__(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """`LightningModule.log` with `sync_dist=True`, except that step values wait for `reduce_step`."""
         named = dict(zip(("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx"), args, strict=False)) | kwargs
         rest = dict(zip(("enable_graph", "sync_dist"), args[5:], strict=False)) if len(args) > 5 else {}
         options = {**named, **rest, "sync_dist": True}
         if self._share == 0.0:
             value, options = _without_effect(value, options)
-        self._logged = self._inside_log = True
+        self._inside_log = True
         try:
             self._log(name, value, **options)
         finally:
             self._inside_log = False
-        if isinstance(value, Metric):
-            value.dist_sync_on_step = self._asked_on_step(value)
+        key, result = self._find(name, options.get("add_dataloader_idx", True))
+        if result is not None and not options.get("rank_zero_only", False):
+            self._take(key, result)
 
     @property
     def defers(self) -> bool:
-        """Whether a reduction asked for now is that of a step value, which `reduce_step` will do with all others."""
+        """Whether a reduction asked for now is that of a step value, which is reduced here."""
         return self._inside_log
 
-    def _asked_on_step(self, metric: Metric) -> bool:
+    @property
+    def _share(self) -> float:
         results = self._module.trainer._results
-        return any(result.meta.on_step for result in (results or {}).values() if result.value is metric)
+        return 1.0 if results is None or results.batch is None else self._weight()
+
+    def _find(self, name: str, add_dataloader_idx: bool) -> tuple[str, _ResultMetric | None]:
+        results = self._module.trainer._results
+        key = f"{self._module._current_fx_name}.{name}"
+        if results is not None and add_dataloader_idx and results.dataloader_idx is not None:
+            key += f".{results.dataloader_idx}"
+        return key, None if results is None else results.get(key)
+
+    def _take(self, key: str, result: _ResultMetric) -> None:
+        if not result.is_tensor:
+            at_most_on_step(
+                result.value, [r for r in (self._module.trainer._results or {}).values() if not r.is_tensor]
+            )
+        if self._inside_step:
+            self._logged[key] = result
+            return
+        if _has_step_value(result):
+            self._start([result], _kind(result), self._share)()
+        if result.meta.on_epoch and result.meta.fx.partition(".")[0].endswith("_epoch_end"):
+            result.compute()  # now, while all ranks are here: callbacks may read it on one of them
 
     # ---------------------------------------------------------------- what the strategy calls
 
     @contextmanager
     def counting(self, share: float) -> Iterator[None]:
-        """Inside, what is logged counts `share` times as much as the other ranks' on average; 0.0: not at all."""
-        self._share = share
-        restore = [_stop_updates(metric) for metric in self._metrics] if share == 0.0 else []
+        """Around the user's step; with share 0.0 metrics stay as they are."""
+        self._inside_step = True
+        uncounted = [Uncounted(metric) for metric in self._metrics] if share == 0.0 else []
         try:
             yield
         finally:
-            self._share = 1.0
-            for undo in restore:
-                undo()
+            self._inside_step = False
+            for metric in uncounted:
+                metric.close()
 
     def reduce_step(self, share: float) -> None:
-        """Starts to reduce the step values that the user's step logged; `settle` puts them in place."""
-        if not self._logged:
+        """Starts to reduce the step values that the user's step logged; `settle` puts them in place.
+
+        Raises:
+            ValueError: on every rank, in `settle`, if the names logged differ.
+        """
+        self.settle()
+        if self._module.trainer.predicting:
             return
-        self._logged = False
-        results = [result for result in (self._module.trainer._results or {}).values() if _has_step_value(result)]
-        if not results:
-            return
-        pending = [self._start(results, kind, share) for kind in ("sum", "min", "max")]
-        self._pending = pending
+        names, results = list(self._logged), [r for r in self._logged.values() if _has_step_value(r)]
+        self._logged = {}
+        agree = self._start_agreement(names)
+        reductions = [self._start(results, kind, share) for kind in ("sum", "min", "max")]
+        self._pending = [agree, *reductions]
 
     def settle(self) -> None:
         """Waits for the step values under way and shows them to callbacks and loggers."""
-        if self._pending:
-            for finish in self._pending:
-                finish()
-            self._pending = []
+        pending, self._pending = self._pending, []
+        for finish in pending:
+            finish()
+
+    def _start_agreement(self, names: list[str]) -> Callable[[], None]:
+        mark = zlib.crc32("\n".join(names).encode())
+        marks = torch.tensor([mark, -mark])
+        work = Pending(dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=self._host, async_op=True))
+
+        def finish() -> None:
+            work.wait()
+            if marks[0] != -marks[1]:
+                remedy = "log on all ranks alike, or on one with rank_zero_only=True"
+                require_same("what is logged", gather(", ".join(names) or "nothing", self._host), remedy)
+
+        return finish
 
     def _start(self, results: list[_ResultMetric], kind: str, share: float) -> Callable[[], None]:
         chosen = [result for result in results if _kind(result) == kind]
@@ -135,12 +187,12 @@ class StepLog:
             return lambda: None
         weights = [share / self._group.size() if result.meta.is_mean_reduction else 1.0 for result in chosen]
         values = [_step_value(result).double() * weight for result, weight in zip(chosen, weights, strict=True)]
-        packed = torch.stack(values)
+        packed = torch.stack(values + [torch.zeros_like(values[0])] * (-len(values) % ROOM))
         work = Pending(dist.all_reduce(packed, op=OPERATIONS[kind], group=self._group, async_op=True))
 
         def finish() -> None:
             work.wait()
-            for result, value in zip(chosen, packed.unbind(), strict=True):
+            for result, value in zip(chosen, packed.unbind(), strict=False):
                 result._forward_cache = value.to(_step_value(result).dtype)
                 if not result.meta.on_epoch:
                     result.value = result._forward_cache
@@ -148,16 +200,18 @@ class StepLog:
         return finish
 
 
+def _log_nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
 def _has_step_value(result: _ResultMetric) -> bool:
-    meta = result.meta
-    in_use = meta.on_step and not result.has_reset and not meta.sync.rank_zero_only
-    return in_use and result.is_tensor and result._forward_cache is not None
+    return bool(result.meta.on_step and result.is_tensor and result._forward_cache is not None)
 
 
 def _step_value(result: _ResultMetric) -> Tensor:
-    value = result._forward_cache
-    assert isinstance(value, Tensor)
-    return value.detach().reshape(())
+    assert result._forward_cache is not None
+    value: Tensor = result._forward_cache.detach().reshape(())
+    return value
 
 
 def _kind(result: _ResultMetric) -> str:
@@ -176,13 +230,3 @@ def _without_effect(value: Any, options: dict[str, Any]) -> tuple[Any, dict[str,
     if neutral is None:
         return value, {**options, "batch_size": 0}
     return torch.full_like(torch.as_tensor(value, dtype=torch.get_default_dtype()), neutral), options
-
-
-def _stop_updates(metric: Metric) -> Callable[[], None]:
-    update = metric.__dict__["update"]
-    metric.__dict__["update"] = lambda *_, **__: None
-
-    def undo() -> None:
-        metric.__dict__["update"] = update
-
-    return undo

@@ -104,7 +104,7 @@ class MeshStrategy(RankStrategy):
         refuse_callbacks(self._callbacks(), materialise.has_sharded_parameters(module))
         adapt_precision(self.precision_plugin, sharded)
         if self.is_distributed:
-            self._log = StepLog(module, self._mesh().data.get_group())
+            self._log = StepLog(module, self._mesh().data.get_group(), self._host_group(), lambda: self._weight)
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -206,8 +206,8 @@ class MeshStrategy(RankStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's own, on this rank's part of the batch."""
         output = self._run(self.precision_plugin.train_step_context(), self._module().training_step, args, kwargs)
-        if self._log is not None and not self._module().automatic_optimization:
-            self._log.settle()
+        if self._log is not None and (output is None or not self._module().automatic_optimization):
+            self._log.settle()  # there is no backward to wait for
         return output
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -163,7 +163,9 @@ def require_same_values(expected: Run, run: Run) -> None:
 def require_same_samples(expected: dict[str, list[list[int]]], saw: list[dict[str, list[list[int]]]]) -> None:
     """Each global batch, put together in the order of the ranks, is the one device's; a rank may repeat its first."""
     for stage, batches in expected.items():
-        together = [[number for part in parts for number in part] for parts in zip(*(s[stage] for s in saw), strict=True)]
+        together = [
+            [number for part in parts for number in part] for parts in zip(*(s[stage] for s in saw), strict=True)
+        ]
         assert len(together) == len(batches), stage
         for wanted, found in zip(batches, together, strict=True):
             assert found[: len(wanted)] == wanted, stage

@@ -1,0 +1,222 @@
+"""`self.log` and torchmetrics give the values of one device, in every step and epoch, without `sync_dist`."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from torch import Tensor, nn
+from torchmetrics import CatMetric, MaxMetric, MeanMetric, MetricCollection, MinMetric, SumMetric
+from torchmetrics.classification import BinaryAccuracy, BinaryAUROC
+
+from lightning_parallel import DataParallelStrategy, ZeroStrategy
+from tests.ranks import RanksFailed, run_on_ranks
+from tests.strategies.runs import loader, on_device, on_ranks
+from tests.trainers import trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*(No (positive|negative) samples|before the ..update)")
+STRATEGIES = [DataParallelStrategy, partial(ZeroStrategy, stage=2), partial(ZeroStrategy, stage=3)]
+REDUCTIONS = ["mean", "sum", "min", "max", torch.mean, sum]
+
+
+class Spread(CatMetric):
+    """A metric of everything it has seen."""
+
+    def compute(self) -> Tensor:
+        values = super().compute()
+        return values.sort().values.diff().square().sum() + values.numel()
+
+
+class Talkative(LightningModule):
+    """Logs in every way that there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        kinds = {"mean": MeanMetric, "sum": SumMetric, "min": MinMetric, "max": MaxMetric, "spread": Spread}
+        self.stages = nn.ModuleDict({stage: self.metrics(kinds) for stage in ("train_", "val", "test")})
+        self.returned = BinaryAccuracy()
+
+    def metrics(self, kinds: dict[str, Any]) -> nn.ModuleDict:
+        together = MetricCollection({"acc": BinaryAccuracy(), "auroc": BinaryAUROC()})
+        return nn.ModuleDict({**{name: kind() for name, kind in kinds.items()}, "together": together})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).squeeze(-1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.talk("train_", batch, batch_idx)
+        self.log("only_epoch", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.talk("val", batch, batch_idx)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.talk("test", batch, batch_idx)
+
+    def talk(self, stage: str, batch: Any, batch_idx: int) -> Tensor:
+        numbers, features, targets = batch
+        guesses = self(features)
+        error = (guesses - targets).square()
+        loss = error.mean()
+        reduced = [loss, error.sum(), error.min(), error.max(), error.mean(), error.sum()]
+        for number, (reduction, value) in enumerate(zip(REDUCTIONS, reduced, strict=True)):
+            self.log(f"r{number}", value, on_step=True, on_epoch=True, reduce_fx=reduction, batch_size=len(numbers))
+        self.log("plain", loss, prog_bar=True)
+        self.log_dict({"one": loss, "two": 2 * loss}, on_step=True, on_epoch=False)
+        if batch_idx % 2 == 0:
+            self.log("sometimes", error.sum(), on_step=True, on_epoch=False, reduce_fx="sum")
+        self.log("mine", float(self.global_rank == 0), rank_zero_only=True)
+        self.talk_of_metrics(self.stages[stage], error, guesses, targets)
+        self.log("returned", self.returned(guesses.sigmoid(), (targets > 0).int()), on_step=True, on_epoch=True)
+        return loss
+
+    def talk_of_metrics(self, metrics: nn.ModuleDict, error: Tensor, guesses: Tensor, targets: Tensor) -> None:
+        labels = (targets > 0).int()
+        metrics["mean"](error)
+        metrics["sum"](error)
+        metrics["min"].update(error)
+        metrics["max"].update(error)
+        metrics["spread"](error)
+        metrics["together"](guesses.sigmoid(), labels)
+        self.log("m_mean", metrics["mean"], on_step=True, on_epoch=True)
+        self.log("m_sum", metrics["sum"], on_step=False, on_epoch=True)
+        self.log_dict({"m_min": metrics["min"], "m_max": metrics["max"]}, on_step=False, on_epoch=True)
+        self.log("m_spread", metrics["spread"], on_step=True, on_epoch=True)
+        self.log_dict(metrics["together"], on_step=True, on_epoch=True)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("train_hook", 2.5 + self.current_epoch)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_hook", self.stages["val"]["sum"].compute())
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("batch_hook", float(len(batch[0])), on_step=True, on_epoch=True, reduce_fx="sum")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Listener(Callback):
+    """Notes everything that loggers, callbacks and the progress bar get to see."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, dict[str, float]]] = []
+
+    def note(self, event: str, metrics: dict[str, Any]) -> None:
+        rank_specific = ("mine",)
+        found = {name: float(value) for name, value in metrics.items() if not name.startswith(rank_specific)}
+        self.heard.append((event, found))
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self.note("bar", trainer.progress_bar_metrics)
+        self.note("logged", trainer.logged_metrics)
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.note("step", trainer.callback_metrics)
+
+    def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.note("validation step", trainer.logged_metrics)
+
+    def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
+        self.note("validation", trainer.callback_metrics)
+
+    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.note("epoch", trainer.callback_metrics)
+
+    def on_fit_end(self, trainer: Trainer, *_: Any) -> None:
+        self.note("end", trainer.callback_metrics)
+
+
+def talk(strategy: Any, batch_size: int, size: int, val_sizes: tuple[int, ...]) -> Any:
+    seed_everything(5, verbose=False)
+    module, listener = Talkative(), Listener()
+    used = trainer(strategy, callbacks=[listener], max_epochs=2)
+    used.fit(module, loader(size, batch_size, shuffle=True), [loader(val_size, batch_size) for val_size in val_sizes])
+    tested = used.test(module, loader(val_sizes[0], batch_size), verbose=False)
+    validated = used.validate(module, [loader(val_size, batch_size) for val_size in val_sizes], verbose=False)
+    return listener.heard, [plain(metrics) for metrics in tested + validated]
+
+
+def plain(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if not name.startswith("mine")}
+
+
+@pytest.mark.parametrize(("n", "size", "val_sizes"), [(2, 11, (5,)), (2, 8, (4, 3)), (4, 9, (1,)), (4, 18, (6, 9))])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_value_is_that_of_one_device(strategy, n, size, val_sizes):
+    heard, results = on_device(talk, 2 * n, size, val_sizes)
+    for ours, our_results in on_ranks(n, talk, strategy, 2, size, val_sizes):
+        for (event, wanted), (_, found) in zip(heard, ours, strict=True):
+            assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6), event
+        for wanted, found in zip(results, our_results, strict=True):
+            assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+
+
+class OnlyHere(Talkative):
+    """Logs what other ranks do not."""
+
+    def __init__(self, stage: str, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.stage, self.options = stage, options
+
+    def talk(self, stage: str, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_rank == 1 and batch_idx == 1 and stage == self.stage:
+            self.log("spike", 1.0, **self.options)
+        return super().talk(stage, batch, batch_idx)
+
+
+def talk_on_one_rank(stage: str, options: dict[str, Any]) -> None:
+    module = OnlyHere(stage, options)
+    trainer(DataParallelStrategy(), max_epochs=1).fit(module, loader(12, 2), loader(12, 2))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("stage", ["train_", "val"])
+@pytest.mark.parametrize("options", [{}, {"on_step": True, "reduce_fx": "max"}])
+def test_what_only_one_rank_logs_is_an_error_on_all(stage, options):
+    with pytest.raises(RanksFailed, match=r"ranks 0, 1 failed(.|\n)*what is logged must be the same on every rank"):
+        run_on_ranks(2, talk_on_one_rank, stage, options)
+
+
+class ReadsOnRankZero(Callback):
+    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.read(trainer)
+
+    def on_validation_epoch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.read(trainer)
+
+    def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
+        self.read(trainer)
+
+    def read(self, trainer: Trainer) -> None:
+        if trainer.is_global_zero:
+            assert "plain" in trainer.callback_metrics or trainer.sanity_checking
+            assert trainer.logged_metrics
+            next(iter(trainer.val_dataloaders))
+            next(iter(trainer.train_dataloader))
+
+
+class LogsAtTheEnd(Callback):
+    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        module.log("of_callback", float(module.global_rank))
+
+    def on_validation_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        module.log("of_callback_too", float(module.global_rank))
+
+
+def read_on_rank_zero(strategy: Any) -> None:
+    module = Talkative()
+    used = trainer(strategy, callbacks=[LogsAtTheEnd(), ReadsOnRankZero()], max_epochs=2, num_sanity_val_steps=2)
+    used.fit(module, loader(9, 2, shuffle=True), loader(5, 2))
+    assert used.callback_metrics["of_callback"] == used.callback_metrics["of_callback_too"] == 0.5
+    gathered = used.strategy.all_gather(torch.tensor(float(used.global_rank)))
+    assert gathered.tolist() == [0.0, 1.0]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_only_rank_zero_reads_waits_for_nobody():
+    run_on_ranks(2, read_on_rank_zero, DataParallelStrategy())
