@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from lightning_parallel.strategies.agreement import describe, gather, largest, require_same
-from lightning_parallel.strategies.loaders import DividedIterable, Readers, Share
+from lightning_parallel.strategies.loaders import DividedIterable
+from lightning_parallel.strategies.randomness import RandomState
+from lightning_parallel.strategies.shares import Notes, Readers, Share
 
 EVENLY = "every rank must read equally many batches"
-ENDED = -1
+ENDED = (-1, -1, 0, 0)
 
 
 class Batches:
@@ -37,6 +41,11 @@ class Batches:
         """
         lengths = gather(length_of(loader), self._group)
         require_same(f"the number of batches of {type(loader).__name__}", lengths, EVENLY)
+        self._share_generators([loader])
+
+    def begin_pass(self, combined: Any) -> None:
+        """Loaders are about to be iterated over: what draws their order stands alike on all ranks."""
+        self._share_generators(combined.flattened)
 
     def begin(self, combined: Any, batch: Any, batch_idx: int, dataloader_idx: int, is_last: bool) -> None:
         """A batch is about to be used.
@@ -45,19 +54,19 @@ class Batches:
             ValueError: on every rank, if the kinds of batches differ, or one rank ends before the others.
         """
         loaders = [combined.flattened[dataloader_idx]] if combined._mode == "sequential" else combined.flattened
+        last = is_last and any(length_of(loader) is None for loader in loaders)
+        self._agree((dataloader_idx, batch_idx, int(last)), batch)
+        readings = _readings(combined, loaders, dataloader_idx)
         if batch_idx == 0:
-            require_same("the structure of a batch", gather(describe(batch), self._group), "look at the dataset there")
-            self._require_same_streams(loaders)
-        if any(length_of(loader) is None for loader in loaders):
-            self._require_same_end(batch_idx + 1 if is_last else 0)
-        self.weight = self._weight_of(loaders, batch_idx)
+            self._require_same_order(loaders, readings)
+        self.weight = self._weight_of(readings, batch_idx)
         if self.weight == 0.0:
             self._uncounted.append(dataloader_idx)
 
-    def end(self, combined: Any) -> None:
-        """An epoch is over."""
-        if combined is not None and any(length_of(loader) is None for loader in combined.flattened):
-            self._require_same_end(ENDED)
+    def end(self) -> None:
+        """All loaders have been read."""
+        self.weight = 1.0
+        self._compare(ENDED, lambda: "none is left", lambda: "")
 
     def drop_uncounted_predictions(self, loop: Any) -> None:
         """Removes what a prediction loop keeps for samples that do not count; they come last."""
@@ -67,33 +76,73 @@ class Batches:
                     kept.pop()
         self._uncounted.clear()
 
-    def _require_same_end(self, ended: int) -> None:
-        low, high = largest([-ended, ended], self._group)
-        if -low != high:
-            said = f"the last batch is number {ended}" if ended > 0 else "more follow" if ended == 0 else "none is left"
-            require_same("the end of the data", gather(said, self._group), EVENLY)
+    def _agree(self, position: tuple[int, int, int], batch: Any) -> None:
+        dataloader_idx, batch_idx, last = position
+        structure = describe(batch)
+        place = f"batch {batch_idx} of loader {dataloader_idx}{', the last one' if last else ''}"
+        self._compare((*position, zlib.crc32(structure.encode())), lambda: place, lambda: structure)
 
-    def _require_same_streams(self, loaders: Sequence[Any]) -> None:
-        for loader in loaders:
-            dataset = getattr(loader, "dataset", None)
+    def _compare(self, mark: tuple[int, ...], place: Callable[[], str], structure: Callable[[], str]) -> None:
+        """One small message in every batch; ranks say more only once they know that they differ."""
+        extremes = largest([*mark, *(-number for number in mark)], self._group)
+        if [-low for low in extremes[len(mark) :]] != extremes[: len(mark)]:
+            said = gather((place(), structure()), self._group)
+            require_same("the end of the data", [where for where, _ in said], EVENLY)
+            require_same("the structure of a batch", [what for _, what in said], "look at the dataset there")
+
+    def _require_same_order(self, loaders: Sequence[Any], readings: Sequence[Any]) -> None:
+        remedy = "if it divides itself by rank, pass Trainer(use_distributed_sampler=False)"
+        for loader, reading in zip(loaders, readings, strict=True):
+            dataset, notes = getattr(loader, "dataset", None), _notes(reading)
             if isinstance(dataset, DividedIterable):
-                require_same(
-                    f"the stream of {type(dataset.dataset).__name__}",
-                    gather(dataset.fingerprints.tolist(), self._group),
-                    "if it divides itself by rank, pass Trainer(use_distributed_sampler=False)",
-                )
+                what, value = f"the stream of {type(dataset.dataset).__name__}", str(dataset.fingerprints.tolist())
+                require_same(what, gather(value, self._group), remedy)
+            elif notes is not None and notes.order:
+                what = f"the order of the samples that {type(loader.divided.sampler).__name__} yields"
+                require_same(what, gather(f"checksum {notes.order}", self._group), remedy)
 
-    def _weight_of(self, loaders: Sequence[Any], batch_idx: int) -> float:
-        shares: list[Share | None] = [getattr(loader, "uneven", {}).get(batch_idx) for loader in loaders]
+    def _weight_of(self, readings: Sequence[Any], batch_idx: int) -> float:
+        shares: list[Share | None] = [(_notes(reading) or Notes()).uneven.get(batch_idx) for reading in readings]
         uneven = [share for share in shares if share is not None]
         if not uneven:
             return 1.0
-        if len(loaders) > 1:
+        if len(readings) > 1:
             raise ValueError(
-                f"one of {len(loaders)} loaders read together ends with {uneven[0].total} samples, which "
+                f"one of {len(readings)} loaders read together ends with {uneven[0].total} samples, which "
                 f"{self.readers.ranks} ranks cannot share evenly; give it drop_last=True"
             )
         return uneven[0].weight(self.readers.ranks)
+
+    def _share_generators(self, loaders: Sequence[Any]) -> None:
+        """The host's generators, and those that users gave their loaders, continue from where they stand on rank 0."""
+        owned = (_generators(loader) for loader in loaders)
+        generators = list({id(generator): generator for some in owned for generator in some}.values())
+        states = [(RandomState.now(), [generator.get_state() for generator in generators])]
+        dist.broadcast_object_list(states, 0, group=self._group)
+        host, own = states[0]
+        host.restore()
+        for generator, state in zip(generators, own, strict=True):
+            generator.set_state(state)
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    samplers = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
+    found = [getattr(owner, "generator", None) for owner in (loader, *samplers)]
+    return [generator for generator in found if isinstance(generator, torch.Generator)]
+
+
+def _readings(combined: Any, loaders: Sequence[Any], dataloader_idx: int) -> list[Any]:
+    """The passes that Lightning is at, though others may have been started meanwhile to look at a batch."""
+    iterator = combined._iterator
+    if combined._mode != "sequential":
+        return list(iterator.iterators)
+    if iterator._iterator_idx == dataloader_idx:
+        return list(iterator.iterators[:1])
+    return [getattr(loaders[0], "latest", None)]  # fetching ahead, Lightning is at the next loader already
+
+
+def _notes(reading: Any) -> Notes | None:
+    return getattr(reading, "notes", None)
 
 
 def length_of(loader: Any) -> int | None:

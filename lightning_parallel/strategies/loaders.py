@@ -24,40 +24,9 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler,
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_parallel.strategies.randomness import RandomState
+from lightning_parallel.strategies.shares import Notes, Readers, Reading, Share
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Share:
-    """This rank's part of a global batch: so many samples of so many."""
-
-    samples: int
-    total: int
-
-    def weight(self, ranks: int) -> float:
-        """The factor that makes the mean over ranks of their means the mean over all samples."""
-        return self.samples * ranks / self.total
-
-
-@dataclass(frozen=True)
-class Readers:
-    """The ranks that read different samples, and which of them this one is."""
-
-    ranks: int
-    rank: int
-
-    def part(self, items: list[T]) -> tuple[list[T], Share]:
-        """This rank's items of a global batch, as even as can be; one that does not count where none is left."""
-        base, extra = divmod(len(items), self.ranks)
-        start = self.rank * base + min(self.rank, extra)
-        part = items[start : start + base + (self.rank < extra)]
-        return part or items[:1], Share(len(part), len(items))
-
-    def turn(self, batches: list[T], sizes: list[int]) -> tuple[T, Share]:
-        """This rank's batch where whole batches are dealt in turn."""
-        mine = self.rank < len(batches)
-        return batches[self.rank if mine else 0], Share(sizes[self.rank] if mine else 0, sum(sizes))
 
 
 class Divided(Sampler[Any]):
@@ -69,7 +38,7 @@ class Divided(Sampler[Any]):
     def __init__(self, sampler: Any, readers: Readers) -> None:
         self.sampler = sampler  # under this name Lightning looks for `set_epoch`
         self.readers = readers
-        self.uneven: dict[int, Share] = {}
+        self.latest = Notes()
         self._started_with: RandomState | None = None
         self._resume: tuple[RandomState, int] | None = None
 
@@ -89,15 +58,18 @@ class Divided(Sampler[Any]):
         """This rank's part of the items of one global batch; None to end the epoch."""
 
     def __iter__(self) -> Iterator[Any]:
-        self.uneven.clear()
+        self.latest = Notes()
+        return self._parts(self.latest)
+
+    def _parts(self, notes: Notes) -> Iterator[Any]:
         items, number = self._start()
         while batch := list(islice(items, self.items_per_batch)):
             taken = self.take(batch)
             if taken is None:
                 return
             part, share = taken
-            if share.samples * self.readers.ranks != share.total:
-                self.uneven[number] = share
+            notes.order = notes.order or checksum(batch)
+            notes.note(number, share, self.readers.ranks)
             yield part
             number += 1
 
@@ -192,7 +164,8 @@ class DividedIterable(IterableDataset[Any]):
         return getattr(self.dataset, name)
 
     def __len__(self) -> int:
-        return -(-len(self.dataset) // self.readers.ranks)
+        down, up = len(self.dataset) // self.readers.ranks, -(-len(self.dataset) // self.readers.ranks)
+        return down if self.drop_last else up
 
     def __iter__(self) -> Iterator[Any]:
         samples = self._noting_the_first(iter(self.dataset))
@@ -237,34 +210,39 @@ class CollateCounted:
 class DividedLoader(DataLoader[Any]):
     """Mixed into the class of the user's DataLoader: knows shares, and its position for checkpoints."""
 
-    uneven: dict[int, Share]
+    divided: Divided | None
+    latest: Reading
     batches_done: Callable[[], int]
 
     def __iter__(self) -> Any:
-        if not isinstance(self.dataset, DividedIterable):
-            return super().__iter__()
-        return self._noting_shares(super().__iter__())
+        batches, divided = super().__iter__(), self.divided
+        if divided is None:
+            notes = Notes()
+            self.latest = Reading(_plain(batches, notes), lambda: notes)
+        else:
+            self.latest = Reading(batches, lambda: divided.latest)
+        return self.latest
 
-    def _noting_shares(self, batches: Iterator[Any]) -> Iterator[Any]:
-        self.uneven.clear()
-        for number, batch in enumerate(batches):
-            if isinstance(batch, _Counted):
-                self.uneven[number] = batch.share
-                batch = batch.value
-            yield batch
+
+def _plain(batches: Iterator[Any], notes: Notes) -> Iterator[Any]:
+    for number, batch in enumerate(batches):
+        if isinstance(batch, _Counted):
+            notes.uneven[number] = batch.share
+            batch = batch.value
+        yield batch
 
 
 class ResumableLoader(DividedLoader):
     """A divided loader over samples with indices, whose position a checkpoint can hold."""
 
-    divided: Divided
-
     def state_dict(self) -> dict[str, Any]:
         """Where the epoch stands."""
+        assert self.divided is not None
         return self.divided.state_dict(self.batches_done())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The next epoch starts where the state stood."""
+        assert self.divided is not None
         self.divided.load_state_dict(state)
 
 
@@ -273,7 +251,7 @@ class DividedIterator(Iterable[Any]):
 
     def __init__(self, batches: Any, readers: Readers) -> None:
         self.batches, self.readers = batches, readers
-        self.uneven: dict[int, Share] = {}
+        self.latest: Reading | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name == "batches":
@@ -281,12 +259,15 @@ class DividedIterator(Iterable[Any]):
         return getattr(self.batches, name)
 
     def __iter__(self) -> Iterator[Any]:
-        self.uneven.clear()
+        notes = Notes()
+        self.latest = Reading(self._parts(notes), lambda: notes)
+        return self.latest
+
+    def _parts(self, notes: Notes) -> Iterator[Any]:
         batches = iter(self.batches)
         for number, dealt in enumerate(iter(lambda: list(islice(batches, self.readers.ranks)), [])):
             batch, share = self.readers.turn(dealt, [_samples_in(batch) for batch in dealt])
-            if share.samples * self.readers.ranks != share.total:
-                self.uneven[number] = share
+            notes.note(number, share, self.readers.ranks)
             yield batch
 
 
@@ -313,8 +294,9 @@ def divide(loader: Any, readers: Readers, batches_done: Callable[[], int]) -> An
     if not isinstance(loader, DataLoader):
         kind = SizedDividedIterator if isinstance(loader, Sized) else DividedIterator
         return kind(loader, readers) if readers.ranks > 1 else loader
-    if isinstance(loader.sampler, DistributedSampler):
-        return _checked(loader, readers)
+    if (own := _own_distributed_sampler(loader)) is not None:
+        _check(own, readers)
+        return loader
     if isinstance(loader.dataset, IterableDataset):
         return _divide_iterable(loader, readers) if readers.ranks > 1 else loader
     return _divide_map(loader, readers, batches_done)
@@ -335,14 +317,14 @@ def _divide_map(loader: DataLoader[Any], readers: Readers, batches_done: Callabl
     shown: Any = _IndexBatchSamplerWrapper(cast(Any, divided)) if remembers_indices else divided
     place = "sampler" if batch_sampler is None else "batch_sampler"
     stateful = callable(getattr(loader, "state_dict", None))
-    changes = {place: shown, "divided": divided, "uneven": divided.uneven, "batches_done": batches_done}
+    changes = {place: shown, "divided": divided, "batches_done": batches_done}
     return _copy_of(loader, DividedLoader if stateful else ResumableLoader, changes)
 
 
 def _divide_iterable(loader: DataLoader[Any], readers: Readers) -> Any:
     size = 1 if loader.batch_size is None else loader.batch_size
     dataset = DividedIterable(loader.dataset, readers, size, bool(loader.drop_last), loader.num_workers)
-    changes = {"dataset": dataset, "collate_fn": CollateCounted(loader.collate_fn), "uneven": {}}
+    changes = {"dataset": dataset, "collate_fn": CollateCounted(loader.collate_fn), "divided": None}
     return _copy_of(loader, DividedLoader, changes)
 
 
@@ -355,12 +337,15 @@ def _copy_of(loader: DataLoader[Any], kind: type[DividedLoader], changes: dict[s
     return divided
 
 
-def _checked(loader: DataLoader[Any], readers: Readers) -> DataLoader[Any]:
-    sampler = cast(DistributedSampler[Any], loader.sampler)
+def _own_distributed_sampler(loader: DataLoader[Any]) -> DistributedSampler[Any] | None:
+    samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
+    return next((sampler for sampler in samplers if isinstance(sampler, DistributedSampler)), None)
+
+
+def _check(sampler: DistributedSampler[Any], readers: Readers) -> None:
     if (sampler.num_replicas, sampler.rank) != (readers.ranks, readers.rank):
         raise ValueError(
             f"your DistributedSampler reads part {sampler.rank} of {sampler.num_replicas}, but this rank reads part "
             f"{readers.rank} of {readers.ranks}; leave the sampler out (data is divided for you) or build it from "
             "trainer.distributed_sampler_kwargs"
         )
-    return loader

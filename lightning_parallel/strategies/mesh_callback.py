@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import BasePredictionWriter, ModelPruning, StochasticWeightAveraging, WeightAveraging
 
 from lightning_parallel.strategies.batches import Batches
 
@@ -14,15 +14,47 @@ NEED_WHOLE_PARAMETERS: tuple[type[Callback], ...] = (ModelPruning, StochasticWei
 
 
 class MeshCallback(Callback):
-    """Stands first among the trainer's callbacks for the time of a run."""
+    """Stands first among the trainer's callbacks for the time of a run.
 
-    def __init__(self, batches: Batches, share_randomness: Callable[[], None]) -> None:
+    Args:
+        batches: what ranks agree on about batches.
+        unite_buffers: gives all ranks the same buffers; all must call.
+    """
+
+    def __init__(self, batches: Batches, unite_buffers: Callable[[], None]) -> None:
         self._batches = batches
-        self._share_randomness = share_randomness
+        self._unite_buffers = unite_buffers
+        self._hidden: list[Callback] = []
+
+    # ---------------------------------------------------------------- before a pass over the data
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The validation loop has no hook before it starts to read: its `reset`, which does, tells us."""
+        loop = trainer.fit_loop.epoch_loop.val_loop
+
+        def reset() -> None:
+            self._batches.begin_pass(loop._combined_loader)
+            type(loop).reset(loop)
+
+        vars(loop)["reset"] = reset
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """See `on_fit_start`."""
+        vars(trainer.fit_loop.epoch_loop.val_loop).pop("reset", None)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Before the loader's iterator is made: samplers on all ranks draw from the same state."""
-        self._share_randomness()
+        self._batches.begin_pass(trainer.fit_loop._combined_loader)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """All ranks evaluate the same model."""
+        self._unite_buffers()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """What was trained is the same everywhere."""
+        self._unite_buffers()
+
+    # ---------------------------------------------------------------- each batch
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Ranks agree on what they got."""
@@ -40,27 +72,52 @@ class MeshCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Ranks agree on what they got."""
-        loop = trainer.test_loop
-        self._begin(loop, batch, batch_idx, dataloader_idx)
+        self._begin(trainer.test_loop, batch, batch_idx, dataloader_idx)
 
     def on_predict_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Ranks agree on what they got."""
-        loop = trainer.predict_loop
-        self._begin(loop, batch, batch_idx, dataloader_idx)
+        """Ranks agree on what they got; nobody writes predictions for samples that do not count."""
+        self._begin(trainer.predict_loop, batch, batch_idx, dataloader_idx)
+        if self._batches.weight == 0.0:
+            self._hidden = _callbacks(trainer)
+            seen = [callback for callback in self._hidden if not isinstance(callback, BasePredictionWriter)]
+            vars(trainer)["callbacks"] = seen
+
+    def on_predict_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """The next batch is for everybody again."""
+        if self._hidden:
+            vars(trainer)["callbacks"], self._hidden = self._hidden, []
 
     def _begin(self, loop: Any, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
         self._batches.begin(loop._combined_loader, batch, batch_idx, dataloader_idx, loop.batch_progress.is_last_batch)
 
+    # ---------------------------------------------------------------- after a pass over the data
+
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Epoch values are reduced here, on all ranks at once, before anything reads them on one of them."""
-        self._batches.end(trainer.fit_loop._combined_loader)
+        self._batches.end()
+        _ = trainer.callback_metrics
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """See `on_train_epoch_end`."""
+        self._batches.end()
+        _ = trainer.callback_metrics
+
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """See `on_train_epoch_end`."""
+        self._batches.end()
         _ = trainer.callback_metrics
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Predictions for samples that do not count are dropped."""
+        self._batches.end()
         self._batches.drop_uncounted_predictions(trainer.predict_loop)
+
+
+def _callbacks(trainer: Trainer) -> list[Callback]:
+    callbacks: list[Callback] = vars(trainer)["callbacks"]
+    return callbacks
 
 
 def refuse_callbacks(callbacks: list[Callback], parameters_are_sharded: bool) -> None:

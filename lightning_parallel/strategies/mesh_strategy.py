@@ -21,6 +21,7 @@ from lightning_parallel.plan import ParallelPlan, find_plan
 from lightning_parallel.strategies import materialise
 from lightning_parallel.strategies.agreement import fingerprint_model, gather, require_same
 from lightning_parallel.strategies.batches import Batches
+from lightning_parallel.strategies.buffers import Buffers
 from lightning_parallel.strategies.checkpoint import (
     AtomicCheckpointIO,
     load_whole_state_dict,
@@ -72,6 +73,7 @@ class MeshStrategy(RankStrategy):
         self._waiting_state: tuple[Mapping[str, Any], bool] | None = None
         self._batches: Batches | None = None
         self._callback: MeshCallback | None = None
+        self._buffers: Buffers | None = None
         self._random: RankRandomness | None = None
 
     # ---------------------------------------------------------------- before the model
@@ -105,6 +107,7 @@ class MeshStrategy(RankStrategy):
         adapt_precision(self.precision_plugin, sharded)
         if self.is_distributed:
             self._log = StepLog(module, self._mesh().data.get_group(), self._host_group(), lambda: self._weight)
+            self._buffers = Buffers(module, self._mesh().data.get_group(), self._host_group())
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -123,7 +126,7 @@ class MeshStrategy(RankStrategy):
             warnings.filterwarnings("ignore", ".*sync_dist=True.*")
         else:
             self._batches = Batches(self._readers(), self._host_group())
-            self._callback = MeshCallback(self._batches, self.share_randomness)
+            self._callback = MeshCallback(self._batches, self._unite_buffers)
             self._callbacks().insert(0, self._callback)
 
     def _parallelize(self, module: LightningModule) -> None:
@@ -273,6 +276,7 @@ class MeshStrategy(RankStrategy):
         """Whole tensors under the user's names: values on rank 0, names and shapes everywhere."""
         if self._may_wait_in_vain():
             return {}
+        self._unite_buffers()
         return whole_state_dict(self._module(), keep=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -361,6 +365,10 @@ class MeshStrategy(RankStrategy):
         if self._layer_sync is not None and module.trainer.state.fn == TrainerFn.FITTING:
             self._layer_sync.revert(module)
         self.model = module
+
+    def _unite_buffers(self) -> None:
+        if self._buffers is not None:
+            self._buffers.unite()
 
     def _make_whole(self, module: LightningModule) -> bool:
         if self._failed:

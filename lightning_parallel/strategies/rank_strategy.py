@@ -26,9 +26,9 @@ from torch.distributed.constants import default_pg_timeout
 from lightning_parallel.mesh import ParallelMesh, resolve_sizes
 from lightning_parallel.strategies.agreement import gather
 from lightning_parallel.strategies.checkpoint import others_may_be_missing
-from lightning_parallel.strategies.loaders import Readers
 from lightning_parallel.strategies.logging import reduce_tensor
 from lightning_parallel.strategies.randomness import RandomState
+from lightning_parallel.strategies.shares import Readers
 from lightning_parallel.strategies.signals import die_with_parent, end_children, is_launched_child
 from lightning_parallel.techniques.technique import Technique
 

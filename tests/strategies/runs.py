@@ -1,7 +1,7 @@
 """One small run of a Trainer, on one device or on a mesh, and what it leaves; for tests of data and logging.
 
-`one_device(run, ...)` is Lightning's own single-device Trainer: the reference. `on_ranks(n, run, strategy, ...)` is the same
-run under one of our strategies; what a rank `saw` are the numbers of the samples of each of its batches.
+`on_device(run, ...)` is Lightning's own single-device Trainer: the reference. `on_ranks(n, run, strategy, ...)` is the
+same run under one of our strategies; what a rank `saw` are the numbers of the samples of each of its batches.
 """
 
 import warnings
@@ -144,7 +144,7 @@ def with_strategy(run: Callable[..., Any], strategy: MakeStrategy | None, *args:
 def check_fit(
     n: int, strategy: MakeStrategy, make_loaders: Callable[..., Any], batch_size: int = 2, **options: Any
 ) -> None:
-    """Holds a fit on n ranks to one device with n times the batch size: samples, values of each step, epochs, weights."""
+    """Holds a fit on n ranks to one device with n times the batch size: samples, values, weights."""
     expected = on_device(fit, make_loaders, n * batch_size, **options)
     runs = on_ranks(n, fit, strategy, make_loaders, batch_size, **options)
     require_same_samples(expected.saw, [run.saw for run in runs])

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Sampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler
 
-from lightning_parallel import DataParallelStrategy, ZeroStrategy
-from tests.strategies.runs import Samples, check_fit, loader
+from lightning_parallel import DataParallelStrategy
+from tests.strategies.runs import check_fit, loader
 
 dp = DataParallelStrategy
 

@@ -197,7 +197,7 @@ class ReadsOnRankZero(Callback):
             assert "plain" in trainer.callback_metrics or trainer.sanity_checking
             assert trainer.logged_metrics
             next(iter(trainer.val_dataloaders))
-            next(iter(trainer.train_dataloader))
+            next(iter(trainer.train_dataloader or [None]))
 
 
 class LogsAtTheEnd(Callback):

@@ -1,0 +1,68 @@
+"""Which part of each global batch a rank reads, how much that part counts, and what is known about one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Share:
+    """This rank's part of a global batch: so many samples of so many."""
+
+    samples: int
+    total: int
+
+    def weight(self, ranks: int) -> float:
+        """The factor that makes the mean over ranks of their means the mean over all samples."""
+        return self.samples * ranks / self.total
+
+
+@dataclass(frozen=True)
+class Readers:
+    """The ranks that read different samples, and which of them this one is."""
+
+    ranks: int
+    rank: int
+
+    def part(self, items: list[T]) -> tuple[list[T], Share]:
+        """This rank's items of a global batch, as even as can be; one that does not count where none is left."""
+        base, extra = divmod(len(items), self.ranks)
+        start = self.rank * base + min(self.rank, extra)
+        part = items[start : start + base + (self.rank < extra)]
+        return part or items[:1], Share(len(part), len(items))
+
+    def turn(self, batches: list[T], sizes: list[int]) -> tuple[T, Share]:
+        """This rank's batch where whole batches are dealt in turn."""
+        mine = self.rank < len(batches)
+        return batches[self.rank if mine else 0], Share(sizes[self.rank] if mine else 0, sum(sizes))
+
+
+@dataclass
+class Notes:
+    """What is known about one pass over a loader: batches that ranks share unevenly, and a checksum of the order."""
+
+    uneven: dict[int, Share] = field(default_factory=dict)
+    order: int = 0
+
+    def note(self, number: int, share: Share, ranks: int) -> None:
+        """Batch `number` is shared so."""
+        if share.samples * ranks != share.total:
+            self.uneven[number] = share
+
+
+class Reading(Iterator[Any]):
+    """One pass over a loader. Its notes stay right when somebody starts another pass, on one rank perhaps."""
+
+    def __init__(self, batches: Iterator[Any], find_notes: Callable[[], Notes]) -> None:
+        self._batches = batches
+        self._find_notes = find_notes
+        self.notes: Notes | None = None
+
+    def __next__(self) -> Any:
+        batch = next(self._batches)
+        self.notes = self.notes or self._find_notes()  # a sampler is asked for the first time only now
+        return batch
