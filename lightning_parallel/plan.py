@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import nn
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -99,9 +96,7 @@ def find_plan(module: nn.Module, given: ParallelPlan | None = None) -> ParallelP
     if callable(own):
         plan: ParallelPlan = own()
         return replace(plan, source=f"{type(module).__name__}.parallel_plan()")
-    plan = from_metadata(module) or infer(module)
-    log.info("Parallel plan from %s: %r", plan.source, plan)
-    return plan
+    return from_metadata(module) or infer(module)
 
 
 def from_metadata(module: nn.Module) -> ParallelPlan | None:

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_parallel.strategies.agreement import describe, gather, largest, require_same
 from lightning_parallel.strategies.loaders import DividedIterable
 from lightning_parallel.strategies.randomness import RandomState
 from lightning_parallel.strategies.shares import Notes, Readers, Share
+from lightning_parallel.strategies.signals import EXIT_CODE
 
 EVENLY = "every rank must read equally many batches"
 ENDED = (-1, -1, 0, 0)
@@ -24,11 +26,13 @@ class Batches:
     Args:
         readers: the ranks that read different samples.
         group: all ranks, for messages of the host.
+        asked_to_stop: whether this process was; all ranks then stop before the same batch.
     """
 
-    def __init__(self, readers: Readers, group: dist.ProcessGroup) -> None:
+    def __init__(self, readers: Readers, group: dist.ProcessGroup, asked_to_stop: Callable[[], bool]) -> None:
         self.readers = readers
         self._group = group
+        self._asked_to_stop = asked_to_stop
         self._uncounted: list[int] = []
         #: how much this rank's batch counts against the others' on average; 0.0 for one that does not count
         self.weight = 1.0
@@ -52,6 +56,7 @@ class Batches:
 
         Raises:
             ValueError: on every rank, if the kinds of batches differ, or one rank ends before the others.
+            SIGTERMException: on every rank, if one was asked to stop.
         """
         loaders = [combined.flattened[dataloader_idx]] if combined._mode == "sequential" else combined.flattened
         last = is_last and any(length_of(loader) is None for loader in loaders)
@@ -84,7 +89,9 @@ class Batches:
 
     def _compare(self, mark: tuple[int, ...], place: Callable[[], str], structure: Callable[[], str]) -> None:
         """One small message in every batch; ranks say more only once they know that they differ."""
-        extremes = largest([*mark, *(-number for number in mark)], self._group)
+        stop, *extremes = largest([self._asked_to_stop(), *mark, *(-number for number in mark)], self._group)
+        if stop:
+            raise SIGTERMException(EXIT_CODE)
         if [-low for low in extremes[len(mark) :]] != extremes[: len(mark)]:
             said = gather((place(), structure()), self._group)
             require_same("the end of the data", [where for where, _ in said], EVENLY)

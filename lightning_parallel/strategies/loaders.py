@@ -16,10 +16,12 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
@@ -186,11 +188,17 @@ class DividedIterable(IterableDataset[Any]):
 
 
 def checksum(value: object) -> int:
-    """A small number that differs where values differ; 0 for what cannot be written down."""
-    try:
-        return zlib.crc32(pickle.dumps(value)) + 1
-    except Exception:  # whatever pickling a user's object may raise
-        return 0
+    """A small number that differs where values differ; what has no plain bytes counts by its type."""
+    leaves, structure = pytree.tree_flatten(value)
+    return zlib.crc32(b"".join(map(_bytes_of, leaves)), zlib.crc32(str(structure).encode())) + 1
+
+
+def _bytes_of(leaf: object) -> bytes:
+    if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+        return leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    if isinstance(leaf, (bool, int, float, complex, str, bytes, np.ndarray, np.generic)):
+        return pickle.dumps(leaf)
+    return type(leaf).__name__.encode()
 
 
 class CollateCounted:

@@ -60,6 +60,7 @@ class MeshStrategy(RankStrategy):
     ) -> None:
         super().__init__(techniques, **lightning)
         self._given_plan = plan
+        self._plan: ParallelPlan | None = None
         self._divides_data: bool | None = None
         self._begin()
 
@@ -125,7 +126,7 @@ class MeshStrategy(RankStrategy):
             # Lightning recommends sync_dist wherever there is a process group, even of one rank.
             warnings.filterwarnings("ignore", ".*sync_dist=True.*")
         else:
-            self._batches = Batches(self._readers(), self._host_group())
+            self._batches = Batches(self._readers(), self._host_group(), self._asked_to_stop)
             self._callback = MeshCallback(self._batches, self._unite_buffers)
             self._callbacks().insert(0, self._callback)
 
@@ -133,6 +134,8 @@ class MeshStrategy(RankStrategy):
         mesh = self._mesh()
         plan = find_plan(module, self._given_plan)
         plan.check(module)
+        if self.is_global_zero and plan != self._plan:
+            log.info("Parallel plan from %s: %r", plan.source, plan)
         prints = gather(fingerprint_model(module), self._host_group())
         require_same("the model", prints, "build it from the same configuration everywhere")
         self._deferred.find(module)
@@ -183,7 +186,7 @@ class MeshStrategy(RankStrategy):
         if not self._divides_data:
             return dataloader
         progress = self._module().trainer.fit_loop.epoch_loop.batch_progress
-        return divide(dataloader, self._readers(), lambda: int(progress.current.ready))
+        return divide(dataloader, self._readers(), lambda: int(progress.current.processed))
 
     def barrier(self, name: str | None = None) -> None:
         """Waits for all ranks, unless one may not come because an exception is being handled."""
@@ -193,9 +196,12 @@ class MeshStrategy(RankStrategy):
 
     def _begin_run(self) -> None:
         if self.is_distributed:
-            self._termination = Termination(self._module().trainer, self._host_group())
+            self._termination = Termination(self._module().trainer)
         if self._random is not None:
             self._random.restore(self.root_device)
+
+    def _asked_to_stop(self) -> bool:
+        return self._termination is not None and self._termination.asked
 
     def on_train_start(self) -> None:
         """A run resumed within an epoch has just made its loaders anew; the draws of that do not count."""
@@ -243,6 +249,7 @@ class MeshStrategy(RankStrategy):
 
     def _sharded(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         batch, *rest = args
+        assert self._plan is not None
         for technique in self.techniques:
             batch = technique.shard_batch(batch, self._mesh(), self._plan)
         return (batch, *rest)
@@ -348,7 +355,10 @@ class MeshStrategy(RankStrategy):
         module = self.lightning_module
         if module is not None and self.mesh is not None:
             self._detach(module)
+        if module is not None and any(parameter.is_meta for parameter in module.parameters()):
+            self._lightning_module = None  # it failed before it had values: Lightning must not move it to the host
         super().teardown()
+        self._lightning_module = module
 
     def _detach(self, module: LightningModule) -> None:
         self._step.close()

@@ -1,8 +1,8 @@
 """Signals and deaths that cannot leave other ranks waiting.
 
 Lightning answers SIGTERM with a collective inside the signal handler, which deadlocks when only one rank gets it.
-Here the handler only notes it, and in place of Lightning's own exchange before every batch all ranks tell each other
-whether they were asked to stop: they stop after the same step, or not at all.
+Here the handler only notes it. Before every batch ranks tell each other whether they were asked to stop, in the message
+in which they agree on the batch: they stop after the same step, or not at all.
 """
 
 from __future__ import annotations
@@ -19,38 +19,26 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 EXIT_CODE = 128 + signal.SIGTERM
-GRACE_SECONDS = 4.0
+GRACE_SECONDS = 1.0
 
 
 class Termination:
-    """Takes SIGTERM over from Lightning for the time of one run.
+    """Takes SIGTERM over from Lightning for the time of one run; `asked` says whether it came.
 
     Args:
-        trainer: its loop asks `agree` before every batch.
-        group: all ranks, for messages of the host.
+        trainer: its loop no longer tells other ranks; `Batches` does, in the message that it sends anyway.
     """
 
-    def __init__(self, trainer: Trainer, group: dist.ProcessGroup) -> None:
+    def __init__(self, trainer: Trainer) -> None:
+        self.asked = False
         self._loop = trainer.fit_loop.epoch_loop
-        self._group = group
-        self._asked = False
         self._previous: Any = None
-        self._loop.__dict__["_broadcast_sigterm_tensor"] = self.agree
+        self._loop.__dict__["_broadcast_sigterm_tensor"] = lambda: None
         if threading.current_thread() is threading.main_thread():  # no other thread may set handlers
             self._previous = signal.signal(signal.SIGTERM, self._note)
-
-    def agree(self) -> None:
-        """Raises SIGTERMException on all ranks if any was asked to stop. Every rank must call."""
-        asked = torch.tensor(float(self._asked))
-        dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self._group)
-        if asked.item():
-            raise SIGTERMException(EXIT_CODE)
 
     def close(self) -> None:
         """Gives the signal back."""
@@ -60,7 +48,7 @@ class Termination:
             self._previous = None
 
     def _note(self, _: int, __: FrameType | None) -> None:
-        self._asked = True
+        self.asked = True
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # asked twice, the process ends at once
 
 
