@@ -5,12 +5,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler
+import torch.distributed as dist
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 
 from lightning_parallel import DataParallelStrategy
-from tests.strategies.runs import check_fit, loader
+from tests.strategies.runs import Samples, check_fit, fit, flat, loader, on_ranks
 
 dp = DataParallelStrategy
+pytestmark = pytest.mark.filterwarnings("ignore:(You requested to overfit|Your `IterableDataset` has `__len__`)")
 
 
 class Reversed(Sampler):
@@ -71,3 +82,167 @@ def test_a_last_batch_that_does_not_divide_trains_as_on_one_device(size, accumul
 
 def test_drop_last_drops_what_one_device_drops():
     check_fit(2, dp, partial(shuffled, size=19, drop_last=True))
+
+
+# ---------------------------------------------------------------- loaders of other kinds
+
+
+class Pairs(Sampler):
+    """A batch sampler of the user's own: batches of one and two samples in turn."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return -(-2 * self.size // 3)
+
+    def __iter__(self) -> Any:
+        start = 0
+        while start < self.size:
+            length = 1 + (start % 3 > 0)
+            yield list(range(start, min(self.size, start + length)))
+            start += length
+
+
+class Merged(Sampler):
+    """What one device must be given to see what `n` ranks see together: `n` batches of another sampler at once."""
+
+    def __init__(self, batches: Any, n: int) -> None:
+        self.batches, self.n = list(batches), n
+
+    def __len__(self) -> int:
+        return -(-len(self.batches) // self.n)
+
+    def __iter__(self) -> Any:
+        for start in range(0, len(self.batches), self.n):
+            yield [index for batch in self.batches[start : start + self.n] for index in batch]
+
+
+class Stream(IterableDataset):
+    """Samples in their order, divided among loader workers as PyTorch's documents show."""
+
+    def __init__(self, size: int, skip: int = 0) -> None:
+        self.samples, self.skip = Samples(size), skip
+
+    def __iter__(self) -> Any:
+        info = get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        return (self.samples[i] for i in range(self.skip + worker, len(self.samples), workers))
+
+
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+def own_batch_sampler(batch_size: int, size: int) -> DataLoader:
+    batches: Any = Pairs(size)
+    return DataLoader(Samples(size), batch_sampler=batches if batch_size == 1 else Merged(batches, batch_size))
+
+
+def whole_batches(batch_size: int, size: int) -> DataLoader:
+    """Automatic batching is off: the dataset makes batches of the lists of indices that it gets."""
+    together = BatchSampler(range(size), batch_size, drop_last=False)
+    return DataLoader(Batched(size), batch_size=None, sampler=Merged(together, 1) if batch_size > 2 else together)
+
+
+class Batched(Samples):
+    def __getitem__(self, indices: Any) -> Any:
+        return torch.tensor(indices), self.features[indices], self.features[indices].sum(-1).tanh()
+
+
+class NoLoader:
+    """Any iterable will do for Lightning, but a list, which it takes for a list of loaders."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = list(batches)
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def no_loader(batch_size: int, size: int) -> NoLoader:
+    return NoLoader(loader(size, batch_size))
+
+
+def stream(batch_size: int, size: int, kind: type[Stream] = Stream, **options: Any) -> DataLoader:
+    return DataLoader(kind(size), batch_size, **options)
+
+
+def test_batches_of_the_users_own_sampler_are_dealt_in_turn():
+    check_fit(2, dp, partial(own_batch_sampler, size=10), batch_size=1)
+
+
+@pytest.mark.parametrize("make", [whole_batches, no_loader])
+@pytest.mark.parametrize("size", [8, 9, 12])
+def test_whole_batches_are_dealt_in_turn(make, size):
+    check_fit(2, dp, partial(make, size=size))
+
+
+@pytest.mark.parametrize("kind", [Stream, SizedStream])
+@pytest.mark.parametrize("options", [{}, {"drop_last": True}])
+@pytest.mark.parametrize("size", [5, 7, 8])
+def test_streams_are_divided_batch_by_batch(kind, options, size):
+    check_fit(2, dp, partial(stream, size=size, kind=kind, **options))
+
+
+def test_a_stream_in_workers_is_divided_batch_by_batch():
+    check_fit(2, dp, partial(stream, size=11, num_workers=2), max_epochs=1)
+
+
+def together(batch_size: int, mode: str, sizes: tuple[int, ...]) -> Any:
+    loaders = {name: loader(size, batch_size, shuffle=True) for name, size in zip("ab", sizes, strict=True)}
+    return loaders if mode == "dict" else CombinedLoader(loaders, mode)
+
+
+@pytest.mark.parametrize("mode", ["dict", "min_size", "max_size", "max_size_cycle"])
+def test_loaders_read_together_are_divided_each(mode):
+    check_fit(2, dp, partial(together, mode=mode, sizes=(12, 8)))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"overfit_batches": 2},
+        {"limit_train_batches": 2, "limit_val_batches": 1},
+        {"limit_train_batches": 0.5},
+        {"reload_dataloaders_every_n_epochs": 1},
+        {"val_check_interval": 0.4},
+        {"check_val_every_n_epoch": 2},
+        {"num_sanity_val_steps": 2},
+        {"accumulate_grad_batches": 2},
+        {"max_steps": 3},
+    ],
+    ids=str,
+)
+def test_options_of_the_trainer_mean_what_they_mean_on_one_device(options):
+    check_fit(2, dp, partial(with_validation, size=19, val_size=5), **options)
+
+
+# ---------------------------------------------------------------- what users divide themselves
+
+
+def distributed(batch_size: int, *, inside: bool, wrong: bool, size: int = 12) -> DataLoader:
+    n, rank = (1, 0) if wrong else (dist.get_world_size(), dist.get_rank())
+    sampler = DistributedSampler(range(size), n, rank, shuffle=False)
+    if inside:
+        return DataLoader(Samples(size), batch_sampler=BatchSampler(sampler, batch_size, drop_last=False))
+    return loader(size, batch_size, sampler=sampler)
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_the_users_own_distributed_sampler_is_left_alone(inside):
+    for rank, run in enumerate(on_ranks(2, fit, dp, partial(distributed, inside=inside, wrong=False), 2)):
+        assert flat(run.saw["train"]) == 2 * list(range(rank, 12, 2))
+
+
+def test_use_distributed_sampler_false_leaves_loaders_alone():
+    for run in on_ranks(2, fit, dp, partial(loader_of, size=6), 2, use_distributed_sampler=False, max_epochs=1):
+        assert flat(run.saw["train"]) == list(range(6))
+
+
+def loader_of(batch_size: int, size: int) -> DataLoader:
+    return loader(size, batch_size)
