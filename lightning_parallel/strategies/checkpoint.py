@@ -135,10 +135,13 @@ def _is_position(state: Any) -> bool:
     return isinstance(state, dict) and state.keys() == {"consumed", "random"}
 
 
-def others_may_be_missing() -> bool:
+def others_may_be_missing(since: BaseException | None) -> bool:
     """Whether an exception is being handled, so that other ranks may not come to a collective.
 
-    A SIGTERM is an exception too, but all ranks agreed on the step at which to raise it.
+    A SIGTERM is an exception too, but all ranks agreed on the batch at which to raise it.
+
+    Args:
+        since: what the user's script was handling already when the run began; that is no reason to worry.
     """
     exception = sys.exc_info()[1]
-    return exception is not None and not isinstance(exception, SIGTERMException)
+    return exception is not None and exception is not since and not isinstance(exception, SIGTERMException)

@@ -152,5 +152,6 @@ def make_whole(module: nn.Module) -> None:
 def fits_on_host(module: nn.Module, copies: int) -> bool:
     """Whether this node's free memory holds a whole model for each of its ranks, with room to spare."""
     needed = sum(p.numel() * p.element_size() for p in module.parameters()) * copies
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return needed < 0.8 * free
+    if "SC_AVPHYS_PAGES" not in os.sysconf_names:  # macOS does not say
+        return True
+    return needed < 0.8 * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

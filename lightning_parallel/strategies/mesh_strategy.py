@@ -25,7 +25,6 @@ from lightning_parallel.strategies.buffers import Buffers
 from lightning_parallel.strategies.checkpoint import (
     AtomicCheckpointIO,
     load_whole_state_dict,
-    others_may_be_missing,
     put_positions_back,
     set_positions_aside,
     whole_state_dict,
@@ -34,7 +33,12 @@ from lightning_parallel.strategies.loaders import divide
 from lightning_parallel.strategies.logging import StepLog, reduce_tensor
 from lightning_parallel.strategies.mesh_callback import MeshCallback, refuse_callbacks
 from lightning_parallel.strategies.precision import adapt_precision, restore_precision
-from lightning_parallel.strategies.randomness import RankRandomness, decorrelate_device
+from lightning_parallel.strategies.randomness import (
+    RankRandomness,
+    decorrelate_device,
+    keep_randomness,
+    kept_randomness,
+)
 from lightning_parallel.strategies.rank_strategy import RankStrategy, world_group
 from lightning_parallel.strategies.signals import Termination
 from lightning_parallel.techniques.redirect import restore_forward
@@ -185,7 +189,7 @@ class MeshStrategy(RankStrategy):
             self._batches.register(dataloader)
         if not self._divides_data:
             return dataloader
-        progress = self._module().trainer.fit_loop.epoch_loop.batch_progress
+        progress: Any = self._module().trainer.fit_loop.epoch_loop.batch_progress
         return divide(dataloader, self._readers(), lambda: int(progress.current.processed))
 
     def barrier(self, name: str | None = None) -> None:
@@ -298,13 +302,9 @@ class MeshStrategy(RankStrategy):
         if self._may_wait_in_vain():
             log.warning("No checkpoint at %s: another rank may have failed, and its part is missing", filepath)
             return
-        randomness = gather(RankRandomness.now(self.root_device), self._host_group())
-        checkpoint[RANDOMNESS] = [state.as_dict() for state in randomness]
+        keep_randomness(checkpoint, gather(RankRandomness.now(self.root_device), self._host_group()))
         set_positions_aside(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def _may_wait_in_vain(self) -> bool:
-        return self.is_distributed and others_may_be_missing()
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -321,8 +321,7 @@ class MeshStrategy(RankStrategy):
         """Every rank opens the file that rank 0 chose."""
         checkpoint = super().load_checkpoint(self.broadcast(checkpoint_path), weights_only)
         put_positions_back(checkpoint)
-        if states := checkpoint.get(RANDOMNESS):
-            self._random = RankRandomness.from_dict(states[self.global_rank % len(states)])
+        self._random = kept_randomness(checkpoint, self.global_rank)
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -399,7 +398,3 @@ class MeshStrategy(RankStrategy):
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
-
-
-RANDOMNESS = "lightning_parallel_randomness"
-"""Where a checkpoint holds the random states of all ranks."""

@@ -98,6 +98,21 @@ class RankRandomness:
         return cls(RandomState.from_dict(state["host"]), state["device"])
 
 
+RANDOMNESS = "lightning_parallel_randomness"
+"""Where a checkpoint holds the random states of all ranks."""
+
+
+def keep_randomness(checkpoint: dict[str, Any], states: list[RankRandomness]) -> None:
+    """Writes the states of all ranks into a checkpoint."""
+    checkpoint[RANDOMNESS] = [state.as_dict() for state in states]
+
+
+def kept_randomness(checkpoint: dict[str, Any], rank: int) -> RankRandomness | None:
+    """The state that a checkpoint holds for a rank, or for another one where it was written by fewer ranks."""
+    states = checkpoint.get(RANDOMNESS)
+    return RankRandomness.from_dict(states[rank % len(states)]) if states else None
+
+
 def decorrelate_device(device: torch.device, reader: int) -> None:
     """Lets dropout on ranks that read different samples draw different masks.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -78,6 +79,7 @@ class RankStrategy(ParallelStrategy):
         self.mesh: ParallelMesh | None = None
         self._world: dist.ProcessGroup | None = None
         self._control: dist.ProcessGroup | None = None
+        self._handled_outside: BaseException | None = None
 
     # ---------------------------------------------------------------- processes
 
@@ -124,6 +126,7 @@ class RankStrategy(ParallelStrategy):
 
     def setup_environment(self) -> None:
         """Joins the process group and builds the mesh."""
+        self._handled_outside = sys.exc_info()[1]
         super().setup_environment()
         if isinstance(self._environment(), LightningEnvironment) and is_launched_child(
             self.local_rank, self._start_method
@@ -179,7 +182,7 @@ class RankStrategy(ParallelStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         """Waits for all ranks, unless one may not come because an exception is being handled."""
-        if dist.is_initialized() and not others_may_be_missing():
+        if dist.is_initialized() and not self._may_wait_in_vain():
             dist.barrier(group=self._control)
 
     def share_randomness(self) -> None:
@@ -188,6 +191,9 @@ class RankStrategy(ParallelStrategy):
             self.broadcast(RandomState.now()).restore()
 
     # ---------------------------------------------------------------- how they end
+
+    def _may_wait_in_vain(self) -> bool:
+        return self.is_distributed and others_may_be_missing(self._handled_outside)
 
     def on_exception(self, exception: BaseException) -> None:
         """This rank failed: nobody may wait for it, and nobody it launched may stay behind."""

@@ -64,6 +64,13 @@ class AllReduceBucket(Bucket):
 
     # ---------------------------------------------------------------- the reduction
 
+    def keep(self, index: int) -> None:
+        """See `Bucket.keep`. The gradient moves into the buffer, where later passes add to it."""
+        self._allocate()
+        parameter, view = self.parameters[index], self._views[index]
+        if parameter.grad is not None and parameter.grad is not view and not parameter.grad.is_sparse:
+            parameter.grad = view.copy_(parameter.grad)
+
     def put(self, index: int) -> None:
         """See `Bucket.put`. A gradient that already lives in the buffer is not copied again."""
         self._allocate()

@@ -20,6 +20,9 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_parallel.techniques.technique import Step, WrappedStep
 
+IN_FLIGHT = 2
+"""How many messages may be under way: more would hold more memory than they hide time."""
+
 
 class Bucket(ABC):
     """Some parameters whose gradients travel in one message.
@@ -56,6 +59,9 @@ class Bucket(ABC):
             self.put(index)
         self.start(unused)
 
+    def keep(self, index: int) -> None:  # noqa: B027
+        """The gradient of one parameter grew in a pass that is not reduced."""
+
     @abstractmethod
     def put(self, index: int) -> None:
         """Copies a parameter's gradient into the message, zeros if it has none."""
@@ -65,7 +71,7 @@ class Bucket(ABC):
         """Starts the collective; `unused` are the parameters for which this rank has no gradient."""
 
     def settle(self) -> None:  # noqa: B027
-        """After every bucket was sent: waits for the collective and starts what must follow it, if anything."""
+        """Some buckets later: waits for the collective, frees the message and starts what must follow, if anything."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -151,6 +157,7 @@ class BucketedStep(WrappedStep):
     def _on_gradient(self, bucket: Bucket, index: int, _: Tensor) -> None:
         if not self._running:
             if not self._synced:
+                bucket.keep(index)
                 return
             # The user called `loss.backward()` without the strategy: reduce all the same.
             self._begin()
@@ -161,13 +168,18 @@ class BucketedStep(WrappedStep):
 
     def _send_in_order(self) -> None:
         while self._next < len(self._active) and not self._active[self._next].missing:
-            self._active[self._next].send()
-            self._next += 1
+            self._send_next()
+
+    def _send_next(self) -> None:
+        self._active[self._next].send()
+        self._next += 1
+        if self._next > IN_FLIGHT:
+            self._active[self._next - IN_FLIGHT - 1].settle()
 
     def _finish(self) -> None:
-        for bucket in self._active[self._next :]:
-            bucket.send()
-        for bucket in self._active:
+        while self._next < len(self._active):
+            self._send_next()
+        for bucket in self._active[-IN_FLIGHT:]:
             bucket.settle()
         for bucket in self._active:
             bucket.finish()

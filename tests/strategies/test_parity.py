@@ -36,7 +36,9 @@ def test_a_layout_trains_as_one_process_does(layout, column):
 @pytest.mark.parametrize("layout", ["dp2", "zero1", "zero2", "zero3"])
 def test_in_double_precision_only_rounding_differs(layout, column):
     ranks, strategy = LAYOUTS[layout]
-    check_parity(column, ranks, strategy, data_ranks=ranks, rtol=1e-10, precision="64-true", max_epochs=1)
+    # Hugging Face's own loss turns logits into single precision, whatever the model computes in.
+    rtol = 1e-6 if column == "gpt2" else 1e-10
+    check_parity(column, ranks, strategy, data_ranks=ranks, rtol=rtol, precision="64-true", max_epochs=1)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
