@@ -154,12 +154,19 @@ class ScatterBucket(Bucket):
     def begin(self) -> None:
         """See `Bucket.begin`. Gradients that are sharded already step aside, to be added to in `finish`."""
         super().begin()
+        self._kept.untyped_storage().resize_(self._width * self._kept.element_size())
         self._carried = [i for i, parameter in enumerate(self.parameters) if isinstance(parameter.grad, DTensor)]
         for index in self._carried:
             gradient = self.parameters[index].grad
             if gradient is not None and gradient is not self._gradients[index]:
                 self._gradients[index].copy_(gradient)  # the user put another tensor in its place
             self.parameters[index].grad = None
+
+    def keep(self, index: int) -> None:
+        """See `Bucket.keep`. While whole gradients grow there are no shards of them, nor memory for shards."""
+        storage = self._kept.untyped_storage()
+        if storage.nbytes() and not any(isinstance(parameter.grad, DTensor) for parameter in self.parameters):
+            storage.resize_(0)
 
     def put(self, index: int) -> None:
         """See `Bucket.put`."""
