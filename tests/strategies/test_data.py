@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import (
     BatchSampler,
@@ -21,6 +22,7 @@ from lightning_parallel import DataParallelStrategy
 from tests.strategies.runs import Samples, check_fit, fit, flat, loader, on_ranks
 
 dp = DataParallelStrategy
+WORKERS = {"num_workers": 2, "multiprocessing_context": "fork"}  # ranks would start them by a slow server
 pytestmark = pytest.mark.filterwarnings("ignore:(You requested to overfit|Your `IterableDataset` has `__len__`)")
 
 
@@ -67,7 +69,7 @@ def test_the_order_of_one_device_is_kept_over_epochs(make, n):
 
 
 def test_workers_read_what_one_device_reads():
-    check_fit(2, dp, partial(with_validation, size=19, val_size=5, num_workers=2), max_epochs=3)
+    check_fit(2, dp, partial(with_validation, size=9, val_size=5, **WORKERS))
 
 
 def test_validation_between_epochs_leaves_the_order_alone():
@@ -190,7 +192,7 @@ def test_streams_are_divided_batch_by_batch(kind, options, size):
 
 
 def test_a_stream_in_workers_is_divided_batch_by_batch():
-    check_fit(2, dp, partial(stream, size=11, num_workers=2), max_epochs=1)
+    check_fit(2, dp, partial(stream, size=11, **WORKERS), max_epochs=1)
 
 
 def together(batch_size: int, mode: str, sizes: tuple[int, ...]) -> Any:
@@ -220,6 +222,32 @@ def test_loaders_read_together_are_divided_each(mode):
 )
 def test_options_of_the_trainer_mean_what_they_mean_on_one_device(options):
     check_fit(2, dp, partial(with_validation, size=19, val_size=5), **options)
+
+
+class Peeks(Callback):
+    """Looks at a batch of its own on rank 0 only, in the middle of epochs."""
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.is_global_zero:
+            next(iter(trainer.train_dataloader))
+            next(iter(trainer.val_dataloaders))
+
+    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self.on_train_batch_start(trainer)
+
+
+def unequal_generators(batch_size: int, size: int) -> DataLoader:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return loader(size, batch_size, shuffle=True, generator=generator)
+
+
+def shuffled_validation(batch_size: int, make: Any) -> Any:
+    return make(batch_size, size=19), make(batch_size, size=7)
+
+
+@pytest.mark.parametrize("make", [shuffled, own_generator, unequal_generators])
+def test_what_only_rank_zero_draws_leads_nobody_astray(make):
+    check_fit(2, dp, partial(shuffled_validation, make=make), callbacks=[Peeks()], num_sanity_val_steps=0)
 
 
 # ---------------------------------------------------------------- what users divide themselves
