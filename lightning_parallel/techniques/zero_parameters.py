@@ -25,6 +25,7 @@ from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.techniques.redirect import Forward, redirect_forward
 from lightning_parallel.techniques.technique import Step, WrappedStep
+from lightning_parallel.techniques.zero_states import has_no_rows
 
 T = TypeVar("T")
 
@@ -95,13 +96,13 @@ def _refuse_sparse_gradients(model: nn.Module) -> None:
 
 
 def unshardable(model: nn.Module) -> list[nn.Parameter]:
-    """Parameters that `fully_shard` refuses: scalars, and those that are not of the model's main dtype."""
+    """Parameters that `fully_shard` refuses: those without rows, and those that are not of the model's main dtype."""
     parameters = list(model.parameters())
     bytes_of: dict[torch.dtype, int] = {}
     for parameter in parameters:
         bytes_of[parameter.dtype] = bytes_of.get(parameter.dtype, 0) + parameter.numel()
     main = max(bytes_of, key=lambda dtype: bytes_of[dtype], default=None)
-    return [parameter for parameter in parameters if parameter.dim() == 0 or parameter.dtype != main]
+    return [parameter for parameter in parameters if has_no_rows(parameter) or parameter.dtype != main]
 
 
 def _wrap(block: nn.Module) -> Unit:
