@@ -209,8 +209,9 @@ class MeshStrategy(RankStrategy):
 
     def on_train_start(self) -> None:
         """A run resumed within an epoch has just made its loaders anew; the draws of that do not count."""
-        progress = self._module().trainer.fit_loop.epoch_loop.batch_progress
-        if self._random is not None and progress.current.ready > 0:
+        trainer = self._module().trainer
+        within = 0 < trainer.fit_loop.epoch_loop.batch_progress.current.ready < trainer.num_training_batches
+        if self._random is not None and within:
             self._random.restore(self.root_device)
         self._random = None
 

@@ -1,0 +1,119 @@
+"""A run that was stopped anywhere and went on is, bit for bit, the run that never stopped."""
+
+import os
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from lightning_parallel.strategies.checkpoint import AtomicCheckpointIO
+from lightning_parallel.strategies.data_parallel import DataParallelStrategy
+from lightning_parallel.strategies.hybrid import HybridStrategy
+from lightning_parallel.strategies.zero import ZeroStrategy
+from tests.ranks import run_on_ranks
+from tests.strategies.test_checkpoints import SaveAt
+from tests.trainers import trainer
+
+LAYOUTS: dict[str, tuple[int, Callable[[], Any]]] = {
+    "none": (1, HybridStrategy),
+    "data_parallel": (2, partial(DataParallelStrategy, 2)),
+    "zero_1": (2, partial(ZeroStrategy, 2, stage=1)),
+    "zero_2": (2, partial(ZeroStrategy, 2, stage=2)),
+    "zero_3": (2, partial(ZeroStrategy, 2, stage=3)),
+}
+
+
+class Noisy(Dataset):
+    """Samples augmented by the host's random numbers, unless another process loads them."""
+
+    def __len__(self) -> int:
+        return 22
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        noise = 0.0 if get_worker_info() else 0.1 * torch.randn(6)
+        return index, torch.linspace(-1, 1, 6) * index / 22 + noise
+
+
+class Dropping(LightningModule):
+    """Draws random numbers in the model, and notes what it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(6, 7), nn.LayerNorm(7), nn.Dropout(0.3))
+        self.head = nn.Linear(7, 6, bias=False)
+        self.saw: list[Any] = []
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        numbers, inputs = batch
+        loss = F.mse_loss(self.head(self.stem(inputs)), inputs)
+        self.saw.append((self.current_epoch, batch_idx, numbers.tolist(), loss.item()))
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7), "interval": "step"}]
+
+
+class SaveAtEnd(Callback):
+    """Saves where ModelCheckpoint does unless told otherwise."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.folder / "end_of_epoch.ckpt")
+
+
+def fit(strategy: Any, accumulate: int, workers: int, resume: Path | None = None, **run: Any) -> Dropping:
+    seed_everything(3 if resume is None else 4, verbose=False)
+    model = Dropping()
+    loader = DataLoader(Noisy(), 4 // int(os.environ["WORLD_SIZE"]), shuffle=True, num_workers=workers)
+    arguments = {"max_epochs": 2, "accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5}
+    trainer(strategy, **arguments, **run).fit(model, loader, ckpt_path=resume, weights_only=True)
+    return model
+
+
+def stop_and_go_on(make: Callable[[], Any], accumulate: int, workers: int, stops: list[int]) -> None:
+    """Six batches an epoch, the last of 2 samples of 4; saved after some of them."""
+    warnings.filterwarnings("ignore", ".*os.fork.*")
+    folder = Path(os.environ["RANKS_SCRATCH"], "stops")
+    savers = [SaveAt(folder, stops), SaveAtEnd(folder)]
+    whole = fit(make(), accumulate, workers, callbacks=savers)
+    for file, done in [*((f"{stop}.ckpt", stop) for stop in stops), ("end_of_epoch.ckpt", 6)]:
+        rest = fit(make(), accumulate, workers, folder / file)
+        assert rest.saw == whole.saw[done:], f"from {file}: {rest.saw} against {whole.saw[done:]}"
+        for name, value in whole.state_dict().items():
+            assert torch.equal(value, rest.state_dict()[name]), f"from {file}: {name}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("accumulate", "stops"), [(1, [2, 6, 9]), (2, [2, 6])])
+def test_resumed_runs_are_identical(layout: str, accumulate: int, stops: list[int]) -> None:
+    n, make = LAYOUTS[layout]
+    run_on_ranks(n, stop_and_go_on, make, accumulate, 0, stops)
+
+
+@pytest.mark.parametrize("layout", ["none", "zero_3"])
+def test_resumed_runs_are_identical_with_loader_workers(layout: str) -> None:
+    n, make = LAYOUTS[layout]
+    run_on_ranks(n, stop_and_go_on, make, 1, 2, [4])
+
+
+def write_in_the_background(make: Callable[..., Any]) -> None:
+    stop_and_go_on(lambda: make(checkpoint_io=AsyncCheckpointIO(AtomicCheckpointIO())), 1, 0, [2])
+
+
+@pytest.mark.parametrize("layout", ["data_parallel", "zero_3"])
+def test_files_written_in_the_background(layout: str) -> None:
+    run_on_ranks(2, write_in_the_background, LAYOUTS[layout][1])
