@@ -125,6 +125,9 @@ def settle(seat: Seat) -> None:
     import torch
 
     on_a_rank = True
+    # A user's script starts loader workers by fork. The fork server that started this rank is inherited as the way to
+    # start more; one of its own would outlive the rank.
+    multiprocessing.set_start_method("fork", force=True)
     threading.Thread(target=leave_with_the_pool, name="lifeline", daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     redirect_output(seat.log)
