@@ -184,7 +184,6 @@ class MeshStrategy(RankStrategy):
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """This rank's part of a loader, in the user's own order."""
-        self.share_randomness()
         if self._batches is not None:
             self._batches.register(dataloader)
         if not self._divides_data:
