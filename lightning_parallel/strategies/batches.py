@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_parallel.strategies.agreement import describe, gather, largest, require_same
 from lightning_parallel.strategies.loaders import DividedIterable
 from lightning_parallel.strategies.randomness import RandomState
 from lightning_parallel.strategies.shares import Notes, Readers, Share
-from lightning_parallel.strategies.signals import EXIT_CODE
+from lightning_parallel.strategies.signals import Requested, Signals
 
 EVENLY = "every rank must read equally many batches"
 ENDED = (-1, -1, 0, 0)
@@ -26,13 +25,18 @@ class Batches:
     Args:
         readers: the ranks that read different samples.
         group: all ranks, for messages of the host.
-        asked_to_stop: whether this process was; all ranks then stop before the same batch.
+        signals: what was asked of this process; none before the run has begun.
     """
 
-    def __init__(self, readers: Readers, group: dist.ProcessGroup, asked_to_stop: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        readers: Readers,
+        group: dist.ProcessGroup,
+        signals: Callable[[], Signals | None],
+    ) -> None:
         self.readers = readers
         self._group = group
-        self._asked_to_stop = asked_to_stop
+        self._signals = signals
         self._uncounted: list[int] = []
         #: how much this rank's batch counts against the others' on average; 0.0 for one that does not count
         self.weight = 1.0
@@ -89,9 +93,11 @@ class Batches:
 
     def _compare(self, mark: tuple[int, ...], place: Callable[[], str], structure: Callable[[], str]) -> None:
         """One small message in every batch; ranks say more only once they know that they differ."""
-        stop, *extremes = largest([self._asked_to_stop(), *mark, *(-number for number in mark)], self._group)
-        if stop:
-            raise SIGTERMException(EXIT_CODE)
+        signals = self._signals()
+        requested = Requested() if signals is None else signals.requested
+        stop, requeue, *extremes = largest([*requested, *mark, *(-number for number in mark)], self._group)
+        if signals is not None and (stop or requeue):
+            signals.answer(Requested(bool(stop), bool(requeue)))
         if [-low for low in extremes[len(mark) :]] != extremes[: len(mark)]:
             said = gather((place(), structure()), self._group)
             require_same("the end of the data", [where for where, _ in said], EVENLY)

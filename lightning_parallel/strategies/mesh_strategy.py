@@ -40,7 +40,7 @@ from lightning_parallel.strategies.randomness import (
     kept_randomness,
 )
 from lightning_parallel.strategies.rank_strategy import RankStrategy, world_group
-from lightning_parallel.strategies.signals import Termination
+from lightning_parallel.strategies.signals import Signals
 from lightning_parallel.techniques.redirect import restore_forward
 from lightning_parallel.techniques.stored_optimizer import StoredOptimizer
 from lightning_parallel.techniques.technique import Step, Technique
@@ -73,7 +73,7 @@ class MeshStrategy(RankStrategy):
         self._step = Step()
         self._stored: dict[int, StoredOptimizer] = {}
         self._log: StepLog | None = None
-        self._termination: Termination | None = None
+        self._signals: Signals | None = None
         self._deferred = materialise.Deferred()
         self._waiting_state: tuple[Mapping[str, Any], bool] | None = None
         self._batches: Batches | None = None
@@ -130,7 +130,7 @@ class MeshStrategy(RankStrategy):
             # Lightning recommends sync_dist wherever there is a process group, even of one rank.
             warnings.filterwarnings("ignore", ".*sync_dist=True.*")
         else:
-            self._batches = Batches(self._readers(), self._host_group(), self._asked_to_stop)
+            self._batches = Batches(self._readers(), self._host_group(), lambda: self._signals)
             self._callback = MeshCallback(self._batches, self._unite_buffers)
             self._callbacks().insert(0, self._callback)
 
@@ -199,12 +199,9 @@ class MeshStrategy(RankStrategy):
 
     def _begin_run(self) -> None:
         if self.is_distributed:
-            self._termination = Termination(self._module().trainer)
+            self._signals = Signals(self._module().trainer)
         if self._random is not None:
             self._random.restore(self.root_device)
-
-    def _asked_to_stop(self) -> bool:
-        return self._termination is not None and self._termination.asked
 
     def on_train_start(self) -> None:
         """A run resumed within an epoch has just made its loaders anew; the draws of that do not count."""
@@ -363,8 +360,8 @@ class MeshStrategy(RankStrategy):
         self._step.close()
         if self._log is not None:
             self._log.close()
-        if self._termination is not None:
-            self._termination.close()
+        if self._signals is not None:
+            self._signals.close()
         if self._callback is not None:
             self._callbacks().remove(self._callback)
         restore_precision(self.precision_plugin)

@@ -1,8 +1,8 @@
 """Signals and deaths that cannot leave other ranks waiting.
 
-Lightning answers SIGTERM with a collective inside the signal handler, which deadlocks when only one rank gets it.
-Here the handler only notes it. Before every batch ranks tell each other whether they were asked to stop, in the message
-in which they agree on the batch: they stop after the same step, or not at all.
+Lightning answers SIGTERM with a collective inside the signal handler, which deadlocks when only one rank gets it, and
+saves a checkpoint inside the handler when SLURM asks to requeue. Here handlers only note it. Before every batch ranks
+tell each other what they were asked, in the message in which they agree on the batch: they act together, or not at all.
 """
 
 from __future__ import annotations
@@ -15,41 +15,73 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 EXIT_CODE = 128 + signal.SIGTERM
 GRACE_SECONDS = 1.0
 
 
-class Termination:
-    """Takes SIGTERM over from Lightning for the time of one run; `asked` says whether it came.
+class Requested(NamedTuple):
+    """What the outside world asked of this process."""
+
+    stop: bool = False
+    requeue: bool = False
+
+
+class Signals:
+    """Takes signals over from Lightning for the time of one run: SIGTERM, and on SLURM the one that asks to requeue.
 
     Args:
         trainer: its loop no longer tells other ranks; `Batches` does, in the message that it sends anyway.
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self.asked = False
+        self.requested = Requested()
         self._loop = trainer.fit_loop.epoch_loop
-        self._previous: Any = None
         self._loop.__dict__["_broadcast_sigterm_tensor"] = lambda: None
+        self._lightnings: dict[int, Any] = {}
+        self._requeue_signal: int | None = None
         if threading.current_thread() is threading.main_thread():  # no other thread may set handlers
-            self._previous = signal.signal(signal.SIGTERM, self._note)
+            self._take(signal.SIGTERM, self._note_stop)
+            environment = trainer.strategy.cluster_environment  # type: ignore[attr-defined]
+            if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and environment.requeue_signal:
+                self._requeue_signal = environment.requeue_signal
+                self._take(environment.requeue_signal, self._note_requeue)
+
+    def answer(self, requested: Requested) -> None:
+        """Does between two batches, on all ranks together, what any of them was asked for.
+
+        Raises:
+            SIGTERMException: any was asked to stop.
+        """
+        if requested.requeue and self._requeue_signal is not None:
+            self.requested = self.requested._replace(requeue=False)
+            self._lightnings[self._requeue_signal](self._requeue_signal, None)  # saves, and asks SLURM
+        if requested.stop:
+            raise SIGTERMException(EXIT_CODE)
 
     def close(self) -> None:
-        """Gives the signal back."""
+        """Gives the signals back."""
         self._loop.__dict__.pop("_broadcast_sigterm_tensor", None)
-        if self._previous is not None:
-            signal.signal(signal.SIGTERM, self._previous)
-            self._previous = None
+        for number, handler in self._lightnings.items():
+            signal.signal(number, handler)
+        self._lightnings.clear()
 
-    def _note(self, _: int, __: FrameType | None) -> None:
-        self.asked = True
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # asked twice, the process ends at once
+    def _take(self, number: int, note: Callable[[int, FrameType | None], None]) -> None:
+        self._lightnings[number] = signal.signal(number, note)
+
+    def _note_stop(self, number: int, _: FrameType | None) -> None:
+        self.requested = self.requested._replace(stop=True)
+        signal.signal(number, signal.SIG_DFL)  # asked twice, the process ends at once
+
+    def _note_requeue(self, _: int, __: FrameType | None) -> None:
+        self.requested = self.requested._replace(requeue=True)
 
 
 def die_with_parent() -> None:
