@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 
@@ -40,3 +40,8 @@ def gathered(value: Tensor, keep: bool) -> Tensor:
     """A tensor whole and on the host where `keep`; elsewhere only its shape. All ranks of its mesh must call."""
     whole = whole_tensor(value)
     return whole.detach().cpu() if keep else torch.empty_like(whole, device="meta")
+
+
+def has_no_rows(parameter: nn.Parameter) -> bool:
+    """Whether a parameter cannot be divided by rows in place: a scalar, or memory that is not contiguous."""
+    return parameter.dim() == 0 or parameter.numel() == 0 or not parameter.is_contiguous()

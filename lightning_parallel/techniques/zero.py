@@ -14,9 +14,10 @@ from torch import nn
 from lightning_parallel.mesh import Axis, ParallelMesh, Size
 from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.techniques.gradient_average import average_gradients
+from lightning_parallel.techniques.shards import has_no_rows
 from lightning_parallel.techniques.technique import Phase, Step, Technique, one_of
 from lightning_parallel.techniques.zero_parameters import Root, ShardedParametersStep, shard_parameters, unshardable
-from lightning_parallel.techniques.zero_states import ShardedStatesStep, has_no_rows
+from lightning_parallel.techniques.zero_states import ShardedStatesStep
 
 
 @dataclass(frozen=True)

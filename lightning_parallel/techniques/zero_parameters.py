@@ -24,8 +24,8 @@ from lightning_parallel.collectives.functional import all_gather, reduce_scatter
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.techniques.redirect import Forward, redirect_forward
+from lightning_parallel.techniques.shards import has_no_rows
 from lightning_parallel.techniques.technique import Step, WrappedStep
-from lightning_parallel.techniques.zero_states import has_no_rows
 
 T = TypeVar("T")
 

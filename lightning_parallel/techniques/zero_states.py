@@ -237,8 +237,3 @@ class ScatterBucket(Bucket):
                 shard.assemble(whole[:, slot])
 
         return unpack
-
-
-def has_no_rows(parameter: nn.Parameter) -> bool:
-    """Whether a parameter cannot be divided by rows in place: a scalar, or memory that is not contiguous."""
-    return parameter.dim() == 0 or parameter.numel() == 0 or not parameter.is_contiguous()

@@ -16,6 +16,7 @@ SHARED_BY_TECHNIQUES = {
     "gradient_average",
     "gradient_buckets",
     "redirect",
+    "shards",
     "stored_optimizer",
 }
 MAX_LINES = 400
