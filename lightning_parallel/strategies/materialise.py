@@ -10,11 +10,11 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from lightning_parallel.strategies.deferred_init import DeferredInit
 from lightning_parallel.strategies.orphan_modules import OrphanModules
-from lightning_parallel.techniques.shards import shard_of
+from lightning_parallel.techniques.shards import is_sharded, shard_of
 
 log = logging.getLogger(__name__)
 
@@ -113,11 +113,6 @@ def real_tensors(module: nn.Module) -> Iterator[Tensor]:
     """Parameters and buffers that hold values."""
     tensors = [*module.parameters(), *module.buffers()]
     return (tensor for tensor in tensors if not tensor.is_meta and not is_sharded(tensor))
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Whether ranks hold different parts of the tensor."""
-    return isinstance(tensor, DTensor) and any(isinstance(placement, Shard) for placement in tensor.placements)
 
 
 def has_sharded_parameters(module: nn.Module) -> bool:

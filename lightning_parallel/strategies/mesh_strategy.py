@@ -42,6 +42,7 @@ from lightning_parallel.strategies.randomness import (
 from lightning_parallel.strategies.rank_strategy import RankStrategy, world_group
 from lightning_parallel.strategies.signals import Signals
 from lightning_parallel.techniques.redirect import restore_forward
+from lightning_parallel.techniques.shards import is_sharded
 from lightning_parallel.techniques.stored_optimizer import StoredOptimizer
 from lightning_parallel.techniques.technique import Step, Technique
 
@@ -160,7 +161,7 @@ class MeshStrategy(RankStrategy):
             self._step = technique.wrap_step(self._step, model, mesh, plan)
 
     def _is_sharded(self, parameter: nn.Parameter) -> bool:
-        return materialise.is_sharded(self._step.stored(parameter))
+        return is_sharded(self._step.stored(parameter))
 
     def model_to_device(self) -> None:
         """Nothing: `setup` moves what this rank keeps."""
