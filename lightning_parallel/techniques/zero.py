@@ -64,7 +64,7 @@ class Zero(Technique):
         if self.stage == 3:
             assert isinstance(model, Root)
             step = average_gradients(step, unshardable(model), mesh)
-            return ShardedParametersStep(step, model)
+            return ShardedParametersStep(step, model, mesh)
         whole = [parameter for parameter in model.parameters() if has_no_rows(parameter)]
         step = average_gradients(step, whole, mesh)
         rows = [parameter for parameter in model.parameters() if not has_no_rows(parameter)]

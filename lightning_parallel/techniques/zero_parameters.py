@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +25,7 @@ from lightning_parallel.collectives.functional import all_gather, reduce_scatter
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.techniques.redirect import Forward, redirect_forward
+from lightning_parallel.techniques.sharded_backward import ShardedBackward
 from lightning_parallel.techniques.shards import has_no_rows
 from lightning_parallel.techniques.technique import Step, WrappedStep
 
@@ -54,6 +56,8 @@ class Root(nn.Module):
         self.model = model
         self.units = nn.ModuleList(units)
         self.running = False
+        self.in_backward = False
+        self.before_forward_of: Callable[[nn.Module], None] = _nothing
 
     def forward(self, run: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Runs a step of the user's while the root's parameters are whole."""
@@ -63,9 +67,24 @@ class Root(nn.Module):
         finally:
             self.running = False
 
-    def enter(self, run: Callable[..., Any]) -> Forward:
-        """`run`, entering the root first when no step is running: for a forward called between steps."""
-        return lambda *args, **kwargs: (run if self.running else lambda *a, **k: self(run, *a, **k))(*args, **kwargs)
+    def enter(self, module: nn.Module, run: Callable[..., Any]) -> Forward:
+        """`run`, entering the root first when no step is running: for a forward called between steps.
+
+        A forward during backward is a recomputation: there the parameters are whole too.
+        """
+
+        def entered(*args: Any, **kwargs: Any) -> Any:
+            if not self.running and not self.in_backward:
+                return self(run, *args, **kwargs)
+            if self.running:
+                self.before_forward_of(module)
+            return run(*args, **kwargs)
+
+        return entered
+
+
+def _nothing(_: nn.Module) -> None:
+    pass
 
 
 def shard_parameters(model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan, offload: bool) -> Root:
@@ -82,11 +101,19 @@ def shard_parameters(model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan, o
     in_units = {parameter for group in groups for block in group for parameter in block.parameters()}
     for group in units:
         _fully_shard(group, mesh, offload, ignored=left_whole)
-    for module in (model, *model.children()):
-        redirect_forward(module, root.enter)
+    for module in _entrances(model):
+        redirect_forward(module, partial(root.enter, module))
     sharded_now = {parameter for unit in root.units for parameter in unit.parameters()}
     _fully_shard([root], mesh, offload, ignored=left_whole | in_units | sharded_now)
     return root
+
+
+def _entrances(model: nn.Module) -> list[nn.Module]:
+    """The modules whose forward users call: the model, its children, and members of its lists of modules."""
+    found = [model]
+    for child in model.children():
+        found += _entrances(child)[1:] if isinstance(child, nn.ModuleList | nn.ModuleDict) else [child]
+    return found
 
 
 def _refuse_sparse_gradients(model: nn.Module) -> None:
@@ -166,64 +193,81 @@ class _ReduceScatter(ReduceScatter):
 class ShardedParametersStep(WrappedStep):
     """Runs every step through the root, so that parameters are whole while the user's code can see them."""
 
-    def __init__(self, inner: Step, root: Any) -> None:
+    def __init__(self, inner: Step, root: Any, mesh: ParallelMesh) -> None:
         super().__init__(inner)
         self._root = root
+        self._backward = ShardedBackward(root, mesh.gradients.get_group())
         self._flags = _RequiresGrad(root)
+        root.before_forward_of = self._flags.agree
 
     def forward(self, run: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """See `Step.forward`."""
 
         def whole(*args: Any, **kwargs: Any) -> T:
-            self._flags.follow()
-            return self.inner.forward(run, *args, **kwargs)
+            self._flags.agree(self._root)
+            self._backward.attend()
+            output = self.inner.forward(run, *args, **kwargs)
+            self._flags.agree(self._root)
+            return output
 
         result: T = self._root(whole, *args, **kwargs)
         return result
 
     def backward(self, run: Callable[[], None]) -> None:
         """See `Step.backward`. Inside a step (manual optimization) the root's parameters stay whole."""
-        self.inner.backward(run)
-        if self._root.running:
-            self._root.unshard()
+        self._root.in_backward = True
+        try:
+            self._backward.run(lambda: self.inner.backward(run))
+        finally:
+            self._root.in_backward = False
 
     @contextmanager
     def unsynced(self) -> Iterator[None]:
         """See `Step.unsynced`. Gradients are sharded after every pass; replicas meet only in the last one."""
         self._root.set_requires_all_reduce(False)
+        self._backward.synced = False
         try:
             with self.inner.unsynced():
                 yield
         finally:
             self._root.set_requires_all_reduce(True)
+            self._backward.synced = True
 
     def after_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """See `Step.after_optimizer_step`. Inside a step, what is whole now is out of date."""
         if self._root.running:
+            self._flags.agree(self._root)
             self._root.reshard()
             self._root.unshard()
-            self._flags.follow()
         self.inner.after_optimizer_step(parameters)
 
 
 class _RequiresGrad:
-    """Keeps the whole parameters frozen exactly when the sharded ones are.
+    """Keeps the whole parameters of a running step frozen exactly when the sharded ones are, and the other way round.
 
-    A user freezes what `module.parameters()` gave, the shards; `fully_shard` looked at them once, when it first
-    gathered.
+    `fully_shard` looks at that when it gathers. Within a step, `toggle_optimizer` freezes what the optimizer holds, the
+    shards; a user who writes `self.critic.requires_grad_(False)` there freezes the whole ones.
     """
 
-    def __init__(self, root: nn.Module) -> None:
-        self._slots = [
-            (module, name, parameter)
-            for module in root.modules()
-            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
-            if isinstance(parameter, DTensor)
-        ]
+    def __init__(self, root: Root) -> None:
+        self._slots = {module: _sharded_slots(module) for module in (root, *_entrances(root.model))}
+        self._agreed: dict[Tensor, bool] = {}
 
-    def follow(self) -> None:
-        """To be called where the parameters are whole."""
-        for module, name, shard in self._slots:
-            whole = module._parameters[name]
-            if isinstance(whole, Tensor) and whole.requires_grad != shard.requires_grad:
-                whole.requires_grad_(shard.requires_grad)
+    def agree(self, module: nn.Module) -> None:
+        """The whole and the sharded parameters under a module become as the one of the two that changed."""
+        for owner, name, shard in self._slots[module]:
+            whole, agreed = owner._parameters[name], self._agreed.get(shard, shard.requires_grad)
+            if whole is not None and whole.requires_grad != shard.requires_grad:
+                wanted = whole.requires_grad if shard.requires_grad == agreed else shard.requires_grad
+                whole.requires_grad_(wanted)
+                shard.requires_grad_(wanted)
+            self._agreed[shard] = shard.requires_grad
+
+
+def _sharded_slots(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    return [
+        (owner, name, parameter)
+        for owner in module.modules()
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False)
+        if isinstance(parameter, DTensor)
+    ]

@@ -1,0 +1,116 @@
+"""What `fully_shard` leaves out of a backward pass, on which ZeRO stage 3 depends.
+
+It reduces the gradients that a rank has: where ranks use other parameters, their messages do not fit each other. And it
+ends a backward pass by hooks on what the forward returned: one that the user runs within the forward (manual
+optimization) would never end, its gradients never reach the shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_parallel.collectives.functional import all_reduce
+
+
+class ShardedBackward:
+    """Watches the backward passes through one root.
+
+    Args:
+        root: the module around the step, whose parameters are whole while a step is `running`.
+        group: all ranks that see other data.
+    """
+
+    def __init__(self, root: Any, group: dist.ProcessGroup) -> None:
+        self._root, self._ranks = root, group
+        states = list(_states(root))
+        self._state, self._root_groups = states[0], _groups(states[0])
+        self._parameters = [p for state in states for group in _groups(state) for p in group.fsdp_params]
+        self._attended: set[Tensor] = set()
+        self._used: set[Any] = set()
+        self._filled: dict[Any, Tensor | None] = {}
+        self._finished = False
+        self.synced = True
+        for state in states:
+            state._root_post_backward_final_callback = partial(self._finish, state._root_post_backward_final_callback)
+            for param_group in _groups(state):
+                param_group.post_backward = partial(self._reduce, param_group, param_group.post_backward)
+
+    def run(self, backward: Callable[[], None]) -> None:
+        """Runs a backward pass to its end, also where this rank had no gradient for any of the root's parameters."""
+        self._finished = False
+        backward()
+        if self._root.running and not self._finished:
+            self._state._root_post_backward_final_callback()
+
+    def attend(self) -> None:
+        """To be called while the root's parameters are whole: a gradient within a running step starts its end."""
+        for parameter in (p.unsharded_param for group in self._root_groups for p in group.fsdp_params):
+            if parameter.requires_grad and parameter not in self._attended:
+                parameter.register_post_accumulate_grad_hook(self._on_gradient)
+                self._attended.add(parameter)
+
+    def _on_gradient(self, _: Tensor) -> None:
+        if self._root.running:
+            self._state._register_root_post_backward_final_callback()
+
+    # ---------------------------------------------------------------- parameters that a rank did not use
+
+    def _reduce(self, group: Any, reduce: Callable[[], None], *unused: Any) -> None:
+        """Ranks that used a group, and all of them for the root, send all its gradients: zeros for those they lack."""
+        learning = [p for p in group.fsdp_params if _is_known(p) and p.unsharded_param.requires_grad]
+        used = {p for p in learning if p.unsharded_param.grad is not None or p.unsharded_accumulated_grad is not None}
+        self._used |= used
+        if used or group in self._root_groups:
+            for p in learning:
+                if p not in used:
+                    self._filled.setdefault(p, p.sharded_param.grad)
+                    p.unsharded_param.grad = torch.zeros_like(p.unsharded_param)
+        reduce()
+
+    def _finish(self, finish: Callable[[], None]) -> None:
+        finish()
+        self._finished = True
+        if self.synced:
+            self._forget_unused()
+        if self._root.running:
+            self._root.unshard()
+
+    def _forget_unused(self) -> None:
+        """A parameter that no rank used keeps the gradient it had, mostly none, or weight decay would move it."""
+        used = torch.tensor([p in self._used for p in self._parameters], dtype=torch.float32)
+        used = used.to(self._parameters[0].sharded_param.device_mesh.device_type if self._parameters else "cpu")
+        all_reduce(used, self._ranks).wait()
+        if self._filled:
+            somewhere = {p for p, ranks in zip(self._parameters, used.tolist(), strict=True) if ranks > 0}
+            for p, before in self._filled.items():
+                if p not in somewhere:
+                    p.sharded_param.grad = before
+        self._used.clear()
+        self._filled.clear()
+
+
+def _states(root: nn.Module) -> Iterator[Any]:
+    """The states that `fully_shard` keeps, the root's first; modules sharded together share one."""
+    seen: set[int] = set()
+    for module in root.modules():
+        if isinstance(module, FSDPModule) and id(state := module._get_fsdp_state()) not in seen:
+            seen.add(id(state))
+            yield state
+
+
+def _groups(state: Any) -> list[Any]:
+    if "_fsdp_param_groups" in vars(state):  # torch 2.13
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def _is_known(parameter: Any) -> bool:
+    """Whether it was ever whole."""
+    return "_unsharded_param" in vars(parameter)
