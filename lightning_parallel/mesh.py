@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal, TypeAlias
 
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 Axis: TypeAlias = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
@@ -139,6 +138,8 @@ class ParallelMesh:
         """The mesh (replicas, shards) of hybrid sharding; one-dimensional where there is one replica."""
         if self.sizes["dp_replicate"] == 1:
             return self.fsdp
+        if self.sizes["cp"] == 1:
+            return self.device_mesh["dp_replicate", "dp_shard"]
         return DeviceMesh._concatenate([self["dp_replicate"], self.fsdp])
 
     def _view(self, *axes: Axis) -> DeviceMesh:
@@ -146,8 +147,3 @@ class ParallelMesh:
         if len(used) == 1:
             return self.device_mesh[used[0]]
         return self.device_mesh[tuple(used)]._flatten("_".join(used))
-
-
-def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The process group of a one-dimensional mesh."""
-    return mesh.get_group()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -52,8 +52,52 @@ def require_same(what: str, values: Sequence[object], remedy: str) -> None:
     raise ValueError(f"{what} must be the same on every rank, but they differ ({listed}); {remedy}")
 
 
-def largest(values: Sequence[float], group: dist.ProcessGroup) -> list[float]:
-    """The element-wise maximum over all ranks."""
-    packed = torch.tensor(values, dtype=torch.float64)
-    dist.all_reduce(packed, op=dist.ReduceOp.MAX, group=group)
-    return [float(value) for value in packed]
+LOGGED = "a step that logged"
+Mark = tuple[int, int, int, int]
+
+
+class Comparison:
+    """One small message by which ranks find out whether they are at the same place, and what any of them was asked.
+
+    All comparisons are alike, so that ranks that are at different places compare with each other, and know it.
+
+    Args:
+        mark: where this rank is: loader, batch, whether it is the last, and a checksum of the rest.
+        requested: what was asked of this rank; `anybody` then says what was asked of any.
+        group: all ranks.
+    """
+
+    def __init__(self, mark: Mark, requested: Sequence[float], group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._numbers = torch.tensor([*requested, *mark, *(-number for number in mark)], dtype=torch.float64)
+        self._work = dist.all_reduce(self._numbers, op=dist.ReduceOp.MAX, group=group, async_op=True)
+        self._places = len(mark)
+        self.anybody: list[float] = []
+
+    def finish(self, where: Callable[[], str], what: Callable[[], str]) -> None:
+        """Waits for the others.
+
+        Args:
+            where: tells the place in words; called only if ranks differ, as is `what`.
+            what: tells what the checksum is of.
+
+        Raises:
+            ValueError: on every rank, if they are at different places or hold different things.
+        """
+        self._work.wait()
+        numbers = self._numbers.tolist()
+        highest, lowest = numbers[-2 * self._places : -self._places], numbers[-self._places :]
+        self.anybody = numbers[: -2 * self._places]
+        if any(high != -low for high, low in zip(highest, lowest, strict=True)):
+            self._explain(gather((where(), what()), self._group))
+
+    def _explain(self, said: list[tuple[str, str]]) -> None:
+        places = [place for place, _ in said]
+        if any(place.startswith(LOGGED) for place in places):
+            remedy = "log on all ranks alike, or on one with rank_zero_only=True"
+            require_same("what is logged", [f"{place} {what}".rstrip() for place, what in said], remedy)
+        require_same("the end of the data", places, EVENLY)
+        require_same("the structure of a batch", [what for _, what in said], "look at the dataset there")
+
+
+EVENLY = "every rank must read equally many batches"

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_parallel.strategies.agreement import describe, gather, largest, require_same
+from lightning_parallel.strategies.agreement import EVENLY, Comparison, Mark, describe, gather, require_same
 from lightning_parallel.strategies.loaders import DividedIterable
 from lightning_parallel.strategies.randomness import RandomState
 from lightning_parallel.strategies.shares import Notes, Readers, Share
 from lightning_parallel.strategies.signals import Requested, Signals
 
-EVENLY = "every rank must read equally many batches"
-ENDED = (-1, -1, 0, 0)
+ENDED: Mark = (-1, -1, 0, 0)
 
 
 class Batches:
@@ -91,17 +90,14 @@ class Batches:
         place = f"batch {batch_idx} of loader {dataloader_idx}{', the last one' if last else ''}"
         self._compare((*position, zlib.crc32(structure.encode())), lambda: place, lambda: structure)
 
-    def _compare(self, mark: tuple[int, ...], place: Callable[[], str], structure: Callable[[], str]) -> None:
+    def _compare(self, mark: Mark, place: Callable[[], str], structure: Callable[[], str]) -> None:
         """One small message in every batch; ranks say more only once they know that they differ."""
         signals = self._signals()
-        requested = Requested() if signals is None else signals.requested
-        stop, requeue, *extremes = largest([*requested, *mark, *(-number for number in mark)], self._group)
+        comparison = Comparison(mark, Requested() if signals is None else signals.requested, self._group)
+        comparison.finish(place, structure)
+        stop, requeue = comparison.anybody
         if signals is not None and (stop or requeue):
             signals.answer(Requested(bool(stop), bool(requeue)))
-        if [-low for low in extremes[len(mark) :]] != extremes[: len(mark)]:
-            said = gather((place(), structure()), self._group)
-            require_same("the end of the data", [where for where, _ in said], EVENLY)
-            require_same("the structure of a batch", [what for _, what in said], "look at the dataset there")
 
     def _require_same_order(self, loaders: Sequence[Any], readings: Sequence[Any]) -> None:
         remedy = "if it divides itself by rank, pass Trainer(use_distributed_sampler=False)"

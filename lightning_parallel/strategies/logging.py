@@ -20,8 +20,9 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_parallel.collectives.functional import Pending
-from lightning_parallel.strategies.agreement import gather, require_same
+from lightning_parallel.strategies.agreement import LOGGED, Comparison
 from lightning_parallel.strategies.metrics import Uncounted, at_most_on_step
+from lightning_parallel.strategies.signals import Requested
 
 OPERATIONS: dict[str, Any] = {
     "mean": dist.ReduceOp.SUM,
@@ -157,6 +158,8 @@ class StepLog:
         if self._module.trainer.predicting:
             return
         names, results = list(self._logged), [r for r in self._logged.values() if _has_step_value(r)]
+        if not names:
+            return  # a rank on which there are any then compares with what the others say next, and all know
         self._logged = {}
         agree = self._start_agreement(names)
         reductions = [self._start(results, kind, share) for kind in ("sum", "min", "max")]
@@ -169,17 +172,9 @@ class StepLog:
             finish()
 
     def _start_agreement(self, names: list[str]) -> Callable[[], None]:
-        mark = zlib.crc32("\n".join(names).encode())
-        marks = torch.tensor([mark, -mark])
-        work = Pending(dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=self._host, async_op=True))
-
-        def finish() -> None:
-            work.wait()
-            if marks[0] != -marks[1]:
-                remedy = "log on all ranks alike, or on one with rank_zero_only=True"
-                require_same("what is logged", gather(", ".join(names) or "nothing", self._host), remedy)
-
-        return finish
+        mark = (-2, -2, 0, zlib.crc32("\n".join(names).encode()))
+        comparison = Comparison(mark, Requested(), self._host)
+        return lambda: comparison.finish(lambda: LOGGED, lambda: ", ".join(names))
 
     def _start(self, results: list[_ResultMetric], kind: str, share: float) -> Callable[[], None]:
         chosen = [result for result in results if _kind(result) == kind]
