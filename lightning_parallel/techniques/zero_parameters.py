@@ -109,9 +109,14 @@ def shard_parameters(model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan, o
 
 
 def _entrances(model: nn.Module) -> list[nn.Module]:
-    """The modules whose forward users call: the model, its children, and members of its lists of modules."""
+    """The modules whose forward users call: the model, its children, and members of its lists of modules.
+
+    Those without parameters have nothing to gather; metrics among them cannot be looked up, as their hash changes.
+    """
     found = [model]
     for child in model.children():
+        if not any(True for _ in child.parameters()):
+            continue
         found += _entrances(child)[1:] if isinstance(child, nn.ModuleList | nn.ModuleDict) else [child]
     return found
 
