@@ -255,12 +255,13 @@ class _RequiresGrad:
     """
 
     def __init__(self, root: Root) -> None:
-        self._slots = {module: _sharded_slots(module) for module in (root, *_entrances(root.model))}
+        # by identity: the hash of a metric changes with its state
+        self._slots = {id(module): _sharded_slots(module) for module in (root, *_entrances(root.model))}
         self._agreed: dict[Tensor, bool] = {}
 
     def agree(self, module: nn.Module) -> None:
         """The whole and the sharded parameters under a module become as the one of the two that changed."""
-        for owner, name, shard in self._slots[module]:
+        for owner, name, shard in self._slots[id(module)]:
             whole, agreed = owner._parameters[name], self._agreed.get(shard, shard.requires_grad)
             if whole is not None and whole.requires_grad != shard.requires_grad:
                 wanted = whole.requires_grad if shard.requires_grad == agreed else shard.requires_grad
