@@ -35,9 +35,15 @@ class Bucket(ABC):
         self.parameters = list(parameters)
         self.missing: set[int] = set()
         self.active = False
+        self.synced = True
 
-    def begin(self) -> None:
-        """Before a backward pass; a bucket of frozen parameters stays out of it."""
+    def begin(self, synced: bool) -> None:
+        """Before a backward pass; a bucket of frozen parameters stays out of it.
+
+        Args:
+            synced: whether gradients are those of the global batch after it; else a later pass will see to that.
+        """
+        self.synced = synced
         self.missing = {index for index, parameter in enumerate(self.parameters) if parameter.requires_grad}
         self.active = bool(self.missing)
 
@@ -149,7 +155,7 @@ class BucketedStep(WrappedStep):
     def _begin(self) -> None:
         self._adopt_unfrozen()
         for bucket in self.buckets:
-            bucket.begin()
+            bucket.begin(self._synced)
         self._active = [bucket for bucket in self.buckets if bucket.active]
         self._next = 0
         self._running = True

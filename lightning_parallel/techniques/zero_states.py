@@ -87,6 +87,7 @@ class RowShard:
         self.start = min(mesh.get_local_rank() * self.chunk, parameter.numel())
         self.stop = min(self.start + self.chunk, parameter.numel())
         self._stored: DTensor | None = None
+        self._address = 0
 
     @property
     def numel(self) -> int:
@@ -101,11 +102,11 @@ class RowShard:
 
     def stored(self) -> DTensor:
         """This rank's rows in the parameter's own memory, or their copy on the host."""
-        current = self.parameter.detach().view(-1)[self.start : self.stop]
-        if self._stored is None:
+        address = self.parameter.data_ptr()
+        if self._stored is None or (address != self._address and not self.offload):
+            self._address = address  # a new one where the module's memory was replaced, as `module.to` does
+            current = self.parameter.detach().view(-1)[self.start : self.stop]
             self._stored = self.as_dtensor(current.cpu() if self.offload else current)
-        elif not self.offload and self._stored.to_local().data_ptr() != current.data_ptr():
-            self._stored = self.as_dtensor(current)  # the module's memory was replaced, as `module.to` does
         return self._stored
 
     def copy_whole(self, source: Tensor, chunks: Tensor, scale: float) -> None:
@@ -118,13 +119,14 @@ class RowShard:
             chunks[full:].zero_()
             chunks[full, : rest.numel()] = rest * scale
 
-    def assemble(self, chunks: Tensor) -> None:
-        """Fills the parameter from the chunks of all ranks."""
+    def assembled_from(self, chunks: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The copies, (target, source), that fill the parameter from the chunks of all ranks."""
         flat = self.parameter.detach().view(-1)
         full = flat.numel() // self.chunk
-        flat[: full * self.chunk].view(full, self.chunk).copy_(chunks[:full])
-        if rest := flat.numel() - full * self.chunk:
-            flat[full * self.chunk :].copy_(chunks[full, :rest])
+        if full == len(chunks):
+            return [(flat.view(full, self.chunk), chunks)]
+        whole, rest = flat[: full * self.chunk], flat[full * self.chunk :]
+        return [(whole.view(full, self.chunk), chunks[:full]), (rest, chunks[full, : rest.numel()])]
 
 
 class ScatterBucket(Bucket):
@@ -144,6 +146,7 @@ class ScatterBucket(Bucket):
         self._message: Tensor | None = None
         self._kept = torch.zeros(self._width, dtype=parameters[0].dtype, device=parameters[0].device)
         self._carried: list[int] = []
+        self._of_one_replica = False  # what is kept is not summed over replicas yet
         self._gradients = [
             shard.as_dtensor(self._kept[slot][: shard.numel])
             for shard, slot in zip(self.shards, self._slots, strict=True)
@@ -151,9 +154,9 @@ class ScatterBucket(Bucket):
 
     # ---------------------------------------------------------------- gradients
 
-    def begin(self) -> None:
+    def begin(self, synced: bool) -> None:
         """See `Bucket.begin`. Gradients that are sharded already step aside, to be added to in `finish`."""
-        super().begin()
+        super().begin(synced)
         self._kept.untyped_storage().resize_(self._width * self._kept.element_size())
         self._carried = [i for i, parameter in enumerate(self.parameters) if isinstance(parameter.grad, DTensor)]
         for index in self._carried:
@@ -192,11 +195,15 @@ class ScatterBucket(Bucket):
         self._pending = reduce_scatter(self._received, self._message, self._shard_group)
 
     def settle(self) -> None:
-        """See `Bucket.settle`. Hybrid sharding now sums the shards over the replicas."""
+        """See `Bucket.settle`. Hybrid sharding now sums the shards over the replicas, in passes that synchronise."""
         self._pending.wait()
         self._message = None
+        if self._of_one_replica:
+            self._add_carried()
         group = self._replica_group
-        self._pending = Pending(None) if group is None else all_reduce(self._received, group)
+        across = group is not None and self.synced
+        self._pending = all_reduce(self._received, group) if across and group is not None else Pending(None)
+        self._of_one_replica = group is not None and not self.synced
 
     def finish(self) -> None:
         """See `Bucket.finish`."""
@@ -214,12 +221,13 @@ class ScatterBucket(Bucket):
         return [index for index, somewhere in zip(self._unused, used, strict=True) if not somewhere]
 
     def _add_carried(self) -> None:
-        if not self._carried:
+        if not self._carried or self._received is self._kept:
             return
+        self._kept[self._flags].zero_()
         for index, slot in enumerate(self._slots):
             if index not in self._carried:
                 self._kept[slot].zero_()
-        self._kept.add_(self._received)
+        self._received = self._kept.add_(self._received)
 
     # ---------------------------------------------------------------- parameters
 
@@ -227,13 +235,15 @@ class ScatterBucket(Bucket):
         """Starts to gather what all ranks stored; the function returned waits and fills the parameters."""
         whole = self._kept.new_empty(self._ranks, self._flags.start)
         own = whole[self.shards[0].mesh.get_local_rank()]
-        for shard, slot in zip(self.shards, self._slots, strict=True):
-            own[slot][: shard.numel].copy_(shard.stored().to_local().reshape(-1))
+        chunks = [shard.chunk for shard in self.shards]
+        kept = [shard.stored().to_local().view(-1) for shard in self.shards]
+        torch._foreach_copy_([s[: k.numel()] for s, k in zip(torch.split(own, chunks), kept, strict=True)], kept)
         pending = all_gather(whole, own, self._shard_group)
 
         def unpack() -> None:
             pending.wait()
-            for shard, slot in zip(self.shards, self._slots, strict=True):
-                shard.assemble(whole[:, slot])
+            columns = zip(self.shards, torch.split(whole, chunks, dim=1), strict=True)
+            copies = [copy for shard, column in columns for copy in shard.assembled_from(column)]
+            torch._foreach_copy_([target for target, _ in copies], [source for _, source in copies])
 
         return unpack

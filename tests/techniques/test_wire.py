@@ -125,7 +125,7 @@ ROWS: dict[str, tuple[Technique, Closed]] = {
     "zero 2": (Zero(stage=2), lambda q: {8: q + 1}),
     "zero 3": (Zero(stage=3), lambda q: {8: 3 * q}),
     "hybrid zero 1": (Zero(4, stage=1, replicate=2), lambda q: {4: 2, 2: 2 / 4}),
-    "hybrid zero 2": (Zero(4, stage=2, replicate=2), lambda q: {4: q + 1, 2: 2 * q / 4}),
+    "hybrid zero 2": (Zero(4, stage=2, replicate=2), lambda q: {4: q + 1, 2: 2 / 4}),
     "hybrid zero 3": (Zero(4, stage=3, replicate=2), lambda q: {4: 3 * q, 2: 2 / 4}),
 }
 
