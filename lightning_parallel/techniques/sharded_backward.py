@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
 
 from lightning_parallel.collectives.functional import all_reduce
 
@@ -32,7 +33,7 @@ class ShardedBackward:
         states = list(_states(root))
         self._state, self._root_groups = states[0], _groups(states[0])
         self._parameters = [p for state in states for group in _groups(state) for p in group.fsdp_params]
-        self._attended: set[Tensor] = set()
+        self._attended: dict[Tensor, RemovableHandle] = {}
         self._used: set[Any] = set()
         self._filled: dict[Any, Tensor | None] = {}
         self._finished = False
@@ -53,8 +54,13 @@ class ShardedBackward:
         """To be called while the root's parameters are whole: a gradient within a running step starts its end."""
         for parameter in (p.unsharded_param for group in self._root_groups for p in group.fsdp_params):
             if parameter.requires_grad and parameter not in self._attended:
-                parameter.register_post_accumulate_grad_hook(self._on_gradient)
-                self._attended.add(parameter)
+                self._attended[parameter] = parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def close(self) -> None:
+        """Removes the hooks: the garbage collector does not see that a parameter holds them."""
+        for handle in self._attended.values():
+            handle.remove()
+        self._attended.clear()
 
     def _on_gradient(self, _: Tensor) -> None:
         if self._root.running:

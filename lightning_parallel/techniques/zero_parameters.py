@@ -246,6 +246,11 @@ class ShardedParametersStep(WrappedStep):
             self._root.unshard()
         self.inner.after_optimizer_step(parameters)
 
+    def close(self) -> None:
+        """See `Step.close`."""
+        self._backward.close()
+        self.inner.close()
+
 
 class _RequiresGrad:
     """Keeps the whole parameters of a running step frozen exactly when the sharded ones are, and the other way round.
