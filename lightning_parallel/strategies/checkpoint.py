@@ -9,15 +9,19 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torchmetrics import Metric
+from torchmetrics.utilities.data import dim_zero_cat, dim_zero_sum
 
 from lightning_parallel.techniques.shards import gathered, shard_of
 
@@ -84,11 +88,39 @@ def whole_state_dict(module: nn.Module, keep: bool) -> dict[str, Any]:
 
     The other ranks get the same names too, because users' `on_save_checkpoint` hooks look them up everywhere.
     """
-    with torch.no_grad():
+    with torch.no_grad(), _united_metrics(module):
         return {
             name: gathered(value, keep) if isinstance(value, Tensor) else value
             for name, value in module.state_dict().items()
         }
+
+
+@contextmanager
+def _united_metrics(module: nn.Module) -> Iterator[None]:
+    """Inside, metrics that are saved hold what all ranks have seen."""
+    metrics = [metric for metric in _saved_metrics(module) if dist.is_initialized() and not metric._is_synced]
+    for metric in metrics:
+        metric.sync(process_group=metric.process_group, distributed_available=lambda: True)
+    try:
+        yield
+    finally:
+        for metric in metrics:
+            metric.unsync()
+
+
+def _saved_metrics(module: nn.Module) -> list[Metric]:
+    metrics = (part for part in module.modules() if isinstance(part, Metric))
+    return [metric for metric in metrics if any(metric._persistent.values())]
+
+
+def keep_sums_on_first(module: nn.Module, first: bool) -> None:
+    """After loading, only the first of the ranks that see different data starts from what all had summed or listed."""
+    for metric in [] if first else _saved_metrics(module):
+        for name, saved in metric._persistent.items():
+            if saved and metric._reductions[name] in (dim_zero_sum, dim_zero_cat):
+                default = metric._defaults[name]
+                fresh = default.clone().to(metric.device) if isinstance(default, Tensor) else list(default)
+                setattr(metric, name, fresh)
 
 
 def load_whole_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:

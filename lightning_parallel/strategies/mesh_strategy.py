@@ -24,6 +24,7 @@ from lightning_parallel.strategies.batches import Batches
 from lightning_parallel.strategies.buffers import Buffers
 from lightning_parallel.strategies.checkpoint import (
     AtomicCheckpointIO,
+    keep_sums_on_first,
     load_whole_state_dict,
     put_positions_back,
     set_positions_aside,
@@ -329,10 +330,12 @@ class MeshStrategy(RankStrategy):
             self._waiting_state = (checkpoint["state_dict"], strict)
         else:
             load_whole_state_dict(module, checkpoint["state_dict"], strict)
+        keep_sums_on_first(module, self._readers().rank == 0)
 
     def _load_waiting_state(self, module: nn.Module) -> None:
         if self._waiting_state is not None:
             load_whole_state_dict(module, *self._waiting_state)
+            keep_sums_on_first(module, self._readers().rank == 0)
             self._waiting_state = None
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -363,7 +366,7 @@ class MeshStrategy(RankStrategy):
             self._log.close()
         if self._signals is not None:
             self._signals.close()
-        if self._callback is not None:
+        if self._callback in self._callbacks():
             self._callbacks().remove(self._callback)
         restore_precision(self.precision_plugin)
         if not materialise.has_sharded_parameters(module) or self._make_whole(module):

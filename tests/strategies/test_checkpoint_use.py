@@ -1,0 +1,226 @@
+"""What users do with checkpoints: hooks, callbacks, loading without a Trainer, and failures while saving."""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
+
+from lightning_parallel.strategies.checkpoint import AtomicCheckpointIO
+from lightning_parallel.strategies.data_parallel import DataParallelStrategy
+from lightning_parallel.strategies.zero import ZeroStrategy
+from tests.ranks import run_on_ranks
+from tests.trainers import trainer
+
+LAYOUTS: dict[str, Callable[[], Any]] = {
+    "data_parallel": partial(DataParallelStrategy, 2),
+    "zero_1": partial(ZeroStrategy, 2, stage=1),
+    "zero_3": partial(ZeroStrategy, 2, stage=3),
+}
+
+
+class Tied(LightningModule):
+    """Tied weights, buffers, a metric that is saved, hyperparameters, and hooks that edit the checkpoint."""
+
+    def __init__(self, width: int = 6, lr: float = 0.1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(9, width), nn.Linear(width, 9, bias=False)
+        self.head.weight = self.table.weight
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.metric = MeanMetric()
+        self.metric.persistent(True)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return F.cross_entropy(self.head(self.table(batch[0])), batch[0])
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.steps += 1
+        loss = self.loss(batch)
+        self.metric.update(loss.detach())
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+
+
+class SaveHalfway(Callback):
+    """Saves within an epoch, and says what the metric has seen in all by its end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.end = 0.0
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, idx: int) -> None:
+        if idx == 0 and not self.path.exists():
+            trainer.save_checkpoint(self.path)
+
+    def on_train_epoch_end(self, trainer: Trainer, module: LightningModule) -> None:
+        self.end = float(module.metric.compute())
+
+
+class Editing(Tied):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["note"] = "written"
+        checkpoint["state_dict"]["table.weight"] = checkpoint["state_dict"]["table.weight"] + 1
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        assert checkpoint["note"] == "written"
+        checkpoint["state_dict"]["table.weight"] = checkpoint["state_dict"]["table.weight"] * 2
+        checkpoint["state_dict"]["head.weight"] = checkpoint["state_dict"]["table.weight"]
+
+
+def tokens() -> DataLoader:
+    return DataLoader(TensorDataset(torch.arange(16) % 9), 4)
+
+
+def fitted(make: Callable[[], Any], model: LightningModule, **run: Any) -> Trainer:
+    for said in (
+        "exists and is not empty",
+        "called without a model",
+        "multiple `ModelCheckpoint`",
+        "no last checkpoint",
+    ):
+        warnings.filterwarnings("ignore", f".*{said}")
+    made = trainer(make(), **({"max_epochs": 1} | run))
+    made.fit(model, tokens(), tokens())
+    return made
+
+
+def edited(make: Callable[[], Any], path: Path) -> None:
+    model = Editing()
+    run = fitted(make, model)
+    run.save_checkpoint(path)
+    weight = model.table.weight.detach().clone()
+    state = torch.load(path, weights_only=True)["state_dict"]
+    torch.testing.assert_close(state["table.weight"], weight + 1)
+    again = Editing()
+    trainer(make()).validate(again, tokens(), ckpt_path=path, verbose=False)
+    torch.testing.assert_close(again.table.weight, 2 * (weight + 1))
+    assert again.head.weight is again.table.weight
+    assert again.steps == model.steps > 0
+
+
+def read_by_anyone(make: Callable[[], Any], path: Path) -> None:
+    model = Tied(width=5, lr=0.2)
+    run = fitted(make, model)
+    run.save_checkpoint(path)
+    run.save_checkpoint(path.with_suffix(".weights"), weights_only=True)
+    loaded = Tied.load_from_checkpoint(path, lr=0.3, weights_only=True)
+    assert (loaded.hparams.width, loaded.hparams.lr) == (5, 0.3)
+    assert torch.equal(loaded.head.weight, model.head.weight)
+    assert loaded.steps == model.steps
+    assert "optimizer_states" not in torch.load(path.with_suffix(".weights"), weights_only=True)
+    (result,) = trainer(make()).test(Tied(width=5), tokens(), ckpt_path=path.with_suffix(".weights"), verbose=False)
+    assert result["test_loss"] == pytest.approx(sum(model.loss(batch) for batch in tokens()).item() / 4, rel=1e-5)
+
+
+def metrics_go_on(make: Callable[[], Any], path: Path) -> None:
+    """A metric that is saved holds what all ranks have seen, as on one device."""
+    whole, rest = SaveHalfway(path), SaveHalfway(path)
+    fitted(make, Tied(), callbacks=[whole])
+    state = torch.load(path, weights_only=True)["state_dict"]
+    assert state["metric.weight"] == 2.0
+    model = Tied()
+    trainer(make(), max_epochs=1, callbacks=[rest]).fit(model, tokens(), tokens(), ckpt_path=path)
+    assert rest.end == pytest.approx(whole.end, rel=1e-6)
+
+
+def not_strict(make: Callable[[], Any], path: Path) -> None:
+    class Grown(Tied):
+        strict_loading = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.extra = nn.Parameter(torch.full((3,), 7.0))
+
+    model = Tied()
+    fitted(make, model).save_checkpoint(path)
+    grown = Grown()
+    trainer(make()).validate(grown, tokens(), ckpt_path=path, verbose=False)
+    torch.testing.assert_close(grown.table.weight, model.table.weight)
+    assert grown.extra.tolist() == [7.0] * 3
+    Grown.strict_loading = True
+    with pytest.raises(RuntimeError, match=r"Missing key.* \"extra\""):
+        trainer(make()).validate(Grown(), tokens(), ckpt_path=path, verbose=False)
+
+
+def best_and_last(make: Callable[[], Any], path: Path) -> None:
+    best = ModelCheckpoint(path.parent / "best", monitor="val_loss", save_top_k=2, save_last=True, mode="max")
+    often = ModelCheckpoint(path.parent / "often", "{step}", every_n_train_steps=3, save_top_k=-1)
+    run = fitted(make, Tied(), max_epochs=4, callbacks=[best, often], enable_checkpointing=True)
+    files = {file.name for file in (path.parent / "best").iterdir()}
+    assert len(files) == 3
+    assert "last.ckpt" in files
+    assert {file.stem for file in (path.parent / "often").iterdir()} == {"step=3", "step=6"}
+    (result,) = run.test(Tied(), tokens(), ckpt_path="best", verbose=False)
+    assert result["test_loss"] == pytest.approx(best.best_model_score.item(), rel=1e-5)
+    (result,) = run.validate(Tied(), tokens(), ckpt_path="last", verbose=False)
+    assert result["val_loss"] < best.best_model_score
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("use", [edited, read_by_anyone, metrics_go_on, not_strict, best_and_last])
+def test_use(use: Callable[..., None], layout: str, tmp_path: Path) -> None:
+    run_on_ranks(2, use, LAYOUTS[layout], tmp_path / "file.ckpt")
+
+
+class Unwritable:
+    def __reduce__(self) -> Any:
+        raise OSError("the disk is full")
+
+
+def test_a_writer_that_fails_leaves_the_file_before(tmp_path: Path) -> None:
+    io, path = AtomicCheckpointIO(), tmp_path / "deep" / "file.ckpt"
+    io.save_checkpoint({"weights": torch.ones(3)}, path)
+    with pytest.raises(OSError, match="the disk is full"):
+        io.save_checkpoint({"weights": torch.zeros(3), "last": Unwritable()}, path)
+    assert io.load_checkpoint(path)["weights"].tolist() == [1, 1, 1]
+    assert [file.name for file in path.parent.iterdir()] == ["file.ckpt"]
+    with pytest.raises(FileNotFoundError, match="there is no checkpoint at"):
+        io.load_checkpoint(tmp_path / "none.ckpt")
+
+
+class Failing(Callback):
+    """Raises on one rank, or on all."""
+
+    def __init__(self, ranks: list[int]) -> None:
+        self.ranks = ranks
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and trainer.global_rank in self.ranks:
+            raise ValueError("a user's mistake")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["OnExceptionCheckpoint", "ModelCheckpoint"])
+def test_saving_while_one_rank_fails_waits_for_nobody(layout: str, kind: str, tmp_path: Path) -> None:
+    (tmp_path / "before").touch()
+    if kind == "OnExceptionCheckpoint":
+        saver: Callback = OnExceptionCheckpoint(tmp_path)
+    else:
+        saver = ModelCheckpoint(tmp_path, save_on_exception=True)
+    with pytest.raises(AssertionError) as failure:
+        run_on_ranks(2, fails_loudly, LAYOUTS[layout], saver, timeout=5.0)
+    assert "a user's mistake" in str(failure.value)
+    assert [file.name for file in tmp_path.iterdir()] == ["before"]
+
+
+def fails_loudly(make: Callable[[], Any], saver: Callback) -> None:
+    fitted(make, Tied(), callbacks=[Failing([1]), saver], enable_checkpointing=True)
