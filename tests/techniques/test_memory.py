@@ -20,12 +20,18 @@ from lightning_parallel import DataParallel, HybridStrategy, Zero
 from lightning_parallel.techniques.technique import Technique
 from lightning_parallel.techniques.zero_parameters import UNIT_BYTES
 from tests.models import build, loaders
-from tests.ranks import run_on_ranks
+from tests.ranks import POOL, run_on_ranks
 from tests.trainers import trainer
 
 Counts = dict[str, float]
 SMALL = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4}
 FOUR_UNITS = {"hidden_size": 512, "intermediate_size": 2304, "num_hidden_layers": 4}  # every block is one
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fresh_ranks() -> None:
+    """What earlier tests left reachable on a rank must not count: these tests start ranks of their own."""
+    POOL.kill()
 
 
 # ---------------------------------------------------------------- counting
