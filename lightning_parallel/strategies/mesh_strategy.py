@@ -178,9 +178,8 @@ class MeshStrategy(RankStrategy):
 
     def _mean_loss(self, loss: Any) -> Any:
         """The loss over all ranks' samples, for optimizers that decide by it how far to go, as LBFGS does."""
-        if not isinstance(loss, Tensor) or not self.is_distributed:
-            return loss
-        return reduce_tensor(loss * self._weight, self._mesh().data.get_group(), "mean")
+        alone = not isinstance(loss, Tensor) or not self.is_distributed
+        return loss if alone else reduce_tensor(loss * self._weight, self._mesh().data.get_group(), "mean")
 
     # ---------------------------------------------------------------- data
 

@@ -16,6 +16,7 @@ SHARED_BY_TECHNIQUES = {
     "gradient_average",
     "gradient_buckets",
     "redirect",
+    "sharded_backward",
     "shards",
     "stored_optimizer",
 }
