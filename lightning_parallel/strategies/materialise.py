@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_parallel.strategies.deferred_init import DeferredInit
 from lightning_parallel.strategies.orphan_modules import OrphanModules
-from lightning_parallel.techniques.shards import is_sharded, shard_of
+from lightning_parallel.techniques.shards import is_sharded, shard_of, whole_tensor
 
 log = logging.getLogger(__name__)
 
@@ -139,7 +139,7 @@ def make_whole(module: nn.Module) -> None:
         for name, parameter in part._parameters.items():
             if isinstance(parameter, DTensor):
                 if id(parameter) not in whole:
-                    value = parameter.full_tensor().cpu()
+                    value = whole_tensor(parameter).cpu()
                     whole[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
                 part._parameters[name] = whole[id(parameter)]
 
