@@ -1,0 +1,277 @@
+"""Schedules as data: PyTorch's orders, complete, free of deadlock; what is refused says why."""
+
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed.pipelining.schedules as theirs
+
+from lightning_parallel.techniques.pipeline_parallel.schedules import (
+    SCHEDULES,
+    Action,
+    Kind,
+    Schedule,
+    make_schedule,
+    nearest_legal_microbatches,
+)
+
+RANKS = (1, 2, 3, 4, 8)
+MICROBATCHES = (1, 2, 3, 4, 6, 8, 9, 16)
+FROM_TORCH = {
+    "interleaved_1f1b": theirs.ScheduleInterleaved1F1B,
+    "looped_bfs": theirs.ScheduleLoopedBFS,
+    "interleaved_zero_bubble": theirs.ScheduleInterleavedZeroBubble,
+    "zbv": theirs.ScheduleZBVZeroBubble,
+    "dualpipev": theirs.ScheduleDualPipeV,
+}
+
+
+def schedules_of(name: str) -> Iterator[Schedule]:
+    """Every legal combination of few and many ranks, microbatches and stages per rank."""
+    rule = SCHEDULES[name]
+    for ranks in RANKS:
+        for microbatches in {m for wish in MICROBATCHES for m in nearest_legal_microbatches(name, ranks, wish)}:
+            for stages_per_rank in (None,) if rule.fixed else (1, 2, 3):
+                yield make_schedule(name, ranks, microbatches, stages_per_rank)
+
+
+def peer(schedule: Schedule, action: Action) -> tuple[int, Action] | None:
+    """The rank at the other end of a SEND or RECV, and what it calls the message."""
+    if action.kind.computes:
+        return None
+    forward, sends = action.kind.value.endswith("_F"), action.kind.value.startswith("SEND")
+    stage = action.stage + (1 if forward == sends else -1)
+    kind = Kind[action.kind.value.replace("SEND", "RECV") if sends else action.kind.value.replace("RECV", "SEND")]
+    return schedule.rank_of(stage), Action(stage, kind, action.microbatch)
+
+
+class Machine:
+    """Ranks that work through their lists; a computation without its inputs on the rank is an error."""
+
+    def __init__(self, schedule: Schedule, rendezvous: bool) -> None:
+        self.schedule, self.rendezvous = schedule, rendezvous
+        self.lists = [deque(row) for row in schedule.with_communication()]
+        self.done: list[set[Action]] = [set() for _ in self.lists]
+        self.wires: dict[tuple[int, int], deque[Action]] = defaultdict(deque)
+
+    def run(self) -> None:
+        while any(self.advance(rank) for rank in range(len(self.lists))):
+            pass
+        waiting = {rank: row[0] for rank, row in enumerate(self.lists) if row}
+        assert not waiting, f"{self.schedule.name} hangs: {waiting}"
+        assert not any(self.wires.values()), "something was sent that nobody received"
+
+    def advance(self, rank: int) -> bool:
+        if not self.lists[rank] or not self.may(rank, self.lists[rank][0]):
+            return False
+        self.finish(rank)
+        return True
+
+    def finish(self, rank: int) -> None:
+        self.done[rank].add(self.lists[rank].popleft())
+
+    def may(self, rank: int, action: Action) -> bool:
+        other = peer(self.schedule, action)
+        if other is None:
+            self.check_inputs(rank, action)
+            return True
+        there, message = other
+        assert there != rank, f"{action} stays on rank {rank}"
+        if action.kind.value.startswith("SEND"):
+            self.check_sent(rank, action)
+        return self.meets(rank, there, message) if self.rendezvous else self.passes(rank, there, action)
+
+    def meets(self, rank: int, there: int, message: Action) -> bool:
+        """Both sides stand at the same message; the other side is finished here, this one by the caller."""
+        if not self.lists[there] or self.lists[there][0] != message:
+            return False
+        self.finish(there)
+        return True
+
+    def passes(self, rank: int, there: int, action: Action) -> bool:
+        """A send never waits; a receive takes the oldest message of its sender, which must be the right one."""
+        if action.kind.value.startswith("SEND"):
+            self.wires[rank, there].append(action)
+            return True
+        wire = self.wires[there, rank]
+        if not wire:
+            return False
+        assert wire.popleft() == peer(self.schedule, action)[1]
+        return True
+
+    def check_sent(self, rank: int, action: Action) -> None:
+        kinds = (Kind.F,) if action.kind is Kind.SEND_F else (Kind.B, Kind.I)
+        assert any(Action(action.stage, kind, action.microbatch) in self.done[rank] for kind in kinds)
+
+    def check_inputs(self, rank: int, action: Action) -> None:
+        stage, kind, i = action.stage, action.kind, action.microbatch
+        wanted: list[set[Action]] = []
+        if kind is Kind.W:
+            wanted = [{Action(stage, Kind.I, i)}]
+        elif kind is Kind.F and stage:
+            wanted = [{Action(stage, Kind.RECV_F, i), Action(stage - 1, Kind.F, i)}]
+        elif kind is not Kind.F:
+            after = {Action(stage, Kind.RECV_B, i), Action(stage + 1, Kind.B, i), Action(stage + 1, Kind.I, i)}
+            wanted = [{Action(stage, Kind.F, i)}, *([after] if stage < self.schedule.stages - 1 else [])]
+        for choices in wanted:
+            assert choices & self.done[rank], f"{action} on rank {rank} lacks {choices}"
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("rendezvous", [True, False], ids=["rendezvous", "buffered"])
+def test_no_rank_waits_for_ever(name: str, rendezvous: bool) -> None:
+    for schedule in schedules_of(name):
+        Machine(schedule, rendezvous).run()
+        Machine(schedule.only((schedule.microbatches + 1) // 2), rendezvous).run()
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_pair_of_ranks_orders_its_messages_alike(name: str) -> None:
+    for schedule in schedules_of(name):
+        talk: dict[tuple[int, int], list[Action]] = defaultdict(list)
+        for rank, row in enumerate(schedule.with_communication()):
+            for action in row:
+                if other := peer(schedule, action):
+                    talk[rank, other[0]].append(min(action, other[1], key=str))
+        assert all(talk[there, here] == messages for (here, there), messages in list(talk.items()))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_stage_runs_every_microbatch_once(name: str) -> None:
+    for schedule in schedules_of(name):
+        for rank, row in enumerate(schedule.computations):
+            pairs = [(stage, i) for stage in schedule.stages_of(rank) for i in range(schedule.microbatches)]
+            kinds = {pair: "".join(a.kind.value for a in row if (a.stage, a.microbatch) == pair) for pair in pairs}
+            assert set(kinds.values()) <= {"FB", "FIW"}
+            assert len(row) == sum(map(len, kinds.values()))
+        assert schedule.splits_backward == any("W" in str(row) for row in schedule.orders)
+
+
+def in_torch(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> tuple[tuple[Action, ...], ...]:
+    """PyTorch's order, drawn from its class without a process group."""
+    rounds = max(1, microbatches // ranks)
+    stand_in: Any = SimpleNamespace(
+        pp_group_size=ranks,
+        num_stages=ranks * stages_per_rank,
+        n_local_stages=stages_per_rank,
+        microbatches_per_round=microbatches // rounds,
+        _n_microbatches=microbatches,
+        _stages=[None] * stages_per_rank,
+    )
+    rows = (FROM_TORCH[name]._calculate_single_rank_operations(stand_in, rank) for rank in range(ranks))
+    return tuple(tuple(ours(action) for one in row if one for action in (one.sub_actions or (one,))) for row in rows)
+
+
+def ours(action: Any) -> Action:
+    return Action(action.stage_index, Kind(action.computation_type.value), action.microbatch_index)
+
+
+@pytest.mark.parametrize("name", FROM_TORCH)
+def test_the_order_is_that_of_pytorch(name: str) -> None:
+    for schedule in schedules_of(name):
+        stages_per_rank = schedule.stages // schedule.ranks
+        assert schedule.computations == in_torch(name, schedule.ranks, schedule.microbatches, stages_per_rank)
+
+
+def test_1f1b_keeps_no_more_than_the_stages_that_follow() -> None:
+    rows = make_schedule("1f1b", ranks=4, microbatches=6).computations
+    assert " ".join(map(str, rows[1])) == "1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1F5 1B3 1B4 1B5"
+    assert " ".join(map(str, rows[3])) == "3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3 3F4 3B4 3F5 3B5"
+    assert " ".join(map(str, make_schedule("gpipe", 2, 2).computations[1])) == "1F0 1F1 1B0 1B1"
+
+
+def test_the_grid_shows_ranks_over_time() -> None:
+    assert make_schedule("1f1b", ranks=2, microbatches=3).grid().splitlines() == [
+        "rank 0 | 0F0 0F1     0B0 0F2 0B1     0B2",
+        "rank 1 |     1F0 1B0 1F1 1B1 1F2 1B2",
+    ]
+
+
+def test_stages_lie_in_loops_or_in_a_v() -> None:
+    assert make_schedule("interleaved_1f1b", 2, 2, stages_per_rank=3).stages_of(1) == (1, 3, 5)
+    assert make_schedule("zbv", 2, 4).stages_of(0) == (0, 3)
+    assert [make_schedule("dualpipev", 2, 4).rank_of(stage) for stage in range(4)] == [0, 1, 1, 0]
+
+
+def test_communication_frames_the_computations() -> None:
+    first, last = make_schedule("1f1b", ranks=2, microbatches=1).with_communication()
+    assert " ".join(map(str, first)) == "0F0 0SEND_F0 0RECV_B0 0B0"
+    assert " ".join(map(str, last)) == "1RECV_F0 1F0 1B0 1SEND_B0"
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_file_gives_the_same_schedule(name: str, tmp_path: Path) -> None:
+    schedule = make_schedule(name, ranks=2, microbatches=4)
+    file = tmp_path / "own.csv"
+    file.write_text(schedule.csv())
+    read = make_schedule(str(file), ranks=2, microbatches=4)
+    assert (read.orders, read.stages, read.stages_of(1)) == (schedule.orders, schedule.stages, schedule.stages_of(1))
+
+
+def test_a_file_of_pytorch_with_overlapped_actions(tmp_path: Path) -> None:
+    file = tmp_path / "overlapped.csv"
+    file.write_text("0F0,(0F1;0B0)OVERLAP_F_B,,0I1,0W1\n")
+    assert " ".join(map(str, make_schedule(str(file), 1, 2).computations[0])) == "0F0 0F1 0B0 0I1 0W1"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("0F0,0B0\n", "rows with actions, but the pipeline has 2 ranks; write one row per rank"),
+        ("0F0,0B0\n,\n", "it has 1 rows with actions"),
+        ("0F0,0B0\n1F0,1X0\n", "row 2: '1X0' is no action: write"),
+        ("0F0,0SEND_F0,0B0\n1F0,1B0\n", "'0SEND_F0' is no action"),
+        ("0F0,0F0,0B0\n1F0,1B0\n", "0F0 stands in it twice"),
+        ("0F0,0B0\n2F0,2B0\n", r"its stages are \[0, 2\]; number them 0 to 1"),
+        ("0F0,1B0\n1F0,0B0\n", "stage 1 runs on ranks 0 and 1; a stage lies on one rank"),
+        ("0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1\n", r"runs microbatches \[0, 1\], but the batch has 1, 0 to 0"),
+        ("0F0,0I0\n1F0,1B0\n", "stage 0 runs F I of microbatch 0; every stage runs F, and B or else I and W"),
+        ("0F0,0B0\n1F0,1B0,1W0\n", "stage 1 runs F B W of microbatch 0"),
+        ("0F0,0B0\n1B0,1F0\n", "wait for each other: rank 0 at 0B0 for 1B0 or 1I0; rank 1 at 1B0 for 1F0"),
+        ("0F0,0W0,0I0\n1F0,1B0\n", "wait for each other: rank 0 at 0W0 for 0I0"),
+    ],
+)
+def test_a_wrong_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "wrong.csv"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        make_schedule(str(file), ranks=2, microbatches=1)
+
+
+def test_a_file_with_another_number_of_stages_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "own.csv"
+    file.write_text(make_schedule("zbv", ranks=2, microbatches=4).csv())
+    with pytest.raises(ValueError, match=r"its ranks hold \[2, 2\] stages, but stages_per_rank is 3; leave"):
+        make_schedule(str(file), ranks=2, microbatches=4, stages_per_rank=3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("1f1bb", 2, 2), "'1f1bb' is no schedule; did you mean '1f1b'"),
+        (("nowhere.csv", 2, 2), "there is no file nowhere.csv; give"),
+        (("gpipe", 0, 2), "ranks=0 must be at least 1"),
+        (("gpipe", 2, 0), "microbatches=0 must be at least 1"),
+        (("interleaved_1f1b", 2, 2, 0), "stages_per_rank=0 must be at least 1"),
+        (("1f1b", 2, 2, 2), r"1f1b runs 1 stage per rank, not 2; .* \['interleaved_1f1b', 'looped_bfs'"),
+        (("zbv", 2, 2, 1), "zbv runs 2 stages per rank, not 1"),
+        (("interleaved_1f1b", 4, 9), "at least 4 microbatches each: 9 cannot be divided into 2; nearest are 8 and 10"),
+        (("interleaved_zero_bubble", 2, 5), "5 cannot be divided into 2; nearest are 4 and 6"),
+        (("dualpipev", 4, 6), "a microbatch for each of its 8 stages: 6 are too few; nearest is 8"),
+    ],
+)
+def test_what_breaks_a_rule_is_refused(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_schedule(*arguments)
+
+
+def test_fewer_microbatches_keep_the_order() -> None:
+    schedule = make_schedule("dualpipev", ranks=2, microbatches=8)
+    kept = schedule.only(3)
+    assert kept.microbatches == 3
+    assert kept.computations == tuple(tuple(a for a in row if a.microbatch < 3) for row in schedule.computations)
+    with pytest.raises(ValueError, match="9 microbatches are none of 1 to 8"):
+        schedule.only(9)
