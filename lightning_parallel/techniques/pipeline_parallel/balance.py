@@ -1,0 +1,64 @@
+"""Which blocks of a model make a stage, so that the slowest stage is as fast as can be."""
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+SAME = 1 + 1e-9  # sums of floats that differ by rounding are ties
+
+
+def split(costs: Sequence[float], stages: int, first_extra: float = 0.0, last_extra: float = 0.0) -> list[range]:
+    """Divides the blocks into contiguous stages of at least one block, so that the largest stage cost is smallest.
+
+    Of several best divisions it takes the one with the fewest blocks on the last stage, then on the stage before it
+    if the stages up to there cannot be balanced better, and so on.
+
+    Args:
+        costs: Of every block, in the order of the model and in any unit.
+        stages: How many stages there shall be.
+        first_extra: What the first stage does besides its blocks, as embeddings.
+        last_extra: What the last stage does besides its blocks, as the head and the loss.
+
+    Returns:
+        The blocks of every stage.
+
+    Raises:
+        ValueError: There are fewer blocks than stages, or a cost is negative or no number.
+    """
+    _check(costs, stages, first_extra, last_extra)
+    total = [0.0, *accumulate(costs)]
+
+    def cost(stage: int, start: int, stop: int) -> float:
+        extra = first_extra * (stage == 0) + last_extra * (stage == stages - 1)
+        return total[stop] - total[start] + extra
+
+    # best[s][n]: the largest cost when the first n blocks make the stages 0 to s, divided as well as can be
+    best = [[cost(0, 0, n) if n else math.inf for n in range(len(costs) + 1)]]
+    for stage in range(1, stages):
+        before = best[-1]
+        best.append(
+            [
+                min((max(before[k], cost(stage, k, n)) for k in range(stage, n)), default=math.inf)
+                for n in range(len(costs) + 1)
+            ]
+        )
+    bounds = [len(costs)]
+    for stage in range(stages - 1, 0, -1):
+        n = bounds[-1]
+        limit = best[stage][n] * SAME
+        bounds.append(
+            next(k for k in range(n - 1, stage - 1, -1) if max(best[stage - 1][k], cost(stage, k, n)) <= limit)
+        )
+    bounds = [0, *reversed(bounds)]
+    return [range(start, stop) for start, stop in pairwise(bounds)]
+
+
+def _check(costs: Sequence[float], stages: int, first_extra: float, last_extra: float) -> None:
+    if stages < 1 or stages > len(costs):
+        raise ValueError(
+            f"{len(costs)} blocks cannot make {stages} stages, each of at least one block; "
+            f"take 1 to {len(costs)} stages: fewer ranks, or fewer stages per rank"
+        )
+    wrong = [value for value in (*costs, first_extra, last_extra) if not 0 <= value < math.inf]
+    if wrong:
+        raise ValueError(f"{wrong[0]} is no cost of a block or stage; give finite numbers that are not negative")
