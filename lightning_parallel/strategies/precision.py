@@ -12,7 +12,8 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_parallel.techniques.clipping import clip_by_norm, clip_by_value, local
+from lightning_parallel.techniques.clipping import clip_by_norm, clip_by_value
+from lightning_parallel.techniques.shards import local
 
 
 def adapt_precision(plugin: Precision, sharded: bool) -> None:

@@ -8,7 +8,9 @@ from math import prod
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
+
+from lightning_parallel.techniques.shards import divides, local
 
 
 @torch.no_grad()
@@ -39,11 +41,6 @@ def clip_by_value(parameters: Iterable[Tensor], limit: float) -> None:
         torch._foreach_clamp_max_(same, limit)
 
 
-def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _global_norm(gradients: list[Tensor], sharded: bool) -> Tensor:
     device = local(gradients[0]).device if gradients else torch.device("cpu")
     ranks = dist.get_world_size() if sharded else 1
@@ -63,7 +60,7 @@ def _global_norm(gradients: list[Tensor], sharded: bool) -> Tensor:
 def _shards(gradient: Tensor) -> int:
     if not isinstance(gradient, DTensor):
         return 1
-    return prod(gradient.device_mesh.size(i) for i, place in enumerate(gradient.placements) if isinstance(place, Shard))
+    return prod(gradient.device_mesh.size(i) for i, place in enumerate(gradient.placements) if divides(place))
 
 
 def _summed(total: Tensor) -> Tensor:

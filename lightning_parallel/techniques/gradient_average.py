@@ -9,11 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from lightning_parallel.collectives.functional import Pending, all_reduce
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.techniques.gradient_buckets import Bucket, BucketedStep
+from lightning_parallel.techniques.shards import as_shard, local
 from lightning_parallel.techniques.technique import Step
 
 Compression = Literal["bf16", "fp16", "powersgd"]
@@ -61,15 +63,17 @@ class AllReduceBucket(Bucket):
         self._scale = 1.0 if hook else 1.0 / group.size()  # torch's hooks divide for themselves
         self._message: Tensor | None = None
         self._views: list[Tensor] = []
+        self._gradients: list[Tensor] = []
 
     # ---------------------------------------------------------------- the reduction
 
     def keep(self, index: int) -> None:
         """See `Bucket.keep`. The gradient moves into the buffer, where later passes add to it."""
         self._allocate()
-        parameter, view = self.parameters[index], self._views[index]
-        if parameter.grad is not None and parameter.grad is not view and not parameter.grad.is_sparse:
-            parameter.grad = view.copy_(parameter.grad)
+        parameter, gradient = self.parameters[index], self._gradients[index]
+        if parameter.grad is not None and parameter.grad is not gradient and not parameter.grad.is_sparse:
+            self._views[index].copy_(local(parameter.grad))
+            parameter.grad = gradient
 
     def put(self, index: int) -> None:
         """See `Bucket.put`. A gradient that already lives in the buffer is not copied again."""
@@ -80,8 +84,8 @@ class AllReduceBucket(Bucket):
         elif parameter.grad.is_sparse:
             raise TypeError("sparse gradients (Embedding(sparse=True)) cannot be reduced in buckets; use sparse=False")
         else:
-            torch.mul(parameter.grad, self._scale, out=view)
-            parameter.grad = view
+            torch.mul(local(parameter.grad), self._scale, out=view)
+            parameter.grad = self._gradients[index]
 
     def start(self, unused: list[int]) -> None:
         """See `Bucket.start`."""
@@ -97,7 +101,7 @@ class AllReduceBucket(Bucket):
         if self._unused:
             used_elsewhere = (self._flags[self._unused] > 0).tolist()
             for index, used in zip(self._unused, used_elsewhere, strict=True):
-                self.parameters[index].grad = self._views[index] if used else None
+                self.parameters[index].grad = self._gradients[index] if used else None
 
     def _reduce(self) -> Pending:
         if self._hook is None:
@@ -108,11 +112,13 @@ class AllReduceBucket(Bucket):
     def _allocate(self) -> None:
         if self._message is not None:
             return
-        sizes = [parameter.numel() for parameter in self.parameters]
-        first = self.parameters[0]
+        kept = [local(parameter.detach()) for parameter in self.parameters]
+        sizes = [part.numel() for part in kept]
+        first = kept[0]
         self._message = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
         *slots, self._flags = torch.split(self._message, [*sizes, len(sizes)])
-        self._views = [slot.view_as(parameter) for slot, parameter in zip(slots, self.parameters, strict=True)]
+        self._views = [slot.view_as(part) for slot, part in zip(slots, kept, strict=True)]
+        self._gradients = [_as_gradient(*pair) for pair in zip(self._views, self.parameters, strict=True)]
 
     # ---------------------------------------------------------------- what torch's hooks read
 
@@ -137,6 +143,10 @@ class AllReduceBucket(Bucket):
     def is_last(self) -> bool:
         """Whether this is the last bucket of the step; PowerSGD counts its iterations there, so here: the first."""
         return self._index == 0
+
+
+def _as_gradient(view: Tensor, parameter: nn.Parameter) -> Tensor:
+    return as_shard(view, parameter) if isinstance(parameter, DTensor) else view
 
 
 def _communication_hook(

@@ -16,8 +16,10 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from lightning_parallel.techniques.shards import local
 from lightning_parallel.techniques.technique import Step, WrappedStep
 
 IN_FLIGHT = 2
@@ -150,7 +152,7 @@ class BucketedStep(WrappedStep):
     # ---------------------------------------------------------------- during backward
 
     def _all_local(self) -> bool:
-        return all(type(p.grad) in (type(None), Tensor) for bucket in self.buckets for p in bucket.parameters)
+        return not any(has_shard(p) for bucket in self.buckets for p in bucket.parameters)
 
     def _begin(self) -> None:
         self._adopt_unfrozen()
@@ -207,13 +209,19 @@ class BucketedStep(WrappedStep):
                 self._handles.append(register(hook))
 
 
+def has_shard(parameter: nn.Parameter) -> bool:
+    """Whether the gradient of a parameter is divided more finely than the parameter."""
+    whole = parameter.placements if isinstance(parameter, DTensor) else ()
+    return isinstance(parameter.grad, DTensor) and parameter.grad.placements != whole
+
+
 def split_by_size(parameters: Sequence[nn.Parameter], limit_bytes: int) -> list[list[nn.Parameter]]:
     """Groups parameters of one dtype and device, in their order, up to `limit_bytes` a group."""
     groups: list[list[nn.Parameter]] = []
     open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
     for parameter in parameters:
         key = (parameter.dtype, parameter.device)
-        size = parameter.numel() * parameter.element_size()
+        size = local(parameter.detach()).nbytes
         group, used = open_groups.get(key, ([], limit_bytes))
         if used + size > limit_bytes:
             group, used = [], 0

@@ -1,15 +1,70 @@
-"""Between a whole tensor and the part of it that a rank keeps."""
+"""Between a whole tensor and the part of it that a rank keeps.
+
+Where several axes of the mesh divide one tensor, the last of them divides first: a weight is split over `tp`, and what
+a rank got of it over the ranks of ZeRO. Parts have ceil(size / ranks) rows, the last ones fewer, perhaps none.
+"""
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Sequence
+from math import ceil
+from typing import cast
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from lightning_parallel.collectives.functional import all_gather
+
+
+class PartsShard(Shard):
+    """The placement of a fused weight: each of its parts is divided over the ranks, and a rank keeps its piece of each.
+
+    Args:
+        dim: the dimension along which the parts lie one after the other.
+        parts: their sizes, each a multiple of the number of ranks.
+    """
+
+    def __init__(self, dim: int, parts: Sequence[int]) -> None:
+        super().__init__(dim)
+        self.parts = tuple(parts)
+
+    def __new__(cls, dim: int, parts: Sequence[int]) -> PartsShard:  # noqa: D102
+        make = cast(Callable[..., PartsShard], super().__new__)
+        return make(cls, dim)
+
+    def __reduce__(self) -> tuple[type[PartsShard], tuple[int, tuple[int, ...]]]:
+        return PartsShard, (self.dim, self.parts)
+
+    def by_rank(self, whole: Tensor, ranks: int) -> Tensor:
+        """The pieces of rank 0 of all parts, then those of rank 1, and so on."""
+        pieces = [part.chunk(ranks, self.dim) for part in torch.split(whole, list(self.parts), self.dim)]
+        return torch.cat([part[rank] for rank in range(ranks) for part in pieces], self.dim)
+
+    def by_part(self, whole: Tensor, ranks: int) -> Tensor:
+        """Takes `by_rank` back."""
+        sizes = [part // ranks for part in self.parts]
+        pieces = [torch.split(rank, sizes, self.dim) for rank in whole.chunk(ranks, self.dim)]
+        return torch.cat([rank[part] for part in range(len(sizes)) for rank in pieces], self.dim)
+
+
+def divides(placement: Placement) -> bool:
+    """Whether ranks along the axis of this placement hold different parts."""
+    return not placement.is_replicate() and not placement.is_partial()
 
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether ranks hold different parts of the tensor."""
-    return isinstance(tensor, DTensor) and any(isinstance(placement, Shard) for placement in tensor.placements)
+    return isinstance(tensor, DTensor) and any(map(divides, tensor.placements))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def shard_of(whole: Tensor, like: DTensor) -> DTensor:
@@ -17,23 +72,85 @@ def shard_of(whole: Tensor, like: DTensor) -> DTensor:
 
     The part may share memory with the whole.
     """
-    return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
+    part, mesh = whole.to(like.device), like.device_mesh
+    for axis, placement in reversed(list(enumerate(like.placements))):
+        if divides(placement):
+            part = _own_part(part, placement, mesh.size(axis), mesh.get_local_rank(axis))
+    return as_shard(part.contiguous(), like)
 
 
-def as_shard(local: Tensor, like: DTensor) -> DTensor:
+def _own_part(whole: Tensor, placement: Placement, ranks: int, rank: int) -> Tensor:
+    if isinstance(placement, PartsShard):
+        whole = placement.by_rank(whole, ranks)
+    dim: int = placement.dim  # type: ignore[attr-defined]
+    start, stop = bounds(whole.shape[dim], ranks, rank)
+    return whole.narrow(dim, start, stop - start)
+
+
+def bounds(size: int, ranks: int, rank: int) -> tuple[int, int]:
+    """From where to where a rank keeps a dimension of this size."""
+    chunk = ceil(size / ranks)
+    start = min(rank * chunk, size)
+    return start, min(start + chunk, size)
+
+
+def as_shard(part: Tensor, like: DTensor) -> DTensor:
     """A local tensor as this rank's part of a tensor of the shape of `like`."""
-    shape, stride = like.shape, like.stride()
-    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
+    return _part_of(part, like.device_mesh, like.placements, like)
+
+
+def divided_again(part: Tensor, mesh: DeviceMesh, whole: Tensor) -> DTensor:
+    """Rows of what this rank holds of `whole`, which the ranks of `mesh` have divided among them."""
+    if not isinstance(whole, DTensor):
+        return _part_of(part, mesh, (Shard(0),), whole)
+    (before,) = whole.placements
+    twice = divides(before) and before.dim == 0  # type: ignore[attr-defined]
+    rows = _StridedShard(0, split_factor=whole.device_mesh.size()) if twice else Shard(0)
+    both = DeviceMesh._concatenate([mesh, whole.device_mesh])
+    return _part_of(part, both, (rows, before), whole)
+
+
+def _part_of(part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], whole: Tensor) -> DTensor:
+    shape, stride = whole.shape, whole.stride()
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def whole_tensor(value: Tensor) -> Tensor:
     """The tensor of which every rank of its mesh holds a part; all of them must call."""
     if not isinstance(value, DTensor):
         return value
-    mesh_device = value.device_mesh.device_type
-    if value.device.type != mesh_device:  # a mesh of GPUs has no collectives for shards kept on the host
-        value = as_shard(value.to_local().to(mesh_device), value)
-    return value.full_tensor()
+    mesh, device = value.device_mesh, value.device_mesh.device_type
+    part = value.to_local()
+    if part.device.type != device:  # a mesh of GPUs has no collectives for shards kept on the host
+        part = part.to(device)
+    for axis, (placement, shape) in enumerate(zip(value.placements, _shapes(value), strict=True)):
+        if divides(placement):
+            part = _gather(part, mesh, axis, placement, shape)
+    return part
+
+
+def _shapes(value: DTensor) -> list[list[int]]:
+    """For each axis of the mesh the shape of what it divides."""
+    mesh, shape = value.device_mesh, list(value.shape)
+    shapes: list[list[int]] = []
+    for axis, placement in reversed(list(enumerate(value.placements))):
+        shapes.insert(0, list(shape))
+        if divides(placement):
+            dim: int = placement.dim  # type: ignore[attr-defined]
+            start, stop = bounds(shape[dim], mesh.size(axis), mesh.get_local_rank(axis))
+            shape[dim] = stop - start
+    return shapes
+
+
+def _gather(part: Tensor, mesh: DeviceMesh, axis: int, placement: Placement, shape: list[int]) -> Tensor:
+    dim: int = placement.dim  # type: ignore[attr-defined]
+    ranks, rows = mesh.size(axis), part.movedim(dim, 0)
+    chunk = ceil(shape[dim] / ranks)
+    rows = F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, chunk - rows.shape[0])).contiguous()
+    gathered_rows = rows.new_empty(ranks * chunk, *rows.shape[1:])
+    all_gather(gathered_rows, rows, mesh.get_group(axis)).wait()
+    whole = gathered_rows[: shape[dim]].movedim(0, dim).contiguous()
+    return placement.by_part(whole, ranks) if isinstance(placement, PartsShard) else whole
 
 
 def gathered(value: Tensor, keep: bool) -> Tensor:
@@ -44,4 +161,59 @@ def gathered(value: Tensor, keep: bool) -> Tensor:
 
 def has_no_rows(parameter: nn.Parameter) -> bool:
     """Whether a parameter cannot be divided by rows in place: a scalar, or memory that is not contiguous."""
-    return parameter.dim() == 0 or parameter.numel() == 0 or not parameter.is_contiguous()
+    kept = local(parameter.detach())
+    return kept.dim() == 0 or kept.numel() == 0 or not kept.is_contiguous()
+
+
+# ---------------------------------------------------------------- computing with what a rank keeps
+
+
+def leaf_of(parameter: Tensor) -> Tensor:
+    """What computation differentiates for a parameter: itself, or the plain tensor that a rank keeps of it.
+
+    Operations on a DTensor cost several times as much as those on a plain tensor, its conversion within autograd
+    hardly less. So the plain part is a leaf of its own, whose gradient moves to the parameter as it arrives; hooks
+    on the parameter then run as if it had got there by itself.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if torch.compiler.is_compiling():
+        return parameter.to_local()
+    kept = parameter._local_tensor
+    leaf: _Leaf | None = vars(parameter).get("_leaf")
+    if leaf is None or leaf.kept is not kept:
+        leaf = vars(parameter)["_leaf"] = _Leaf(parameter)
+    if leaf.tensor.requires_grad is not parameter.requires_grad:
+        leaf.tensor.requires_grad_(parameter.requires_grad)
+        leaf.listen()
+    return leaf.tensor
+
+
+class _Leaf:
+    def __init__(self, parameter: DTensor) -> None:
+        self.kept = parameter._local_tensor
+        self.tensor = self.kept.detach()
+        self._listens = False
+        # Nothing that the tensor's hook holds may hold the tensor: the garbage collector does not see hooks.
+        self._parameter = weakref.ref(parameter)
+
+    def listen(self) -> None:
+        if not self._listens and self.tensor.requires_grad:
+            parameter = self._parameter
+            register = cast(Callable[..., object], self.tensor.register_post_accumulate_grad_hook)
+            register(lambda leaf: _move_gradient(leaf, parameter()))
+            self._listens = True
+
+
+@torch.no_grad()
+def _move_gradient(leaf: Tensor, parameter: Tensor | None) -> None:
+    gradient, leaf.grad = leaf.grad, None
+    assert gradient is not None
+    assert isinstance(parameter, DTensor)
+    if parameter.grad is None:
+        wrap = cast(Callable[..., Tensor], DTensor)  # `from_local` costs five times as much
+        parameter.grad = wrap(gradient, parameter._spec, requires_grad=False)
+    else:
+        local(parameter.grad).add_(gradient)
+    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+        hook(parameter)

@@ -13,11 +13,12 @@ from math import ceil
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from lightning_parallel.collectives.functional import Pending, all_gather, all_reduce, reduce_scatter
 from lightning_parallel.mesh import ParallelMesh
-from lightning_parallel.techniques.gradient_buckets import Bucket, BucketedStep
+from lightning_parallel.techniques.gradient_buckets import Bucket, BucketedStep, has_shard
+from lightning_parallel.techniques.shards import divided_again, local
 from lightning_parallel.techniques.technique import Step
 
 BUCKET_BYTES = 25 * 2**20
@@ -82,10 +83,11 @@ class RowShard:
 
     def __init__(self, parameter: nn.Parameter, mesh: DeviceMesh, offload: bool) -> None:
         self.parameter, self.mesh, self.offload = parameter, mesh, offload
-        self.row = parameter.numel() // parameter.shape[0]
-        self.chunk = ceil(parameter.shape[0] / mesh.size()) * self.row
-        self.start = min(mesh.get_local_rank() * self.chunk, parameter.numel())
-        self.stop = min(self.start + self.chunk, parameter.numel())
+        kept = local(parameter.detach())
+        self.shape, self.row = kept.shape, kept.numel() // kept.shape[0]
+        self.chunk = ceil(kept.shape[0] / mesh.size()) * self.row
+        self.start = min(mesh.get_local_rank() * self.chunk, kept.numel())
+        self.stop = min(self.start + self.chunk, kept.numel())
         self._stored: DTensor | None = None
         self._address = 0
 
@@ -96,16 +98,16 @@ class RowShard:
 
     def as_dtensor(self, flat: Tensor) -> DTensor:
         """A flat piece of this rank's elements, as the sharded form of a tensor with the parameter's shape."""
-        local = flat.view(-1, *self.parameter.shape[1:]) if self.numel else flat.view(0, *self.parameter.shape[1:])
-        shape, stride = self.parameter.shape, self.parameter.stride()
-        return DTensor.from_local(local, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+        rows = flat.view(self.numel // self.row, *self.shape[1:])
+        return divided_again(rows, self.mesh, self.parameter)
 
     def stored(self) -> DTensor:
         """This rank's rows in the parameter's own memory, or their copy on the host."""
-        address = self.parameter.data_ptr()
+        kept = local(self.parameter.detach())
+        address = kept.data_ptr()
         if self._stored is None or (address != self._address and not self.offload):
             self._address = address  # a new one where the module's memory was replaced, as `module.to` does
-            current = self.parameter.detach().view(-1)[self.start : self.stop]
+            current = kept.view(-1)[self.start : self.stop]
             self._stored = self.as_dtensor(current.cpu() if self.offload else current)
         return self._stored
 
@@ -121,7 +123,7 @@ class RowShard:
 
     def assembled_from(self, chunks: Tensor) -> list[tuple[Tensor, Tensor]]:
         """The copies, (target, source), that fill the parameter from the chunks of all ranks."""
-        flat = self.parameter.detach().view(-1)
+        flat = local(self.parameter.detach()).view(-1)
         full = flat.numel() // self.chunk
         if full == len(chunks):
             return [(flat.view(full, self.chunk), chunks)]
@@ -158,17 +160,17 @@ class ScatterBucket(Bucket):
         """See `Bucket.begin`. Gradients that are sharded already step aside, to be added to in `finish`."""
         super().begin(synced)
         self._kept.untyped_storage().resize_(self._width * self._kept.element_size())
-        self._carried = [i for i, parameter in enumerate(self.parameters) if isinstance(parameter.grad, DTensor)]
+        self._carried = [i for i, parameter in enumerate(self.parameters) if has_shard(parameter)]
         for index in self._carried:
             gradient = self.parameters[index].grad
             if gradient is not None and gradient is not self._gradients[index]:
-                self._gradients[index].copy_(gradient)  # the user put another tensor in its place
+                self._gradients[index].to_local().copy_(local(gradient))  # the user put another tensor in its place
             self.parameters[index].grad = None
 
     def keep(self, index: int) -> None:
         """See `Bucket.keep`. While whole gradients grow there are no shards of them, nor memory for shards."""
         storage = self._kept.untyped_storage()
-        if storage.nbytes() and not any(isinstance(parameter.grad, DTensor) for parameter in self.parameters):
+        if storage.nbytes() and not any(map(has_shard, self.parameters)):
             storage.resize_(0)
 
     def put(self, index: int) -> None:
@@ -181,7 +183,7 @@ class ScatterBucket(Bucket):
         elif parameter.grad.is_sparse:
             raise TypeError("sparse gradients (Embedding(sparse=True)) cannot be sharded; use sparse=False")
         else:
-            self.shards[index].copy_whole(parameter.grad, chunks, self._scale)
+            self.shards[index].copy_whole(local(parameter.grad), chunks, self._scale)
             parameter.grad = None
 
     def start(self, unused: list[int]) -> None:
