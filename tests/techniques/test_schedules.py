@@ -275,3 +275,12 @@ def test_fewer_microbatches_keep_the_order() -> None:
     assert kept.computations == tuple(tuple(a for a in row if a.microbatch < 3) for row in schedule.computations)
     with pytest.raises(ValueError, match="9 microbatches are none of 1 to 8"):
         schedule.only(9)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_message_is_superfluous(name: str) -> None:
+    for schedule in schedules_of(name):
+        p, m, stages = schedule.ranks, schedule.microbatches, schedule.stages
+        boundaries = 0 if p == 1 else 2 * (p - 1) if name in ("zbv", "dualpipev") else stages - 1
+        sent = [a for row in schedule.with_communication() for a in row if a.kind in (Kind.SEND_F, Kind.SEND_B)]
+        assert len(sent) == len(set(sent)) == 2 * m * boundaries

@@ -17,7 +17,16 @@ from lightning_parallel.techniques.pipeline_parallel import orders
 from lightning_parallel.techniques.pipeline_parallel.actions import Action, Kind, Orders, parse, run
 from lightning_parallel.techniques.pipeline_parallel.communication import with_communication
 
-__all__ = ["SCHEDULES", "Action", "Kind", "Rule", "Schedule", "make_schedule", "nearest_legal_microbatches"]
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "Kind",
+    "Rule",
+    "Schedule",
+    "file_sizes",
+    "make_schedule",
+    "nearest_legal_microbatches",
+]
 
 
 @dataclass(frozen=True)
@@ -227,26 +236,35 @@ def nearest_legal_microbatches(name: str, ranks: int, microbatches: int) -> tupl
     return (above,) if below is None else (below, above)
 
 
+def file_sizes(path: str) -> tuple[int, int]:
+    """Ranks and microbatches of a schedule in a CSV file.
+
+    Raises:
+        ValueError: There is no such file, or it holds something else.
+    """
+    dense = _rows(path)
+    return len(dense), 1 + max((action.microbatch for row in dense for action in row), default=0)
+
+
 def _read(path: str, ranks: int, microbatches: int, stages_per_rank: int | None) -> Schedule:
-    file = Path(path)
-    if not file.is_file():
-        raise ValueError(f"there is no file {path}; give the path of a .csv file, or one of {list(SCHEDULES)}")
+    dense = _rows(path)
     try:
-        dense = _rows(file.read_text())
         _check_complete(dense, ranks, microbatches, stages_per_rank)
         return _laid_out(path, 1 + max(action.stage for row in dense for action in row), microbatches, dense)
     except ValueError as problem:
         raise ValueError(f"{path}: {problem}") from problem
 
 
-def _rows(text: str) -> list[list[Action]]:
-    rows = list(csv.reader(io.StringIO(text)))
+def _rows(path: str) -> list[list[Action]]:
+    file = Path(path)
+    if not file.is_file():
+        raise ValueError(f"there is no file {path}; give the path of a .csv file, or one of {list(SCHEDULES)}")
     dense: list[list[Action]] = []
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(csv.reader(io.StringIO(file.read_text())), 1):
         try:
             dense.append([action for cell in row for action in parse(cell)])
         except ValueError as problem:
-            raise ValueError(f"row {number}: {problem}") from problem
+            raise ValueError(f"{path}: row {number}: {problem}") from problem
     return dense
 
 
