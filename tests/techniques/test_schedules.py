@@ -2,6 +2,7 @@
 
 from collections import defaultdict, deque
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from lightning_parallel.techniques.pipeline_parallel.schedules import (
 )
 
 RANKS = (1, 2, 3, 4, 8)
-MICROBATCHES = (1, 2, 3, 4, 6, 8, 9, 16)
+MICROBATCHES = (1, 3, 4, 9, 16)
 FROM_TORCH = {
     "interleaved_1f1b": theirs.ScheduleInterleaved1F1B,
     "looped_bfs": theirs.ScheduleLoopedBFS,
@@ -29,7 +30,12 @@ FROM_TORCH = {
 }
 
 
-def schedules_of(name: str) -> Iterator[Schedule]:
+@cache
+def schedules_of(name: str) -> tuple[Schedule, ...]:
+    return tuple(make_schedules(name))
+
+
+def make_schedules(name: str) -> Iterator[Schedule]:
     """Every legal combination of few and many ranks, microbatches and stages per rank."""
     rule = SCHEDULES[name]
     for ranks in RANKS:
@@ -125,7 +131,8 @@ class Machine:
 def test_no_rank_waits_for_ever(name: str, rendezvous: bool) -> None:
     for schedule in schedules_of(name):
         Machine(schedule, rendezvous).run()
-        Machine(schedule.only((schedule.microbatches + 1) // 2), rendezvous).run()
+        if rendezvous:
+            Machine(schedule.only((schedule.microbatches + 1) // 2), rendezvous).run()
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

@@ -18,6 +18,8 @@ class Kind(str, Enum):
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
 
+    __hash__ = str.__hash__  # an Enum's own is computed in Python, and schedules look up many actions
+
     @property
     def computes(self) -> bool:
         """Whether it is work of the rank itself, not communication."""

@@ -75,6 +75,10 @@ class Schedule:
         Messages are ordered alike on both sides, so that sends may wait for their receiver and a pair of ranks may
         carry messages in order only. Stages of one rank hand over without a message.
         """
+        return self._with_communication
+
+    @cached_property
+    def _with_communication(self) -> tuple[tuple[Action, ...], ...]:
         return with_communication(self.computations, self.stages, self.rank_of)
 
     def only(self, microbatches: int) -> "Schedule":
