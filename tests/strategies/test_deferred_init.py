@@ -5,7 +5,6 @@ import io
 import math
 import random
 from collections.abc import Callable
-from itertools import chain
 
 import numpy as np
 import pytest
@@ -16,35 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_parallel.strategies.deferred_init import DeferredInit
-from lightning_parallel.strategies.orphan_modules import OrphanModules
+from tests.strategies.builds import CPU, assert_same, named_tensors, seed
 
-CPU = torch.device("cpu")
 SAVED = nn.Linear(3, 3)
-
-
-def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    return dict(chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)))
-
-
-def seed() -> None:
-    torch.manual_seed(7)
-    np.random.seed(7)
-    random.seed(7)
 
 
 def made(record: DeferredInit, module: nn.Module) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     record.replay(named_tensors(module), lambda name, tensor: tensors.__setitem__(name, tensor.clone()))
     return tensors
-
-
-def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
-    assert left.keys() == right.keys()
-    for name, tensor in left.items():
-        other = right[name]
-        assert tensor.dtype == other.dtype, name
-        assert tensor.stride() == other.stride(), name
-        assert torch.equal(tensor, other), name
 
 
 def check(build: Callable[[], nn.Module]) -> nn.Module:
@@ -450,91 +429,3 @@ def test_a_meta_tensor_from_elsewhere_is_refused() -> None:
         made(record, foreign)
     with pytest.raises(RuntimeError, match="'weight' needs a tensor"):
         made(record, nn.Linear(3, 3, device="meta"))
-
-
-class Counted(nn.Module):
-    """Holds a buffer that nothing sets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros(2))
-        self.weight = nn.Parameter(torch.ones(2))
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
-
-
-def reset(module: nn.Module, names: set[str] | None = None) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    names = set(named_tensors(module)) if names is None else names
-    OrphanModules(module, names).reset(CPU, lambda name, tensor: tensors.__setitem__(name, tensor.clone()))
-    return tensors
-
-
-def test_orphans_are_made_by_their_modules_and_stay_on_meta() -> None:
-    with torch.device("meta"):
-        module = nn.Sequential(
-            nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm1d(4), nn.LSTM(4, 4), nn.Embedding(4, 4, 1)
-        )
-    before = named_tensors(module)
-    seed()
-    tensors = reset(module)
-    assert all(tensor is before[name] for name, tensor in named_tensors(module).items())
-    assert not any(tensor.is_meta for tensor in tensors.values())
-    seed()
-    with torch.device("cpu"):
-        ordinary = nn.Sequential(
-            nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm1d(4), nn.LSTM(4, 4), nn.Embedding(4, 4, 1)
-        )
-    assert_same(named_tensors(ordinary), tensors)
-
-
-def test_an_orphan_has_the_last_word_on_its_children() -> None:
-    with torch.device("meta"):
-        module = nn.ModuleList([nn.MultiheadAttention(4, 2)])
-    assert not reset(module)["0.out_proj.bias"].any()
-
-
-def test_tied_orphans_are_one_tensor() -> None:
-    with torch.device("meta"):
-        module = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 4))
-    module[1].weight = module[0].weight
-    tensors = reset(module)
-    assert torch.equal(tensors["0.weight"], tensors["1.weight"])
-
-
-def test_orphans_may_hold_shards_when_they_are_made() -> None:
-    module = nn.Linear(4, 4, device="meta")
-    orphans = OrphanModules(module, {"weight", "bias"})
-    module.weight = nn.Parameter(torch.zeros(2, 4))
-    shard = module.weight
-    shapes: dict[str, torch.Size] = {}
-    orphans.reset(CPU, lambda name, tensor: shapes.__setitem__(name, tensor.shape))
-    assert shapes["weight"] == (4, 4)
-    assert module.weight is shard
-
-
-def test_recorded_tensors_of_an_orphan_are_left_alone() -> None:
-    module = nn.Linear(4, 4, device="meta")
-    with DeferredInit(CPU) as record:
-        module.bias = nn.Parameter(torch.full((4,), 2.0))
-    assert set(reset(module, {"weight"})) == {"weight"}
-    tensors: dict[str, Tensor] = {}
-    record.replay({"bias": module.bias}, tensors.__setitem__)
-    assert tensors["bias"].tolist() == [2.0] * 4
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (Counted, r"'0.count' is on meta, and 0 \(Counted\) has no reset_parameters\(\) that sets it; give it"),
-        (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), "original0' is on meta"),
-        (lambda: nn.ParameterList([torch.empty(2)]), r"'0.0' is on meta, and 0 \(ParameterList\)"),
-    ],
-)
-def test_an_orphan_without_values_is_refused(build: Callable[[], nn.Module], message: str) -> None:
-    with torch.device("meta"):
-        module = nn.Sequential(build())
-    with pytest.raises(TypeError, match=message):
-        reset(module)
-    assert all(tensor.is_meta for tensor in named_tensors(module).values())
