@@ -26,7 +26,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler,
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_parallel.strategies.randomness import RandomState
-from lightning_parallel.strategies.shares import Notes, Readers, Reading, Share
+from lightning_parallel.strategies.shares import Notes, Pass, Readers, Reading, Share
 
 T = TypeVar("T")
 
@@ -219,17 +219,18 @@ class DividedLoader(DataLoader[Any]):
     """Mixed into the class of the user's DataLoader: knows shares, and its position for checkpoints."""
 
     divided: Divided | None
-    latest: Reading
+    latest: Pass
     batches_done: Callable[[], int]
 
     def __iter__(self) -> Any:
         batches, divided = super().__iter__(), self.divided
         if divided is None:
             notes = Notes()
-            self.latest = Reading(_plain(batches, notes), lambda: notes)
+            reading = Reading(_plain(batches, notes), lambda: notes)
         else:
-            self.latest = Reading(batches, lambda: divided.latest)
-        return self.latest
+            reading = Reading(batches, lambda: divided.latest)
+        self.latest = reading.known
+        return reading
 
 
 def _plain(batches: Iterator[Any], notes: Notes) -> Iterator[Any]:
@@ -259,7 +260,7 @@ class DividedIterator(Iterable[Any]):
 
     def __init__(self, batches: Any, readers: Readers) -> None:
         self.batches, self.readers = batches, readers
-        self.latest: Reading | None = None
+        self.latest: Pass | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name == "batches":
@@ -268,8 +269,9 @@ class DividedIterator(Iterable[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         notes = Notes()
-        self.latest = Reading(self._parts(notes), lambda: notes)
-        return self.latest
+        reading = Reading(self._parts(notes), lambda: notes)
+        self.latest = reading.known
+        return reading
 
     def _parts(self, notes: Notes) -> Iterator[Any]:
         batches = iter(self.batches)

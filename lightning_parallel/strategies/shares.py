@@ -54,15 +54,27 @@ class Notes:
             self.uneven[number] = share
 
 
+@dataclass
+class Pass:
+    """What is known about one pass, also when its iterator is gone: that one keeps the loader's workers alive."""
+
+    find_notes: Callable[[], Notes]
+    notes: Notes | None = None
+
+
 class Reading(Iterator[Any]):
     """One pass over a loader. Its notes stay right when somebody starts another pass, on one rank perhaps."""
 
     def __init__(self, batches: Iterator[Any], find_notes: Callable[[], Notes]) -> None:
         self._batches = batches
-        self._find_notes = find_notes
-        self.notes: Notes | None = None
+        self.known = Pass(find_notes)
+
+    @property
+    def notes(self) -> Notes | None:
+        """What is known so far."""
+        return self.known.notes
 
     def __next__(self) -> Any:
         batch = next(self._batches)
-        self.notes = self.notes or self._find_notes()  # a sampler is asked for the first time only now
+        self.known.notes = self.known.notes or self.known.find_notes()  # a sampler is asked for the first time only now
         return batch

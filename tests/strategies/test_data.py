@@ -1,5 +1,6 @@
 """Global batch i holds exactly the samples that one device would see with the same global batch size and seed."""
 
+import multiprocessing
 from functools import partial
 from typing import Any
 
@@ -71,6 +72,21 @@ def test_the_order_of_one_device_is_kept_over_epochs(make, n):
 
 def test_workers_read_what_one_device_reads():
     check_fit(2, dp, partial(with_validation, size=9, val_size=5, **WORKERS))
+
+
+def workers_left(strategy: Any) -> int:
+    made: list[Any] = []  # a user's script still holds the loaders
+
+    def make(batch_size: int) -> Any:
+        made.extend(with_validation(batch_size, 9, 5, **WORKERS))
+        return tuple(made)
+
+    fit(strategy, make, 2)
+    return len(multiprocessing.active_children())
+
+
+def test_workers_end_with_their_pass():
+    assert on_ranks(2, workers_left, dp) == [0, 0]
 
 
 def test_validation_between_epochs_leaves_the_order_alone():

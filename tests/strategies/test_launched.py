@@ -5,6 +5,8 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,20 +18,52 @@ ROOT = SCRIPT.parents[2]
 pytestmark = pytest.mark.launched
 
 
+AT_ONCE = 3
+
+
+class Launch(NamedTuple):
+    """A run of the script: how processes are started, and what happens on which rank."""
+
+    start_method: str = "popen"
+    event: str = "nothing"
+    rank: int = 0
+
+
 class Ended(NamedTuple):
+    folder: Path
     code: int
     output: str
     seconds_after_event: float
 
 
-def launch(folder: Path, start_method: str = "popen", event: str = "nothing", rank: int = 0) -> Ended:
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), start_method, event, str(rank), str(folder)]
+def launch(run: Launch, folder: Path) -> Ended:
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), *map(str, run), str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "RUN_MARK": str(folder)}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
     ended = time.time()
-    told = re.search(r"event at ([\d.]+)", run.stdout)
-    assert told, run.stdout + run.stderr
-    return Ended(run.returncode, run.stdout + run.stderr, ended - float(told[1]))
+    told = re.search(r"event at ([\d.]+)", done.stdout)
+    assert told, done.stdout + done.stderr
+    return Ended(folder, done.returncode, done.stdout + done.stderr, ended - float(told[1]))
+
+
+@pytest.fixture(scope="module")
+def launches(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[dict[Launch, Future[Ended]]]:
+    """Those that the chosen tests ask for, some at once: most of their time processes import, one after the other."""
+    mine = [item for item in request.session.items if getattr(item, "module", None) is request.module]
+    with ThreadPoolExecutor(AT_ONCE) as executor:
+        wanted = dict.fromkeys(item.callspec.params["run"] for item in mine)
+        yield {run: executor.submit(launch, run, tmp_path_factory.mktemp("run")) for run in wanted}
+
+
+@pytest.fixture
+def ended(launches: dict[Launch, Future[Ended]], run: Launch) -> Ended:
+    return launches[run].result()
+
+
+def after(*runs: Launch) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("run", runs, ids=lambda run: "-".join(map(str, run)))
 
 
 def left_behind(folder: Path) -> list[str]:
@@ -52,35 +86,31 @@ def require_nobody_left(folder: Path) -> None:
     assert left_behind(folder) == []
 
 
-@pytest.mark.parametrize("start_method", ["popen", "spawn", "fork"])
-def test_every_way_to_start_gives_the_whole_model_back(tmp_path, start_method):
-    ended = launch(tmp_path, start_method)
+@after(Launch("popen"), Launch("spawn"), Launch("fork"))
+def test_every_way_to_start_gives_the_whole_model_back(ended):
     assert ended.code == 0, ended.output
     assert "finished with Parameter (8, 8)" in ended.output
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_raises_takes_the_others_down_with_the_cause_on_screen(tmp_path, rank):
-    ended = launch(tmp_path, event="raise", rank=rank)
+@after(Launch(event="raise", rank=0), Launch(event="raise", rank=1))
+def test_a_rank_that_raises_takes_the_others_down_with_the_cause_on_screen(ended):
     assert ended.code != 0
     assert "the user's code failed here" in ended.output
     assert ended.seconds_after_event < 10
-    require_nobody_left(tmp_path)
-    assert list(tmp_path.glob("*.ckpt")) == []  # half a checkpoint is none
+    require_nobody_left(ended.folder)
+    assert list(ended.folder.glob("*.ckpt")) == []  # half a checkpoint is none
 
 
-@pytest.mark.parametrize("rank", [0])  # rank 1 ends as one that raises does; rank 0 launched the others
-def test_a_killed_rank_takes_the_others_down(tmp_path, rank):
-    ended = launch(tmp_path, event="kill", rank=rank)
+@after(Launch(event="kill", rank=0))  # rank 1 ends as one that raises does; rank 0 launched the others
+def test_a_killed_rank_takes_the_others_down(ended):
     assert ended.code != 0
     assert ended.seconds_after_event < 10
-    require_nobody_left(tmp_path)
+    require_nobody_left(ended.folder)
 
 
-@pytest.mark.parametrize("rank", [1])  # `test_signals.py` has both
-def test_sigterm_to_one_rank_stops_all_after_the_same_step_with_a_checkpoint(tmp_path, rank):
-    ended = launch(tmp_path, event="terminate", rank=rank)
+@after(Launch(event="terminate", rank=1))  # `test_signals.py` has both
+def test_sigterm_to_one_rank_stops_all_after_the_same_step_with_a_checkpoint(ended):
     assert ended.code == 143, ended.output
     assert ended.seconds_after_event < 10
-    assert len(list(tmp_path.glob("*.ckpt"))) == 1
-    require_nobody_left(tmp_path)
+    assert len(list(ended.folder.glob("*.ckpt"))) == 1
+    require_nobody_left(ended.folder)
