@@ -10,6 +10,10 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 
+ELSEWHERE = "_lightning_parallel_elsewhere"
+"""The mark of modules that another rank runs: this rank's techniques have nothing to do with them."""
+
+
 @dataclass(frozen=True)
 class ParallelPlan:
     """Names the parts of a model on which techniques act.
@@ -78,9 +82,10 @@ class ParallelPlan:
 
 
 def matching(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of `model` whose FQN matches `pattern`, `*` standing for exactly one component."""
+    """The modules of `model` on this rank whose FQN matches `pattern`, `*` standing for exactly one component."""
     expression = re.compile(r"[^.]+".join(re.escape(part) for part in pattern.split("*")))
-    return ((name, module) for name, module in model.named_modules() if expression.fullmatch(name))
+    here = ((name, module) for name, module in model.named_modules() if ELSEWHERE not in vars(module))
+    return ((name, module) for name, module in here if expression.fullmatch(name))
 
 
 def find_plan(module: nn.Module, given: ParallelPlan | None = None) -> ParallelPlan:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor, nn
 
@@ -14,6 +15,7 @@ from lightning_parallel.mesh import Axis, Claim, ParallelMesh, Size
 from lightning_parallel.plan import ParallelPlan
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 class Phase(IntEnum):
@@ -26,6 +28,40 @@ class Phase(IntEnum):
     SHARD = 4
 
 
+class Run(Generic[T_co]):
+    """The user's own step as a strategy hands it to `Step.forward`; it may be called several times for one batch.
+
+    Args:
+        step: the user's `training_step`, or one of its siblings.
+    """
+
+    def __init__(self, step: Callable[..., T_co]) -> None:
+        self._step = step
+
+    def __call__(self, *args: Any, **kwargs: Any) -> T_co:
+        """Runs the step on a batch or a part of it."""
+        return self._step(*args, **kwargs)
+
+    def notes(self) -> Any:
+        """What was noted during the calls, to be sent to ranks that did not see the step to its end."""
+
+    def replay(self, notes: Any) -> None:
+        """Does on this rank once what was noted, perhaps on another one."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One step of the user's on a batch like those to come, to be looked at before the model is divided.
+
+    Attributes:
+        run: runs the step, without effect on logs and metrics.
+        size: how many samples the batch has.
+    """
+
+    run: Callable[[], Any]
+    size: int
+
+
 class Step:
     """What happens to one batch: forward, backward, and the parameters as they are kept between steps.
 
@@ -33,9 +69,12 @@ class Step:
     step it got as `inner`, and calls it.
     """
 
-    def forward(self, run: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
         """Runs the user's own `training_step` (or validation, test, predict) with its arguments."""
         return run(*args, **kwargs)
+
+    def expect_scale(self, scale: float) -> None:
+        """Says by what the loss will be multiplied before backward, for steps that compute gradients before that."""
 
     def backward(self, run: Callable[[], None]) -> None:
         """Runs the backward pass; afterwards gradients are those of the global batch, unless inside `unsynced`."""
@@ -62,9 +101,13 @@ class WrappedStep(Step):
     def __init__(self, inner: Step) -> None:
         self.inner = inner
 
-    def forward(self, run: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
         """See `Step.forward`."""
         return self.inner.forward(run, *args, **kwargs)
+
+    def expect_scale(self, scale: float) -> None:
+        """See `Step.expect_scale`."""
+        self.inner.expect_scale(scale)
 
     def backward(self, run: Callable[[], None]) -> None:
         """See `Step.backward`."""
@@ -102,9 +145,23 @@ class Technique(ABC):
         """The axes under the name by which messages call this technique."""
         return Claim(repr(self), self.axes)
 
+    def prepare(self, model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan, sample: Callable[[], Sample]) -> Technique:
+        """Technique -> technique: the same after a look at the whole model and, where it must, at a step of it."""
+        return self
+
     def parallelize(self, model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan) -> nn.Module:
         """Model -> model: changes the network that the plan points to, keeping every parameter's name."""
         return model
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of inputs and of weights are computed one after the other, from one graph."""
+        return False
+
+    @property
+    def keeps_backward_whole(self) -> str | None:
+        """Why a backward pass of this technique cannot be split so, None if it can."""
+        return None
 
     @property
     def keeps_shards_on_host(self) -> bool:

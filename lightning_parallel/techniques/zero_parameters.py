@@ -27,7 +27,7 @@ from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.techniques.redirect import Forward, redirect_forward
 from lightning_parallel.techniques.sharded_backward import ShardedBackward
 from lightning_parallel.techniques.shards import has_no_rows
-from lightning_parallel.techniques.technique import Step, WrappedStep
+from lightning_parallel.techniques.technique import Run, Step, WrappedStep
 
 T = TypeVar("T")
 
@@ -205,7 +205,7 @@ class ShardedParametersStep(WrappedStep):
         self._flags = _RequiresGrad(root)
         root.before_forward_of = self._flags.agree
 
-    def forward(self, run: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
         """See `Step.forward`."""
 
         def whole(*args: Any, **kwargs: Any) -> T:

@@ -1,0 +1,77 @@
+"""Messages from one rank to another: how the stages of a pipeline hand on activations and gradients."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+
+
+class Lane:
+    """Point-to-point messages within a group. Ranks are those of the group.
+
+    Args:
+        group: the ranks that talk.
+        device: where the tensors live.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.device = group, device
+        self._sending: list[tuple[dist.Work, Tensor]] = []
+
+    def send(self, tensor: Tensor, to: int, tag: int = 0) -> None:
+        """Starts to send a tensor, which must not change until `finish`."""
+        tensor = tensor.detach().contiguous()
+        if tensor.numel():
+            work = dist.isend(tensor, group=self.group, group_dst=to, tag=tag)
+            self._sending.append((work, tensor))
+        self._sending = [(work, tensor) for work, tensor in self._sending if not work.is_completed()]
+
+    def receive(self, tensor: Tensor, source: int, tag: int = 0) -> Arriving:
+        """Starts to fill a tensor with what a rank sends."""
+        work = dist.irecv(tensor, group=self.group, group_src=source, tag=tag) if tensor.numel() else None
+        return Arriving(work, tensor)
+
+    def send_object(self, value: Any, to: int, tag: int = 0) -> None:
+        """Starts to send anything that can be pickled."""
+        payload = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
+        self.send(torch.tensor([payload.numel()], device=self.device), to, tag)
+        self.send(payload, to, tag)
+
+    def receive_object(self, source: int, tag: int = 0) -> Any:
+        """Waits for an object."""
+        size = self.receive(torch.empty(1, dtype=torch.long, device=self.device), source, tag).wait()
+        payload = torch.empty(int(size.item()), dtype=torch.uint8, device=self.device)
+        return pickle.loads(self.receive(payload, source, tag).wait().cpu().numpy().tobytes())
+
+    def finish(self) -> None:
+        """Waits until everything was sent."""
+        for work, _ in self._sending:
+            work.wait()
+        self._sending.clear()
+
+
+class Arriving:
+    """A tensor under way."""
+
+    def __init__(self, work: dist.Work | None, tensor: Tensor) -> None:
+        self._work, self._tensor = work, tensor
+
+    def wait(self) -> Tensor:
+        """The tensor, once it is there."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self._tensor
+
+
+def share_object(value: Any, source: int, group: dist.ProcessGroup, device: torch.device) -> Any:
+    """The value that the rank `source` of the group has, on all its ranks."""
+    values = [value]
+    dist.broadcast_object_list(values, group_src=source, group=group, device=device)
+    return values[0]

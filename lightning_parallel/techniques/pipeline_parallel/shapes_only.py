@@ -1,0 +1,147 @@
+"""Runs code for its values where they come from the batch alone, and for its shapes where a parameter goes in.
+
+So a forward of a model of any size costs neither memory nor arithmetic, while masks, positions and whatever the model
+decides by looking at its batch are real. A dependent tensor is on meta; what only looks at its shape is real again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+MARK = "_lightning_parallel_made_at"
+
+SHAPE_ONLY = {
+    aten.zeros_like,
+    aten.ones_like,
+    aten.full_like,
+    aten.empty_like,
+    aten.rand_like,
+    aten.randn_like,
+    aten.new_zeros,
+    aten.new_ones,
+    aten.new_full,
+    aten.new_empty,
+    aten.new_empty_strided,
+}
+"""Operations that look at nothing but the shape, the dtype and the device of their first argument."""
+
+
+class ShapesOnly(TorchDispatchMode):
+    """While active, results that depend on a parameter exist as shapes only.
+
+    Args:
+        parameters: the tensors whose values are not to be used.
+        device: where the model would run; shapes claim to be on meta, so new tensors asked for there come here.
+        reads: called with every dependent tensor that an operation reads; for a parameter, with the parameter.
+        made: called with an operation, its arguments and its result, which depend on a parameter; returns the mark
+            that the results are to bear.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        device: torch.device,
+        reads: Callable[[Tensor], None] = lambda _: None,
+        made: Callable[[Any, Any, Any, Any], Any] = lambda *_: True,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._parameters = {id(parameter): parameter for parameter in parameters}
+        self._device, self._reads, self._made = device, reads, made
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device")).startswith("meta"):
+            kwargs["device"] = self._device
+        inputs = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        dependent = [tensor for tensor in inputs if self.depends(tensor)]
+        if not dependent:
+            return func(*args, **kwargs)
+        if func._overloadpacket in SHAPE_ONLY:
+            return self._by_shape(func, args, kwargs)
+        for tensor in dependent:
+            self._reads(tensor)
+        answer = _plausible_answer(func, args)
+        return answer if answer is not None else self._on_meta(func, args, kwargs, inputs)
+
+    def depends(self, tensor: Tensor) -> bool:
+        """Whether the tensor's values are unknown here."""
+        return id(tensor) in self._parameters or tensor.is_meta or MARK in vars(tensor)
+
+    def _by_shape(self, func: Any, args: Any, kwargs: Any) -> Any:
+        first, *rest = args
+        return func(torch.zeros((), dtype=first.dtype, device=self._device).expand(first.shape), *rest, **kwargs)
+
+    def _on_meta(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
+        originals: dict[int, Tensor] = {}
+
+        def twin(tensor: Tensor) -> Tensor:
+            if tensor.is_meta:
+                return tensor
+            shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            originals[id(shape)] = tensor
+            keep.append(shape)
+            return shape
+
+        keep: list[Tensor] = []
+        if func._overloadpacket is aten.index:
+            args = (args[0], [_as_positions(index, self.depends) for index in args[1]])
+        on_meta = pytree.tree_map_only(Tensor, twin, (args, kwargs))
+        result = func(*on_meta[0], **on_meta[1])
+        result = pytree.tree_map_only(Tensor, lambda tensor: originals.get(id(tensor), tensor), result)
+        mark = self._made(func, *on_meta, result)
+        if any(id(tensor) in self._parameters or MARK in vars(tensor) for tensor in inputs):
+            for tensor in pytree.tree_leaves(result):
+                if isinstance(tensor, Tensor):
+                    vars(tensor)[MARK] = mark
+        return result
+
+
+def _as_positions(index: Tensor | None, depends: Callable[[Tensor], bool]) -> Tensor | None:
+    """A mask as the positions that it selects: one, where nobody knows how many."""
+    if index is None or index.dtype not in (torch.bool, torch.uint8):
+        return index
+    count = 1 if depends(index) else int(index.sum())
+    return torch.empty(count, dtype=torch.long, device="meta")
+
+
+def _plausible_answer(func: Any, args: Any) -> Any:
+    """What code that asks for a value gets; None for operations that ask for none."""
+    packet = func._overloadpacket
+    if packet is aten._local_scalar_dense:
+        return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 1)
+    if packet is aten.equal:
+        return True
+    if packet is aten.nonzero:
+        return torch.zeros(1, args[0].dim(), dtype=torch.long)
+    if packet is aten.masked_select:
+        return torch.zeros(1, dtype=args[0].dtype)
+    return None
+
+
+def zeros_for_shapes(value: Any, device: torch.device) -> Any:
+    """The same structure with zeros that take no memory for every shape, and everything else as it is."""
+
+    def zeros(tensor: Tensor) -> Tensor:
+        known = not tensor.is_meta and MARK not in vars(tensor)
+        return tensor if known else torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+
+    return pytree.tree_map_only(Tensor, zeros, value)
+
+
+def mark_tensors(value: Any, mark: Any) -> None:
+    """Gives the dependent tensors in a structure another mark."""
+    for tensor in pytree.tree_leaves(value):
+        if isinstance(tensor, Tensor) and MARK in vars(tensor):
+            vars(tensor)[MARK] = mark
+
+
+def mark_of(tensor: Tensor) -> Any:
+    """The mark of a dependent tensor, None for a parameter or a tensor that was on meta from the beginning."""
+    return vars(tensor).get(MARK)
