@@ -47,6 +47,8 @@ class Traversal:
         calls: FQN of a module -> the positions at which it is called.
         work: FLOPs at each position.
         crossings: values that go past the blocks.
+        parts: FQN of the outermost modules beside the blocks that have parameters and are called.
+        direct: FQN of the parameters in none of these and in no block, which the code between modules reads.
     """
 
     blocks: tuple[str, ...]
@@ -54,6 +56,8 @@ class Traversal:
     calls: Mapping[str, frozenset[int]]
     work: tuple[float, ...]
     crossings: tuple[Crossing, ...]
+    parts: tuple[str, ...] = ()
+    direct: frozenset[str] = frozenset()
 
     @property
     def end(self) -> int:
@@ -184,7 +188,25 @@ class _Recorder:
             {name: frozenset(positions) for name, positions in self._calls.items()},
             tuple(self._work),
             tuple(self._crossings.values()),
+            *self._parts(),
         )
+
+    def _parts(self) -> tuple[tuple[str, ...], frozenset[str]]:
+        modules: list[str] = []
+        direct: set[str] = set()
+        self._descend(self._model, "", modules, direct)
+        return tuple(modules), frozenset(direct)
+
+    def _descend(self, module: nn.Module, name: str, parts: list[str], direct: set[str]) -> None:
+        direct.update(_join(name, own) for own, _ in module.named_parameters(recurse=False))
+        for child_name, child in module.named_children():
+            full = _join(name, child_name)
+            if full in self._blocks or not any(True for _ in child.parameters()):
+                continue
+            if full in self._calls and not any(block.startswith(f"{full}.") for block in self._blocks):
+                parts.append(full)
+            else:
+                self._descend(child, full, parts, direct)
 
 
 def _at_hand(made: Made, position: int) -> bool:
@@ -194,3 +216,7 @@ def _at_hand(made: Made, position: int) -> bool:
     if made.returned:
         return position in (made.position + 1, made.position + 2)
     return made.position % 2 == 0 and position == made.position + 1
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

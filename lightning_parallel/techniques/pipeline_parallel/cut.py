@@ -1,0 +1,138 @@
+"""Where a model is cut into stages, and on which stages each of its parameters lives."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import nn
+
+from lightning_parallel.techniques.pipeline_parallel.balance import split as balanced
+from lightning_parallel.techniques.pipeline_parallel.traversal import Crossing, Traversal
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The stages of a model.
+
+    Attributes:
+        seen: what a forward of the model showed.
+        sizes: how many blocks each stage has.
+    """
+
+    seen: Traversal
+    sizes: tuple[int, ...]
+
+    @property
+    def stages(self) -> int:
+        """How many there are."""
+        return len(self.sizes)
+
+    @cached_property
+    def _stage_of_block(self) -> list[int]:
+        return [stage for stage, size in enumerate(self.sizes) for _ in range(size)]
+
+    def stage_at(self, position: int) -> int:
+        """The stage that runs what happens at a position; what lies between two blocks goes with the second."""
+        block = position // 2
+        return self._stage_of_block[block] if block < len(self._stage_of_block) else self.stages - 1
+
+    def blocks_of(self, stage: int) -> tuple[str, ...]:
+        """The FQN of the blocks of a stage."""
+        start = sum(self.sizes[:stage])
+        return self.seen.blocks[start : start + self.sizes[stage]]
+
+    def stages_of(self, parameter: str) -> frozenset[int]:
+        """The stages that use a parameter; one that no forward used goes with its block, or to the last stage."""
+        positions = self.seen.uses.get(parameter)
+        if positions:
+            return frozenset(map(self.stage_at, positions))
+        for number, block in enumerate(self.seen.blocks):
+            if parameter.startswith(f"{block}."):
+                return frozenset({self._stage_of_block[number]})
+        return frozenset({self.stages - 1})
+
+    def stages_calling(self, module: str) -> frozenset[int]:
+        """The stages that call a module."""
+        return frozenset(map(self.stage_at, self.seen.calls.get(module, ())))
+
+
+def cut(seen: Traversal, stages: int, sizes: Sequence[int] | None = None) -> Cut:
+    """Cuts a model so that its most expensive stage costs as little as possible, or as told.
+
+    Args:
+        seen: what a forward of the model showed.
+        stages: how many stages to make.
+        sizes: how many blocks each is to have; None balances the work.
+
+    Raises:
+        ValueError: there are fewer blocks than stages, sizes that do not add up, or a value that a block or the loss
+            takes past a cut.
+    """
+    if len(seen.blocks) < stages:
+        raise ValueError(
+            f"{stages} stages need a block each, but the model has {len(seen.blocks)} blocks; "
+            "use fewer ranks or stages per rank"
+        )
+    made = Cut(seen, _given(sizes, stages, len(seen.blocks)) if sizes is not None else _balanced(seen, stages))
+    for crossing in seen.crossings:
+        if made.stage_at(crossing.made) != made.stage_at(crossing.used):
+            raise ValueError(_past_a_cut(crossing, seen))
+    return made
+
+
+def _given(sizes: Sequence[int], stages: int, blocks: int) -> tuple[int, ...]:
+    if len(sizes) != stages or sum(sizes) != blocks or min(sizes) < 1:
+        raise ValueError(
+            f"split={tuple(sizes)} must give each of {stages} stages at least one of {blocks} blocks: "
+            f"{stages} numbers that add up to {blocks}"
+        )
+    return tuple(sizes)
+
+
+def _balanced(seen: Traversal, stages: int) -> tuple[int, ...]:
+    work = seen.work if sum(seen.work) > 0 else tuple(float(position % 2) for position in range(seen.end + 1))
+    costs = [work[2 * k + 1] + (work[2 * k] if k else 0.0) for k in range(len(seen.blocks))]
+    return tuple(len(part) for part in balanced(costs, stages, work[0], work[seen.end]))
+
+
+def _past_a_cut(crossing: Crossing, seen: Traversal) -> str:
+    return (
+        f"{_place(crossing.used, seen)} uses {crossing.what} that was made {_place(crossing.made, seen, 'in')}, but a "
+        "stage gets from the one before only what its last block returns; return the value from the blocks and pass it "
+        "on, or choose a split that leaves both on one stage"
+    )
+
+
+def _place(position: int, seen: Traversal, within: str = "") -> str:
+    if position == 0:
+        return "before the blocks"
+    if position >= seen.end:
+        return "what follows the blocks"
+    where = f"block {seen.blocks[(position - 1) // 2]}"
+    return f"{within} {where}".strip() if position % 2 else f"after {where}"
+
+
+def names_elsewhere(model: nn.Module, made: Cut, here: Collection[int]) -> Iterator[str]:
+    """The FQN of parameters and buffers that no stage of this rank holds.
+
+    Buffers go with the block or the part that calls their module. Modules without parameters run on every stage.
+    """
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if not made.stages_of(name) & set(here):
+            yield name
+    for name, _ in model.named_buffers(remove_duplicate=False):
+        owners = _stages_of_buffer(name, made)
+        if owners and not owners & set(here):
+            yield name
+
+
+def _stages_of_buffer(name: str, made: Cut) -> frozenset[int]:
+    for number, block in enumerate(made.seen.blocks):
+        if name.startswith(f"{block}."):
+            return frozenset({made.stage_at(2 * number + 1)})
+    parts = made.seen.parts
+    part = next((part for part in parts if name.startswith(f"{part}.")), name.rpartition(".")[0])
+    stages = made.stages_calling(part)
+    return stages if part in parts or stages == {made.stages - 1} else frozenset()

@@ -1,0 +1,196 @@
+"""Works through a schedule: one rank's forwards and backwards of its stages, with messages in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lightning_parallel.collectives.point_to_point import Arriving
+from lightning_parallel.techniques.pipeline_parallel.actions import Action, Kind
+from lightning_parallel.techniques.pipeline_parallel.exchange import Exchange, Layout, floating, rebuild
+from lightning_parallel.techniques.pipeline_parallel.gradients import Gradients, Saved, save
+from lightning_parallel.techniques.pipeline_parallel.stages import Handed, Stages
+
+Place = tuple[int, int]
+"""A stage and a microbatch."""
+
+
+@dataclass
+class Work:
+    """What one rank does with one batch.
+
+    Attributes:
+        steps: run the user's step on each microbatch.
+        signatures: what the shapes of each microbatch are recognised by.
+        loss_of: finds the loss in what a step returned; None for a step without one.
+        seeds: by what the loss of each microbatch is multiplied before backward; none for forward only.
+        gradients: per stage, those of the parameters it uses.
+    """
+
+    steps: Sequence[Callable[[], Any]]
+    signatures: Sequence[Hashable]
+    loss_of: Callable[[Any], Tensor | None]
+    seeds: Sequence[float]
+    gradients: dict[int, Gradients]
+    outputs: dict[int, Any] = field(default_factory=dict)
+
+
+class Executor:
+    """Runs the actions of one rank for one batch.
+
+    Args:
+        stages: the model.
+        exchange: the messages.
+        splits: whether backwards may run in two halves.
+        work: the batch.
+    """
+
+    def __init__(self, stages: Stages, exchange: Exchange, splits: bool, work: Work) -> None:
+        self._stages, self._exchange, self._splits, self._work = stages, exchange, splits, work
+        self._last = stages.cut.stages - 1
+        self._arriving: dict[Place, tuple[Layout, list[Arriving]]] = {}
+        self._arriving_back: dict[Place, list[Arriving]] = {}
+        self._handed: dict[Place, Any] = {}  # from a stage on this rank to the next one, as it is
+        self._handed_back: dict[Place, list[Tensor | None]] = {}
+        self._returned: dict[Place, Any] = {}
+        self._shapes: dict[Place, list[Tensor]] = {}  # on meta, of what gradients will come back for
+        self._made_back: dict[Place, list[Tensor]] = {}
+        self._saved: dict[Place, Saved] = {}
+        self._do: dict[Kind, Callable[[Place], None]] = {
+            Kind.F: self._forward,
+            Kind.B: self._backward,
+            Kind.I: self._backward_of_inputs,
+            Kind.W: self._backward_of_weights,
+            Kind.SEND_F: self._send_forward,
+            Kind.RECV_F: self._receive_forward,
+            Kind.SEND_B: self._send_backward,
+            Kind.RECV_B: self._receive_backward,
+        }
+
+    def run(self, actions: Sequence[Action]) -> None:
+        """Works through this rank's actions; forward only where the work has no seeds."""
+        forward = (Kind.F, Kind.SEND_F, Kind.RECV_F)
+        for action in actions:
+            if self._work.seeds or action.kind in forward:
+                self._do[action.kind]((action.stage, action.microbatch))
+        self._exchange.lane.finish()
+
+    # ---------------------------------------------------------------- forward
+
+    def _forward(self, place: Place) -> None:
+        stage, microbatch = place
+        received = self._received(place)
+        inputs = [tensor.requires_grad_() for tensor in floating(received)] if self._work.seeds else []
+        output = self._stages.run(stage, received, self._work.steps[microbatch])
+        if isinstance(output, Handed):
+            self._keep_returned(place, inputs, output.value)
+        else:
+            self._keep_result(place, inputs, output)
+
+    def _received(self, place: Place) -> Any:
+        stage, _ = place
+        if place in self._handed:
+            return _detached(self._handed.pop(place))
+        if stage == 0:
+            return None
+        layout, arriving = self._arriving.pop(place)
+        return rebuild(layout, [tensor.wait() for tensor in arriving])
+
+    def _keep_returned(self, place: Place, inputs: list[Tensor], value: Any) -> None:
+        stage, microbatch = place
+        outputs = floating(value)
+        if self._work.seeds:
+            self._shapes[place] = [torch.empty_like(tensor, device="meta") for tensor in outputs]
+            self._saved[place] = save(inputs, outputs, self._splits)
+        if self._is_here(stage + 1):
+            self._handed[stage + 1, microbatch] = value
+        else:
+            self._returned[place] = value
+
+    def _keep_result(self, place: Place, inputs: list[Tensor], output: Any) -> None:
+        _, microbatch = place
+        self._work.outputs[microbatch] = _detached(output)
+        if self._work.seeds:
+            loss = self._work.loss_of(output)
+            self._saved[place] = save(inputs, [] if loss is None else [loss], self._splits)
+
+    def _is_here(self, stage: int) -> bool:
+        return stage in self._work.gradients
+
+    # ---------------------------------------------------------------- backward
+
+    def _backward(self, place: Place) -> None:
+        saved = self._saved.pop(place)
+        with _without_autocast(self._exchange.lane.device):
+            made = self._work.gradients[place[0]].full(saved, self._seeds(place, saved))
+        self._hand_back(place, saved, made)
+
+    def _backward_of_inputs(self, place: Place) -> None:
+        saved = self._saved[place]
+        with _without_autocast(self._exchange.lane.device):
+            made = self._work.gradients[place[0]].of_inputs(saved, self._seeds(place, saved))
+        self._hand_back(place, saved, made)
+
+    def _backward_of_weights(self, place: Place) -> None:
+        with _without_autocast(self._exchange.lane.device):
+            self._work.gradients[place[0]].of_weights(self._saved.pop(place))
+
+    def _seeds(self, place: Place, saved: Saved) -> list[Tensor | None]:
+        stage, microbatch = place
+        if stage == self._last:
+            scale, device = self._work.seeds[microbatch], self._exchange.lane.device
+            return [_seed_of(self._work.outputs[microbatch], self._work, scale, device) for _ in saved.outputs]
+        if place in self._handed_back:
+            return self._handed_back.pop(place)
+        return [arriving.wait() for arriving in self._arriving_back.pop(place)]
+
+    def _hand_back(self, place: Place, saved: Saved, made: list[Tensor | None]) -> None:
+        stage, microbatch = place
+        if stage == 0:
+            return
+        if self._is_here(stage - 1):
+            self._handed_back[stage - 1, microbatch] = made
+            return
+        inputs = saved.inputs
+        self._made_back[place] = [
+            torch.zeros_like(tensor) if gradient is None else gradient
+            for tensor, gradient in zip(inputs, made, strict=True)
+        ]
+
+    # ---------------------------------------------------------------- messages
+
+    def _send_forward(self, place: Place) -> None:
+        stage, microbatch = place
+        signature = self._work.signatures[microbatch]
+        self._exchange.send_forward(stage, microbatch, signature, _detached(self._returned.pop(place)))
+
+    def _receive_forward(self, place: Place) -> None:
+        stage, microbatch = place
+        self._arriving[place] = self._exchange.receive_forward(stage, microbatch, self._work.signatures[microbatch])
+
+    def _send_backward(self, place: Place) -> None:
+        stage, microbatch = place
+        self._exchange.send_backward(stage, microbatch, self._made_back.pop(place))
+
+    def _receive_backward(self, place: Place) -> None:
+        stage, microbatch = place
+        self._arriving_back[place] = self._exchange.receive_backward(stage, microbatch, self._shapes.pop(place))
+
+
+def _seed_of(output: Any, work: Work, scale: float, device: torch.device) -> Tensor | None:
+    loss = work.loss_of(output)
+    return None if loss is None else torch.full_like(loss, scale, device=device)
+
+
+def _detached(value: Any) -> Any:
+    return pytree.tree_map_only(Tensor, Tensor.detach, value)
+
+
+def _without_autocast(device: torch.device) -> torch.autocast:
+    """Backward runs in the types of the forward, not in those that autocast would choose."""
+    return torch.autocast(device.type, enabled=False)

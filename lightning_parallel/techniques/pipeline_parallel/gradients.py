@@ -1,0 +1,169 @@
+"""The backward of one stage on one microbatch, whole or in two halves.
+
+Gradients are computed without touching the parameters' own `grad`, and so without any hook on them, and summed here
+over the microbatches. `HandOver` gives them to the parameters when the strategy runs its backward.
+Source of the two halves: P. Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+
+@dataclass
+class Saved:
+    """What the forward of a stage on a microbatch leaves for its backward.
+
+    Attributes:
+        inputs: what was received, as leaves that require gradients.
+        outputs: what was returned and depends on parameters or inputs: the tensors themselves, or where they came
+            from in the graph, which does not keep their values.
+    """
+
+    inputs: list[Tensor]
+    outputs: list[Tensor | GradientEdge | None]
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    seeds: list[Tensor] = field(default_factory=list)
+
+
+def save(inputs: list[Tensor], outputs: Sequence[Tensor], splits: bool) -> Saved:
+    """Keeps what backward needs.
+
+    Args:
+        inputs: leaves.
+        outputs: floating tensors that the stage returned, in their order.
+        splits: whether the backward may run in two halves.
+    """
+    kept: list[Tensor | GradientEdge | None] = []
+    for output in outputs:
+        if not output.requires_grad:
+            kept.append(None)
+        elif splits:
+            kept.append(output * 1 if output._is_view() or output.is_leaf else output)  # torch detaches it in place
+        else:
+            kept.append(get_gradient_edge(output))
+    return Saved(inputs, kept)
+
+
+class Gradients:
+    """The gradients of some parameters, summed over microbatches.
+
+    Args:
+        parameters: as the model holds them during this step.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        self.sums: list[Tensor | None] = [None] * len(self.parameters)
+
+    def full(self, saved: Saved, seeds: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Full backward; returns the gradients of the stage's inputs."""
+        outputs, given = _with_seeds(saved, seeds)
+        if not outputs:
+            return [None] * len(saved.inputs)
+        wanted = [*saved.inputs, *self.parameters]
+        made = torch.autograd.grad(outputs, wanted, given, allow_unused=True) if wanted else ()
+        of_inputs, of_parameters = list(made[: len(saved.inputs)]), made[len(saved.inputs) :]
+        self._add(of_parameters, [*given, *of_inputs])
+        return of_inputs
+
+    def of_inputs(self, saved: Saved, seeds: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The first half: gradients of the stage's inputs only. A first stage has none: its second half does it all."""
+        if not saved.inputs:
+            saved.seeds = list(seeds)  # type: ignore[arg-type]
+            return []
+        outputs, given = _with_seeds(saved, seeds)
+        if not outputs:
+            saved.outputs = []
+            return [None] * len(saved.inputs)
+        made, saved.groups = stage_backward_input(outputs, given, list(saved.inputs), iter(self.parameters))  # type: ignore[arg-type]
+        for tensor in saved.inputs:
+            tensor.grad = None
+        saved.outputs = []
+        return list(made)
+
+    def of_weights(self, saved: Saved) -> None:
+        """The second half: gradients of the parameters."""
+        if not saved.inputs:
+            self.full(saved, saved.seeds)
+            return
+        before = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        stage_backward_weight(iter(self.parameters), saved.groups)
+        self._add([parameter.grad for parameter in self.parameters], [])
+        for parameter, gradient in zip(self.parameters, before, strict=True):
+            parameter.grad = gradient
+
+    def _add(self, made: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> None:
+        grown: list[Tensor] = []
+        more: list[Tensor] = []
+        shared = {tensor.data_ptr() for tensor in others if tensor is not None}
+        for index, gradient in enumerate(made):
+            sum_ = self.sums[index]
+            if gradient is None:
+                continue
+            if sum_ is None:
+                self.sums[index] = _owned(gradient, shared)
+            elif gradient.is_sparse or sum_.is_sparse:
+                self.sums[index] = sum_ + gradient
+            else:
+                grown.append(sum_)
+                more.append(gradient)
+        if grown:
+            torch._foreach_add_(grown, more)
+
+
+def _owned(gradient: Tensor, shared: set[int]) -> Tensor:
+    """The gradient in memory of its own, to which more can be added in place."""
+    if gradient.is_sparse:
+        return gradient
+    alone = gradient.is_contiguous() and gradient.data_ptr() not in shared
+    shared.add(gradient.data_ptr())
+    return gradient if alone else gradient.clone(memory_format=torch.contiguous_format)
+
+
+def _with_seeds(saved: Saved, seeds: Sequence[Tensor | None]) -> tuple[list[Any], list[Tensor]]:
+    pairs = [(o, s) for o, s in zip(saved.outputs, seeds, strict=True) if o is not None and s is not None]
+    return [output for output, _ in pairs], [seed for _, seed in pairs]
+
+
+class HandOver(torch.autograd.Function):
+    """A loss whose backward gives parameters gradients that were computed before, times the gradient that comes in.
+
+    Lightning sets gradients to zero between the step and its backward, and divides and scales the loss on the way.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, loss: Tensor, gradients: list[Tensor | None], expected: float, _: Tensor, *parameters: Tensor
+    ) -> Tensor:
+        """See `torch.autograd.Function`."""
+        ctx.gradients, ctx.expected = gradients, expected
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Any) -> Any:
+        """See `torch.autograd.Function`."""
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("the gradients of a pipeline's step were handed over already; run its backward once")
+        factor = incoming[0] / ctx.expected
+        dense = [gradient for gradient in gradients if gradient is not None and not gradient.is_sparse]
+        for same in _by_dtype(dense):
+            torch._foreach_mul_(same, factor.to(same[0].dtype))
+        return None, None, None, None, *gradients
+
+
+def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    kinds: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault(tensor.dtype, []).append(tensor)
+    return list(kinds.values())
