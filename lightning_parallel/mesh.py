@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal, TypeAlias
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 Axis: TypeAlias = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
@@ -127,6 +128,17 @@ class ParallelMesh:
 
     def __repr__(self) -> str:
         return f"ParallelMesh({_product(self.sizes)})"
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        kind = self.device_mesh.device_type
+        return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+
+    @property
+    def leads_its_stage(self) -> bool:
+        """Whether this rank is the first of those that hold the same layers."""
+        return all(self[axis].get_local_rank() == 0 for axis in AXES if axis != "pp")
 
     @property
     def world_size(self) -> int:

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-
 ELSEWHERE = "_lightning_parallel_elsewhere"
 """The mark of modules that another rank runs: this rank's techniques have nothing to do with them."""
 

@@ -109,9 +109,11 @@ def uses_exchange(group: dist.ProcessGroup) -> bool:
     return dist.get_backend(group) == "gloo"
 
 
-def broadcast_tensors(tensors: Iterable[Tensor], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Gives all ranks of the group the values that its first rank holds, in few and large messages through `device`."""
-    source = dist.get_global_rank(group, 0)
+def broadcast_tensors(
+    tensors: Iterable[Tensor], group: dist.ProcessGroup, device: torch.device, source: int = 0
+) -> None:
+    """Gives all ranks of the group the values that its rank `source` holds, in few, large messages through `device`."""
+    source = dist.get_global_rank(group, source)
     for same in _by_dtype(tensors):
         for part in _parts_of(same, limit_bytes=64 * 2**20):
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in part]).to(device)

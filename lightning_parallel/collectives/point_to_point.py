@@ -10,8 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-
-
 class Lane:
     """Point-to-point messages within a group. Ranks are those of the group.
 
@@ -29,6 +27,7 @@ class Lane:
         tensor = tensor.detach().contiguous()
         if tensor.numel():
             work = dist.isend(tensor, group=self.group, group_dst=to, tag=tag)
+            assert work is not None  # this rank is in the group
             self._sending.append((work, tensor))
         self._sending = [(work, tensor) for work, tensor in self._sending if not work.is_completed()]
 

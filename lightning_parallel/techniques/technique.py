@@ -145,7 +145,9 @@ class Technique(ABC):
         """The axes under the name by which messages call this technique."""
         return Claim(repr(self), self.axes)
 
-    def prepare(self, model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan, sample: Callable[[], Sample]) -> Technique:
+    def prepare(
+        self, model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan, sample: Callable[[], Sample]
+    ) -> Technique:
         """Technique -> technique: the same after a look at the whole model and, where it must, at a step of it."""
         return self
 

@@ -7,15 +7,15 @@ tensors travel. Stages on one rank hand over without a message.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from lightning_parallel.collectives.point_to_point import Arriving, Lane
+from lightning_parallel.techniques.pipeline_parallel.nested import children_of, map_tensors, rebuilt, tensors_of
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ def layout_of(value: Any) -> Layout:
     Raises:
         TypeError: something in it can be neither sent as a tensor nor pickled.
     """
-    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-    rest = pytree.tree_map_only(Tensor, lambda _: _Slot(), value)
+    tensors = list(tensors_of(value))
+    rest = map_tensors(lambda _: _Slot(), value)
     try:
         pickled = pickle.dumps(rest)
     except Exception as error:
@@ -56,14 +56,24 @@ class _Slot:
 def rebuild(layout: Layout, tensors: list[Tensor]) -> Any:
     """The value of a layout with these tensors."""
     waiting = iter(tensors)
-    rest = pickle.loads(layout.rest)
-    return pytree.tree_map_only(_Slot, lambda _: next(waiting), rest)
+    return _filled(pickle.loads(layout.rest), waiting)
+
+
+def _filled(value: Any, tensors: Iterator[Tensor]) -> Any:
+    if isinstance(value, _Slot):
+        return next(tensors)
+    children = children_of(value)
+    return rebuilt(value, [_filled(child, tensors) for child in children]) if children else value
 
 
 def floating(value: Any) -> list[Tensor]:
     """The tensors of a structure that can have gradients."""
-    leaves = pytree.tree_leaves(value)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())]
+    return [tensor for tensor in tensors_of(value) if has_gradients(tensor)]
+
+
+def has_gradients(tensor: Tensor) -> bool:
+    """Whether a tensor is of a kind that can have gradients."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 class Exchange:
@@ -96,9 +106,8 @@ class Exchange:
                 f"the last block of stage {stage} returned tensors {layout.tensors} for a microbatch for which it "
                 f"returned {known.tensors} before; what goes from stage to stage must follow from the batch's shapes"
             )
-        for tensor in pytree.tree_leaves(value):
-            if isinstance(tensor, Tensor):
-                self.lane.send(tensor, to, tag)
+        for tensor in tensors_of(value):
+            self.lane.send(tensor, to, tag)
 
     def receive_forward(self, stage: int, microbatch: int, signature: Hashable) -> tuple[Layout, list[Arriving]]:
         """Starts to receive what the stage before returned."""

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from lightning_parallel.collectives.point_to_point import Arriving
 from lightning_parallel.techniques.pipeline_parallel.actions import Action, Kind
-from lightning_parallel.techniques.pipeline_parallel.exchange import Exchange, Layout, floating, rebuild
-from lightning_parallel.techniques.pipeline_parallel.gradients import Gradients, Saved, save
+from lightning_parallel.techniques.pipeline_parallel.exchange import Exchange, Layout, floating, has_gradients, rebuild
+from lightning_parallel.techniques.pipeline_parallel.gradients import Enter, Gradients, Saved, save
+from lightning_parallel.techniques.pipeline_parallel.nested import map_tensors
 from lightning_parallel.techniques.pipeline_parallel.stages import Handed, Stages
 
 Place = tuple[int, int]
@@ -84,8 +84,10 @@ class Executor:
 
     def _forward(self, place: Place) -> None:
         stage, microbatch = place
+        inputs: list[Tensor] = []
         received = self._received(place)
-        inputs = [tensor.requires_grad_() for tensor in floating(received)] if self._work.seeds else []
+        if self._work.seeds:
+            received = map_tensors(lambda tensor: _entering(tensor, inputs), received)
         output = self._stages.run(stage, received, self._work.steps[microbatch])
         if isinstance(output, Handed):
             self._keep_returned(place, inputs, output.value)
@@ -182,13 +184,22 @@ class Executor:
         self._arriving_back[place] = self._exchange.receive_backward(stage, microbatch, self._shapes.pop(place))
 
 
+def _entering(tensor: Tensor, inputs: list[Tensor]) -> Tensor:
+    """What was received, depending on a leaf without memory of its own."""
+    if not has_gradients(tensor):
+        return tensor
+    inputs.append(torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape).requires_grad_())
+    entered: Tensor = Enter.apply(inputs[-1], tensor)  # type: ignore[no-untyped-call]
+    return entered
+
+
 def _seed_of(output: Any, work: Work, scale: float, device: torch.device) -> Tensor | None:
     loss = work.loss_of(output)
     return None if loss is None else torch.full_like(loss, scale, device=device)
 
 
 def _detached(value: Any) -> Any:
-    return pytree.tree_map_only(Tensor, Tensor.detach, value)
+    return map_tensors(Tensor.detach, value)
 
 
 def _without_autocast(device: torch.device) -> torch.autocast:

@@ -70,7 +70,8 @@ class Gradients:
             return [None] * len(saved.inputs)
         wanted = [*saved.inputs, *self.parameters]
         made = torch.autograd.grad(outputs, wanted, given, allow_unused=True) if wanted else ()
-        of_inputs, of_parameters = list(made[: len(saved.inputs)]), made[len(saved.inputs) :]
+        of_inputs: list[Tensor | None] = list(made[: len(saved.inputs)])
+        of_parameters = made[len(saved.inputs) :]
         self._add(of_parameters, [*given, *of_inputs])
         return of_inputs
 
@@ -133,6 +134,21 @@ def _owned(gradient: Tensor, shared: set[int]) -> Tensor:
 def _with_seeds(saved: Saved, seeds: Sequence[Tensor | None]) -> tuple[list[Any], list[Tensor]]:
     pairs = [(o, s) for o, s in zip(saved.outputs, seeds, strict=True) if o is not None and s is not None]
     return [output for output, _ in pairs], [seed for _, seed in pairs]
+
+
+class Enter(torch.autograd.Function):
+    """Lets a tensor that was received depend on a leaf of its shape; the block may then change it in place."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, received: Tensor) -> Tensor:
+        """See `torch.autograd.Function`."""
+        ctx.mark_dirty(received)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Any) -> Any:
+        """See `torch.autograd.Function`."""
+        return incoming[0], None
 
 
 class HandOver(torch.autograd.Function):

@@ -6,37 +6,20 @@ first dimension is that of the batch are divided; everything else goes to every 
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_parallel.techniques.pipeline_parallel.nested import children_of, like, rebuilt, tensors_of
+
 
 def batch_size(batch: Any) -> int | None:
     """The number of samples: the first dimension that most tensors have, None where there is no such tensor."""
-    sizes = Counter(len(tensor) for tensor in _tensors(batch) if tensor.dim())
+    sizes = Counter(len(tensor) for tensor in tensors_of(batch) if tensor.dim())
     return sizes.most_common(1)[0][0] if sizes else None
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    for child in _children(value):
-        yield from _tensors(child)
-
-
-def _children(value: Any) -> list[Any]:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, (list, tuple)):
-        return list(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, field.name) for field in dataclasses.fields(value)]
-    return []
 
 
 def split(batch: Any, parts: int) -> list[Any]:
@@ -67,34 +50,10 @@ def part_sizes(size: int, parts: int) -> list[int]:
 def _part(value: Any, samples: slice, size: int) -> Any:
     if isinstance(value, Tensor):
         return value[samples] if value.dim() and len(value) == size else value
-    if isinstance(value, (list, tuple)) and len(value) == size and not any(True for _ in _tensors(value)):
-        return _like(value, list(value)[samples])
-    children = _children(value)
-    return _rebuilt(value, [_part(child, samples, size) for child in children]) if children else value
-
-
-def _rebuilt(value: Any, children: Sequence[Any]) -> Any:
-    if isinstance(value, Mapping):
-        return _filled(value, dict(zip(value, children, strict=True)))
-    if isinstance(value, (list, tuple)):
-        return _like(value, children)
-    made = copy.copy(value)
-    for field, child in zip(dataclasses.fields(value), children, strict=True):
-        object.__setattr__(made, field.name, child)
-    return made
-
-
-def _like(value: Any, items: Sequence[Any]) -> Any:
-    return type(value)(*items) if isinstance(value, tuple) and type(value) is not tuple else type(value)(items)
-
-
-def _filled(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    if type(value) is dict:
-        return items
-    made: Any = copy.copy(value)
-    for key, item in items.items():
-        made[key] = item
-    return made
+    if isinstance(value, (list, tuple)) and len(value) == size and not any(True for _ in tensors_of(value)):
+        return like(value, list(value)[samples])
+    children = children_of(value)
+    return rebuilt(value, [_part(child, samples, size) for child in children]) if children else value
 
 
 def merge(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
@@ -111,12 +70,12 @@ def merge(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     if isinstance(first, (float, complex)) and not isinstance(first, bool):
         return sum(output * size for output, size in zip(outputs, sizes, strict=True)) / sum(sizes)
     holds_samples = all(isinstance(o, list) and len(o) == n for o, n in zip(outputs, sizes, strict=True))
-    if holds_samples and not any(True for _ in _tensors(first)):
+    if holds_samples and not any(True for _ in tensors_of(first)):
         return [item for output in outputs for item in output]
-    children = [_children(output) for output in outputs]
+    children = [children_of(output) for output in outputs]
     if not children[0] or len({len(some) for some in children}) > 1:
         return first
-    return _rebuilt(first, [merge(same, sizes) for same in zip(*children, strict=True)])
+    return rebuilt(first, [merge(same, sizes) for same in zip(*children, strict=True)])
 
 
 def _merged_tensors(outputs: Sequence[Tensor], sizes: Sequence[int]) -> Any:
@@ -132,11 +91,3 @@ def weighted_mean(values: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     """The mean over samples of what are means over so many of them."""
     weights = [size / sum(sizes) for size in sizes]
     return torch.stack([value * weight for value, weight in zip(values, weights, strict=True)]).sum(0)
-
-
-def map_tensors(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The same structure with every tensor changed."""
-    if isinstance(value, Tensor):
-        return change(value)
-    children = _children(value)
-    return _rebuilt(value, [map_tensors(change, child) for child in children]) if children else value

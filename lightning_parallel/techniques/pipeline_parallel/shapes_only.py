@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_parallel.techniques.pipeline_parallel.nested import map_tensors, tensors_of
+
 aten = torch.ops.aten
 MARK = "_lightning_parallel_made_at"
 
@@ -132,13 +134,13 @@ def zeros_for_shapes(value: Any, device: torch.device) -> Any:
         known = not tensor.is_meta and MARK not in vars(tensor)
         return tensor if known else torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
 
-    return pytree.tree_map_only(Tensor, zeros, value)
+    return map_tensors(zeros, value)
 
 
 def mark_tensors(value: Any, mark: Any) -> None:
     """Gives the dependent tensors in a structure another mark."""
-    for tensor in pytree.tree_leaves(value):
-        if isinstance(tensor, Tensor) and MARK in vars(tensor):
+    for tensor in tensors_of(value):
+        if MARK in vars(tensor):
             vars(tensor)[MARK] = mark
 
 

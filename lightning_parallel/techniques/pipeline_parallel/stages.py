@@ -1,8 +1,8 @@
 """Runs one stage: the user's own step, in which only this stage's part of the model is really there.
 
-Every stage runs the whole step on a microbatch. Blocks of earlier stages return what was received, or zeros of its shape;
-what runs before the blocks exists for its shapes only; and when the first block of the next stage is called, the step
-is left with what the stage's last block returned. Only the last stage runs the step to its end.
+Every stage runs the whole step on a microbatch. Blocks of earlier stages return what was received, or zeros of its
+shape; what runs before the blocks exists for its shapes only; and when the first block of the next stage is called, the
+step is left with what the stage's last block returned. Only the last stage runs the step to its end.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut
+from lightning_parallel.techniques.pipeline_parallel.nested import map_tensors
 from lightning_parallel.techniques.pipeline_parallel.shapes_only import ShapesOnly, zeros_for_shapes
 from lightning_parallel.techniques.redirect import Forward, redirect_forward
 
@@ -132,7 +132,4 @@ def _tensors_of(module: nn.Module) -> list[Tensor]:
 
 
 def _zeros_like(value: Any) -> Any:
-    def zeros(tensor: Tensor) -> Tensor:
-        return torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
-
-    return pytree.tree_map_only(Tensor, zeros, value)
+    return map_tensors(lambda t: torch.zeros((), dtype=t.dtype, device=t.device).expand(t.shape), value)

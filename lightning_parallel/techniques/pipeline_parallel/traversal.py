@@ -99,7 +99,9 @@ class _Unexpected(BaseException):
 class _Recorder:
     def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
         self._model, self._blocks = model, dict(blocks)
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._names: dict[int, list[str]] = {}  # tied parameters have several
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self._names.setdefault(id(parameter), []).append(name)
         self._module_names = {id(module): name for name, module in model.named_modules()}
         self._position = 0
         self._order: list[str] = []
@@ -146,9 +148,9 @@ class _Recorder:
 
     def read(self, tensor: Tensor) -> None:
         """An operation reads a tensor that depends on a parameter."""
-        name = self._names.get(id(tensor))
-        if name is not None:
-            self._uses.setdefault(name, set()).add(self._position)
+        if id(tensor) in self._names:
+            for name in self._names[id(tensor)]:
+                self._uses.setdefault(name, set()).add(self._position)
             return
         made = mark_of(tensor)
         if made is not None and not _at_hand(made, self._position):

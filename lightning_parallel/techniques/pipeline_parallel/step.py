@@ -1,0 +1,186 @@
+"""A step in microbatches: the schedule runs in `forward`, its gradients reach the parameters in `backward`."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from functools import partial
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_parallel.collectives.point_to_point import Lane, share_object
+from lightning_parallel.techniques.pipeline_parallel import microbatches
+from lightning_parallel.techniques.pipeline_parallel.cut import Cut
+from lightning_parallel.techniques.pipeline_parallel.exchange import Exchange
+from lightning_parallel.techniques.pipeline_parallel.executor import Executor, Work
+from lightning_parallel.techniques.pipeline_parallel.gradients import Gradients, HandOver
+from lightning_parallel.techniques.pipeline_parallel.nested import map_tensors, tensors_of
+from lightning_parallel.techniques.pipeline_parallel.schedules import Schedule
+from lightning_parallel.techniques.pipeline_parallel.stages import Stages
+from lightning_parallel.techniques.pipeline_parallel.ties import Tie, sum_over_holders
+from lightning_parallel.techniques.technique import Run, Step, WrappedStep
+
+T = TypeVar("T")
+
+
+class PipelineStep(WrappedStep):
+    """Runs every step of the user's as a schedule over the ranks of a pipeline.
+
+    Args:
+        inner: the step to wrap.
+        model: of which this rank holds its stages' part.
+        made: where the model is cut.
+        schedule: what each rank does, and when.
+        group: the ranks of this pipeline.
+        device: where the model runs.
+    """
+
+    def __init__(
+        self,
+        inner: Step,
+        model: nn.Module,
+        made: Cut,
+        schedule: Schedule,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        super().__init__(inner)
+        self._schedule, self._group, self._cut = schedule, group, made
+        self._lane = Lane(group, device)
+        self._rank = group.rank()
+        self._here = schedule.stages_of(self._rank)
+        self._stages = Stages(model, made, device)
+        self._exchange = Exchange(self._lane, schedule.rank_of, schedule.stages)
+        self._slots = _slots(model, made, schedule)
+        self._scale = 1.0
+
+    def expect_scale(self, scale: float) -> None:
+        """See `Step.expect_scale`."""
+        self._scale = scale
+
+    def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
+        """Runs the schedule, and returns on every rank what the step would return for the whole batch.
+
+        Raises:
+            TypeError: a batch that cannot be divided.
+            ValueError: a step that returns a loss for some microbatches only.
+        """
+        parameters = {name: slot.parameter() for name, slot in self._slots.items()}
+        learning = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        work, sizes = self._work(run, args, kwargs, learning)
+        schedule = self._schedule.only(len(sizes)) if len(sizes) < self._schedule.microbatches else self._schedule
+        Executor(self._stages, self._exchange, schedule.splits_backward, work).run(
+            schedule.with_communication()[self._rank]
+        )
+        output, notes = self._shared(work, sizes, run)
+        run.replay(notes)
+        loss = _loss_of(output)
+        if not work.seeds or loss is None:
+            return cast(T, output)
+        return cast(T, _with_loss(output, self._handed_over(loss, work, learning)))
+
+    # ---------------------------------------------------------------- before
+
+    def _work(
+        self, run: Run[Any], args: tuple[Any, ...], kwargs: dict[str, Any], learning: dict[str, nn.Parameter]
+    ) -> tuple[Work, list[int]]:
+        batch, *rest = args
+        size = microbatches.batch_size(batch) or 1
+        count = min(self._schedule.microbatches, size)
+        parts, sizes = microbatches.split(batch, count), microbatches.part_sizes(size, count)
+        training = torch.is_grad_enabled()
+        seeds = [self._scale * n / size for n in sizes] if training else []
+        work = Work(
+            steps=[partial(run, part, *rest, **kwargs) for part in parts],
+            signatures=[(training, *_signature(part)) for part in parts],
+            loss_of=_loss_of,
+            seeds=seeds,
+            gradients={stage: Gradients(self._of_stage(stage, learning)) for stage in self._here},
+        )
+        return work, sizes
+
+    def _of_stage(self, stage: int, learning: dict[str, nn.Parameter]) -> list[nn.Parameter]:
+        return [parameter for name, parameter in learning.items() if stage in self._slots[name].stages]
+
+    # ---------------------------------------------------------------- after
+
+    def _shared(self, work: Work, sizes: Sequence[int], run: Run[Any]) -> tuple[Any, Any]:
+        """The output and the notes of the rank that ran the last stage, on all ranks."""
+        last = self._schedule.rank_of(self._schedule.stages - 1)
+        said = None
+        if self._rank == last:
+            outputs = [work.outputs[number] for number in range(len(sizes))]
+            _require_all_or_none(outputs, bool(work.seeds))
+            said = (map_tensors(Tensor.cpu, microbatches.merge(outputs, sizes)), run.notes())
+        output, notes = share_object(said, last, self._group, self._lane.device)
+        return map_tensors(lambda tensor: tensor.to(self._lane.device), output), notes
+
+    def _handed_over(self, loss: Tensor, work: Work, learning: dict[str, nn.Parameter]) -> Tensor:
+        sums: dict[str, Tensor | None] = dict.fromkeys(learning)
+        names = {id(parameter): name for name, parameter in learning.items()}
+        for gradients in work.gradients.values():
+            for parameter, gradient in zip(gradients.parameters, gradients.sums, strict=True):
+                name = names[id(parameter)]
+                before = sums[name]
+                sums[name] = gradient if before is None or gradient is None else before + gradient
+                sums[name] = before if gradient is None else sums[name]
+        self._sum_ties(sums, learning)
+        always = torch.zeros((), requires_grad=True)  # a stage may have no parameter that learns
+        handed: Tensor = HandOver.apply(loss, list(sums.values()), self._scale, always, *learning.values())  # type: ignore[no-untyped-call]
+        return handed
+
+    def _sum_ties(self, sums: dict[str, Tensor | None], learning: dict[str, nn.Parameter]) -> None:
+        shared: dict[Tie, list[Tensor]] = {}
+        for name in sorted(sums):
+            holders = self._slots[name].holders
+            if len(holders) > 1:
+                gradient = sums[name]
+                sums[name] = torch.zeros_like(learning[name]) if gradient is None else gradient
+                shared.setdefault(holders, []).append(cast(Tensor, sums[name]))
+        sum_over_holders(shared, self._lane, self._rank)
+
+
+class _Slot:
+    """Where the model holds a parameter, the stages of this rank that use it, and the ranks that hold it."""
+
+    def __init__(self, owner: nn.Module, key: str, stages: frozenset[int], holders: Tie) -> None:
+        self._owner, self._key = owner, key
+        self.stages, self.holders = stages, holders
+
+    def parameter(self) -> nn.Parameter:
+        """The parameter at this moment: techniques may put another one in its place for a step."""
+        return cast(nn.Parameter, self._owner._parameters[self._key])
+
+
+def _slots(model: nn.Module, made: Cut, schedule: Schedule) -> dict[str, _Slot]:
+    found: dict[str, _Slot] = {}
+    for name, _ in model.named_parameters():
+        owner, _, key = name.rpartition(".")
+        stages = made.stages_of(name)
+        holders = tuple(sorted({schedule.rank_of(stage) for stage in stages}))
+        found[name] = _Slot(model.get_submodule(owner), key, stages, holders)
+    return found
+
+
+def _signature(part: Any) -> tuple[Hashable, ...]:
+    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(part))
+
+
+def _loss_of(output: Any) -> Tensor | None:
+    loss = output.get("loss") if isinstance(output, dict) else output
+    return loss if isinstance(loss, Tensor) else None
+
+
+def _with_loss(output: Any, loss: Tensor) -> Any:
+    return {**output, "loss": loss} if isinstance(output, dict) else loss
+
+
+def _require_all_or_none(outputs: Sequence[Any], training: bool) -> None:
+    without = [number for number, output in enumerate(outputs) if _loss_of(output) is None]
+    if training and without and len(without) < len(outputs):
+        raise ValueError(
+            f"training_step returned no loss for microbatches {without} of {len(outputs)}; in a pipeline a batch is "
+            "skipped as a whole: decide it by batch_idx, or use microbatches=1"
+        )

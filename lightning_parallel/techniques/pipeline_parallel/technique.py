@@ -1,0 +1,129 @@
+"""Pipeline parallel as a technique: layers on different ranks, microbatches on their way through them.
+
+Sources: Y. Huang et al., GPipe, NeurIPS 2019; D. Narayanan et al., Efficient Large-Scale Language Model Training on GPU
+Clusters, SC 2021; P. Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel.mesh import Axis, ParallelMesh, Size
+from lightning_parallel.plan import ParallelPlan
+from lightning_parallel.techniques import elsewhere
+from lightning_parallel.techniques.pipeline_parallel.cut import Cut, cut, names_elsewhere
+from lightning_parallel.techniques.pipeline_parallel.schedules import (
+    SCHEDULES,
+    Schedule,
+    make_schedule,
+    nearest_legal_microbatches,
+)
+from lightning_parallel.techniques.pipeline_parallel.step import PipelineStep
+from lightning_parallel.techniques.pipeline_parallel.traversal import Traversal, traverse
+from lightning_parallel.techniques.technique import Phase, Sample, Step, Technique
+
+
+@dataclass(frozen=True)
+class PipelineParallel(Technique):
+    """Cuts the model at its blocks into stages on different ranks: `PipelineParallel(4)`.
+
+    Args:
+        size: number of ranks; "auto" takes the ranks that no other technique claims.
+        schedule: a name (gpipe, 1f1b, interleaved_1f1b, looped_bfs, interleaved_zero_bubble, zbv, dualpipev), or the
+            path of a CSV file.
+        microbatches: into how many parts a rank's batch is divided; "auto" takes four for each rank, or as many as
+            the batch has samples. Batches with fewer samples than that have a microbatch for each.
+        stages_per_rank: for schedules that give each rank several stages; None takes the schedule's own number.
+        split: how many blocks each stage has, in the order of the model; None balances the stages by their work.
+
+    Raises:
+        ValueError: numbers that break the schedule's rule.
+    """
+
+    size: Size = "auto"
+    _: KW_ONLY
+    schedule: str = "1f1b"
+    microbatches: int | Literal["auto"] = "auto"
+    stages_per_rank: int | None = None
+    split: tuple[int, ...] | None = None
+    seen: Traversal | None = field(default=None, repr=False, compare=False)
+
+    phase: ClassVar[Phase] = Phase.SPLIT
+
+    def __post_init__(self) -> None:
+        if self.split is not None:
+            object.__setattr__(self, "split", tuple(self.split))
+        if isinstance(self.size, int) and isinstance(self.microbatches, int) and self.size > 0:
+            make_schedule(self.schedule, self.size, self.microbatches, self.stages_per_rank)
+        elif not self.schedule.endswith(".csv") and self.schedule not in SCHEDULES:
+            make_schedule(self.schedule, 1, 1)  # raises with the choices
+
+    @property
+    def axes(self) -> Mapping[Axis, Size]:
+        """See `Technique.axes`."""
+        return {"pp": self.size}
+
+    @property
+    def splits_backward(self) -> bool:
+        """See `Technique.splits_backward`."""
+        return make_schedule(self.schedule, 2, 4).splits_backward if self.schedule in SCHEDULES else True
+
+    def prepare(
+        self, model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan, sample: Callable[[], Sample]
+    ) -> PipelineParallel:
+        """Looks at one step, to know what runs before and after the blocks, and how much work it is."""
+        if mesh.sizes["pp"] == 1:
+            return self
+        blocks = plan.require_blocks(model, repr(self))
+        one = sample()
+        seen = traverse(model, blocks, one.run, mesh.device)
+        return dataclasses.replace(self, seen=seen, microbatches=self._count(mesh, one.size))
+
+    def _count(self, mesh: ParallelMesh, samples: int) -> int:
+        """How many microbatches, where "auto" is to decide."""
+        if self.microbatches != "auto":
+            return self.microbatches
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"{self!r}: a schedule from a file needs microbatches=<the number it has>, not 'auto'")
+        ranks = mesh.sizes["pp"]
+        return nearest_legal_microbatches(self.schedule, ranks, min(4 * ranks, max(1, samples)))[0]
+
+    def parallelize(self, model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan) -> nn.Module:
+        """Keeps what this rank's stages need."""
+        if mesh.sizes["pp"] == 1:
+            return model
+        made, schedule = self._divided(mesh)
+        here = schedule.stages_of(mesh["pp"].get_local_rank())
+        names = set(names_elsewhere(model, made, here))
+        direct = [parameter for name, parameter in model.named_parameters() if name in made.seen.direct]
+        direct_ids = {id(parameter) for parameter in direct}
+        zeros = elsewhere.without_memory(mesh.device)
+        elsewhere.hide(model, names, lambda t: zeros(t) if id(t) in direct_ids else _shape_of(t))
+        modules = dict(model.named_modules())
+        for stage in set(range(made.stages)) - set(here):
+            for name in made.blocks_of(stage):
+                elsewhere.mark(modules[name])
+        return model
+
+    def wrap_step(self, step: Step, model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan) -> Step:
+        """Runs the schedule in every step."""
+        if mesh.sizes["pp"] == 1:
+            return step
+        made, schedule = self._divided(mesh)
+        return PipelineStep(step, model, made, schedule, mesh["pp"].get_group(), mesh.device)
+
+    def _divided(self, mesh: ParallelMesh) -> tuple[Cut, Schedule]:
+        assert self.seen is not None
+        assert self.microbatches != "auto"
+        schedule = make_schedule(self.schedule, mesh.sizes["pp"], self.microbatches, self.stages_per_rank)
+        return cut(self.seen, schedule.stages, self.split), schedule
+
+
+def _shape_of(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="meta").detach()
