@@ -124,7 +124,7 @@ class Batches:
 
     def _share_generators(self, loaders: Sequence[Any]) -> None:
         """The host's generators, and those that users gave their loaders, continue from where they stand on rank 0."""
-        owned = (_generators(loader) for loader in loaders)
+        owned = (generators_of(loader) for loader in loaders)
         generators = list({id(generator): generator for some in owned for generator in some}.values())
         states = [(RandomState.now(), [generator.get_state() for generator in generators])]
         dist.broadcast_object_list(states, 0, group=self._group)
@@ -134,7 +134,8 @@ class Batches:
             generator.set_state(state)
 
 
-def _generators(loader: Any) -> list[torch.Generator]:
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """The generators that a user gave a loader or its samplers."""
     samplers = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
     found = [getattr(owner, "generator", None) for owner in (loader, *samplers)]
     return [generator for generator in found if isinstance(generator, torch.Generator)]

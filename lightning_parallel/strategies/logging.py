@@ -68,6 +68,7 @@ class StepLog:
         self._inside_log = self._inside_step = False
         self._logged: dict[str, _ResultMetric] = {}
         self._pending: list[Callable[[], None]] = []
+        self._divert: Callable[[str, Any, dict[str, Any]], None] | None = None
         self._log = module.log
         self._metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
         self._own_groups = [(metric, metric.process_group, metric.dist_sync_on_step) for metric in self._metrics]
@@ -93,6 +94,8 @@ class StepLog:
         named = dict(zip(("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx"), args, strict=False)) | kwargs
         rest = dict(zip(("enable_graph", "sync_dist"), args[5:], strict=False)) if len(args) > 5 else {}
         options = {**named, **rest, "sync_dist": True}
+        if self._divert is not None:
+            return self._divert(name, value, options)
         if self._share == 0.0:
             value, options = _without_effect(value, options)
         self._inside_log = True
@@ -103,6 +106,7 @@ class StepLog:
         key, result = self._find(name, options.get("add_dataloader_idx", True))
         if result is not None and not options.get("rank_zero_only", False):
             self._take(key, result)
+        return None
 
     @property
     def defers(self) -> bool:
@@ -135,6 +139,15 @@ class StepLog:
             result.compute()  # now, while all ranks are here: callbacks may read it on one of them
 
     # ---------------------------------------------------------------- what the strategy calls
+
+    @contextmanager
+    def diverted(self, to: Callable[[str, Any, dict[str, Any]], None]) -> Iterator[None]:
+        """Inside, what the user logs goes to `to`: its name, its value and the options."""
+        before, self._divert = self._divert, to
+        try:
+            yield
+        finally:
+            self._divert = before
 
     @contextmanager
     def counting(self, share: float) -> Iterator[None]:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_parallel.strategies.deferred_init import DeferredInit
 from lightning_parallel.strategies.orphan_modules import OrphanModules
+from lightning_parallel.techniques import elsewhere
 from lightning_parallel.techniques.shards import is_sharded, shard_of, whole_tensor
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,11 @@ class Deferred:
         if not self._wanted:
             return
         _allocate(module, device, shards)
+        with elsewhere.shown(module, lambda shape: shape):
+            self._make(module, device, group)
+        self._record, self._wanted, self._orphans = None, {}, None
+
+    def _make(self, module: nn.Module, device: torch.device, group: dist.ProcessGroup) -> None:
         if self._record is not None:
             state = [self._record.rng_state]
             dist.broadcast_object_list(state, src=dist.get_global_rank(group, 0), group=group)
@@ -62,7 +68,6 @@ class Deferred:
             self._record.replay(self._recorded(), lambda name, tensor: _fill(module, name, tensor))
         if self._orphans is not None:
             self._orphans.reset(device, lambda name, tensor: _fill(module, name, tensor))
-        self._record, self._wanted, self._orphans = None, {}, None
 
 
 def _allocate(module: nn.Module, device: torch.device, shards: torch.device) -> None:
@@ -118,6 +123,11 @@ def real_tensors(module: nn.Module) -> Iterator[Tensor]:
 def has_sharded_parameters(module: nn.Module) -> bool:
     """Whether ranks hold different parts of the module's parameters."""
     return any(map(is_sharded, module.parameters()))
+
+
+def is_in_parts(module: nn.Module) -> bool:
+    """Whether this rank holds only a part of the module's parameters."""
+    return has_sharded_parameters(module) or bool(elsewhere.hidden_tensors(module))
 
 
 def move_whole_tensors(module: nn.Module, device: torch.device) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BasePredictionWriter, ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import BasePredictionWriter
 
 from lightning_parallel.strategies.batches import Batches
-
-NEED_WHOLE_PARAMETERS: tuple[type[Callback], ...] = (ModelPruning, StochasticWeightAveraging, WeightAveraging)
 
 
 class MeshCallback(Callback):
@@ -19,11 +18,20 @@ class MeshCallback(Callback):
     Args:
         batches: what ranks agree on about batches.
         unite_buffers: gives all ranks the same buffers; all must call.
+        unite_metrics: gives the ranks of a pipeline the same metrics; all must call.
+        show_whole: inside, the module's tree has the parameters of all ranks, without values.
     """
 
-    def __init__(self, batches: Batches, unite_buffers: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        batches: Batches,
+        unite_buffers: Callable[[], None],
+        unite_metrics: Callable[[], None],
+        show_whole: Callable[[], AbstractContextManager[None]],
+    ) -> None:
         self._batches = batches
-        self._unite_buffers = unite_buffers
+        self._unite_buffers, self._unite_metrics = unite_buffers, unite_metrics
+        self._show_whole, self._shown = show_whole, ExitStack()
         self._hidden: list[Callback] = []
 
     # ---------------------------------------------------------------- before a pass over the data
@@ -37,6 +45,15 @@ class MeshCallback(Callback):
             type(loop).reset(loop)
 
         vars(loop)["reset"] = reset
+        self._shown.enter_context(self._show_whole())  # for summaries of the model
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The run begins: from now on the tree has what this rank holds."""
+        self._shown.close()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """See `on_sanity_check_start`."""
+        self._shown.close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """See `on_fit_start`."""
@@ -97,16 +114,19 @@ class MeshCallback(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Epoch values are reduced here, on all ranks at once, before anything reads them on one of them."""
         self._batches.end()
+        self._unite_metrics()
         _ = trainer.callback_metrics
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """See `on_train_epoch_end`."""
         self._batches.end()
+        self._unite_metrics()
         _ = trainer.callback_metrics
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """See `on_train_epoch_end`."""
         self._batches.end()
+        self._unite_metrics()
         _ = trainer.callback_metrics
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -118,13 +138,3 @@ class MeshCallback(Callback):
 def _callbacks(trainer: Trainer) -> list[Callback]:
     callbacks: list[Callback] = vars(trainer)["callbacks"]
     return callbacks
-
-
-def refuse_callbacks(callbacks: list[Callback], parameters_are_sharded: bool) -> None:
-    """Raises for a callback that would train something else on sharded parameters, by its name."""
-    for callback in callbacks:
-        if parameters_are_sharded and isinstance(callback, NEED_WHOLE_PARAMETERS):
-            raise ValueError(
-                f"{type(callback).__name__} reads and writes whole parameters, but this strategy shards them; "
-                "use Zero(stage=2) or DataParallel(), which keep parameters whole"
-            )

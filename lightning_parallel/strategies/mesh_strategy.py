@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -30,10 +31,12 @@ from lightning_parallel.strategies.checkpoint import (
     set_positions_aside,
     whole_state_dict,
 )
-from lightning_parallel.strategies.loaders import divide
+from lightning_parallel.strategies.line import Line
+from lightning_parallel.strategies.loaders import checksum, divide
 from lightning_parallel.strategies.logging import StepLog, reduce_tensor
-from lightning_parallel.strategies.mesh_callback import MeshCallback, refuse_callbacks
-from lightning_parallel.strategies.precision import adapt_precision, restore_precision
+from lightning_parallel.strategies.mesh_callback import MeshCallback
+from lightning_parallel.strategies.parts import PartsRun
+from lightning_parallel.strategies.precision import adapt_precision, restore_precision, scale_of
 from lightning_parallel.strategies.randomness import (
     RankRandomness,
     decorrelate_device,
@@ -41,11 +44,18 @@ from lightning_parallel.strategies.randomness import (
     kept_randomness,
 )
 from lightning_parallel.strategies.rank_strategy import RankStrategy, world_group
+from lightning_parallel.strategies.refusals import (
+    refuse_callbacks,
+    refuse_manual_optimization,
+    refuse_split_backward,
+)
+from lightning_parallel.strategies.sample import take_sample
 from lightning_parallel.strategies.signals import Signals
+from lightning_parallel.techniques import elsewhere
 from lightning_parallel.techniques.redirect import restore_forward
 from lightning_parallel.techniques.shards import is_sharded
 from lightning_parallel.techniques.stored_optimizer import StoredOptimizer
-from lightning_parallel.techniques.technique import Step, Technique
+from lightning_parallel.techniques.technique import Run, Step, Technique
 
 T = TypeVar("T")
 
@@ -65,6 +75,7 @@ class MeshStrategy(RankStrategy):
         self, techniques: Sequence[Technique] = (), plan: ParallelPlan | None = None, **lightning: Any
     ) -> None:
         super().__init__(techniques, **lightning)
+        refuse_split_backward(self.techniques)
         self._given_plan = plan
         self._plan: ParallelPlan | None = None
         self._divides_data: bool | None = None
@@ -82,6 +93,7 @@ class MeshStrategy(RankStrategy):
         self._callback: MeshCallback | None = None
         self._buffers: Buffers | None = None
         self._random: RankRandomness | None = None
+        self._latest: PartsRun[Any] | None = None
 
     # ---------------------------------------------------------------- before the model
 
@@ -109,9 +121,10 @@ class MeshStrategy(RankStrategy):
             self._layer_sync.apply(module)
         self.precision_plugin.convert_module(module)
         self._parallelize(module)
-        sharded = any(self._is_sharded(parameter) for parameter in module.parameters())
-        refuse_callbacks(self._callbacks(), materialise.has_sharded_parameters(module))
-        adapt_precision(self.precision_plugin, sharded)
+        in_parts = materialise.is_in_parts(module)
+        sharded = in_parts or any(self._is_sharded(parameter) for parameter in module.parameters())
+        refuse_callbacks(self._callbacks(), in_parts)
+        adapt_precision(self.precision_plugin, sharded, self._holders_of(module))
         if self.is_distributed:
             self._log = StepLog(module, self._mesh().data.get_group(), self._host_group(), lambda: self._weight)
             self._buffers = Buffers(module, self._mesh().data.get_group(), self._host_group())
@@ -133,7 +146,7 @@ class MeshStrategy(RankStrategy):
             warnings.filterwarnings("ignore", ".*sync_dist=True.*")
         else:
             self._batches = Batches(self._readers(), self._host_group(), lambda: self._signals)
-            self._callback = MeshCallback(self._batches, self._unite_buffers)
+            self._callback = MeshCallback(self._batches, self._unite_buffers, self._unite_metrics, self._shown)
             self._callbacks().insert(0, self._callback)
 
     def _parallelize(self, module: LightningModule) -> None:
@@ -147,8 +160,11 @@ class MeshStrategy(RankStrategy):
         self._deferred.find(module)
         if self.is_distributed:
             broadcast_tensors(materialise.real_tensors(module), world_group(), self.root_device)
+        refuse_manual_optimization(module, mesh)
+        self._line, self._names = Line(mesh), list(module.state_dict())
+        techniques = self._prepared(module, plan)
         model: nn.Module = module
-        for technique in self.techniques:
+        for technique in techniques:
             model = technique.parallelize(model, mesh, plan)
         on_host = any(technique.keeps_shards_on_host for technique in self.techniques)
         shards = torch.device("cpu") if on_host else self.root_device
@@ -158,8 +174,28 @@ class MeshStrategy(RankStrategy):
         self.model = model
         self._plan = plan
         self._step = Step()
-        for technique in self.techniques:
+        for technique in techniques:
             self._step = technique.wrap_step(self._step, model, mesh, plan)
+
+    def _prepared(self, module: LightningModule, plan: ParallelPlan) -> list[Technique]:
+        """The techniques after a look at the whole model, which must show the same on every rank."""
+        mesh, sample = self._mesh(), partial(take_sample, module.trainer)
+        prepared = [technique.prepare(module, mesh, plan, sample) for technique in self.techniques]
+        seen = gather(checksum([repr(vars(technique)) for technique in prepared]), self._host_group())
+        require_same("what a step on a sample batch shows", seen, "build model and data alike everywhere")
+        return prepared
+
+    def _holders_of(self, module: LightningModule) -> Callable[[Tensor], int]:
+        """How many ranks hold a parameter, or a part of it."""
+        named = dict(module.named_parameters())
+        stages = self._line.stages_holding(named)
+        ranks = self._mesh().world_size // self._line.ranks
+        counts = {id(parameter): stages[name] * ranks for name, parameter in named.items()}
+        return lambda parameter: counts.get(id(parameter), ranks)
+
+    def _shown(self) -> AbstractContextManager[None]:
+        """Inside, the module's tree is whole; what other ranks hold is there without memory."""
+        return elsewhere.shown(self._module(), elsewhere.without_memory(self.root_device))
 
     def _is_sharded(self, parameter: nn.Parameter) -> bool:
         return is_sharded(self._step.stored(parameter))
@@ -169,7 +205,12 @@ class MeshStrategy(RankStrategy):
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Makes the user's optimizers; where parameters are stored in shards, they step the shards."""
-        super().setup_optimizers(trainer)
+        with self._shown():
+            super().setup_optimizers(trainer)
+        held = set(self._module().parameters())
+        for optimizer in self.optimizers:
+            for parameter in [p for p in optimizer.state if isinstance(p, nn.Parameter) and p not in held]:
+                del optimizer.state[parameter]  # Adagrad's, made for what another rank holds
         shards = any(self._is_sharded(parameter) for parameter in self._module().parameters())
         self._stored = {
             id(optimizer): StoredOptimizer(optimizer, self._step, self._mean_loss, shards)
@@ -243,11 +284,17 @@ class MeshStrategy(RankStrategy):
         args = self._sharded(args)
         if self._log is None:
             with context:
-                return self._step.forward(run, *args, **kwargs)
-        with context, self._log.counting(self._weight):
-            output = self._step.forward(run, *args, **kwargs)
+                return self._step.forward(Run(run), *args, **kwargs)
+        whole = self._line.ranks == 1
+        with context, self._log.counting(self._weight), Run(run) if whole else self._parts(run, self._log) as steps:
+            self._step.expect_scale(scale_of(self.precision_plugin))
+            output = self._step.forward(steps, *args, **kwargs)
         self._log.reduce_step(self._weight)
         return output
+
+    def _parts(self, run: Callable[..., T], log: StepLog) -> PartsRun[T]:
+        self._latest = PartsRun(run, self._module(), log, self._line.rank)
+        return self._latest
 
     def _sharded(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         batch, *rest = args
@@ -286,14 +333,17 @@ class MeshStrategy(RankStrategy):
         if self._may_wait_in_vain():
             return {}
         self._unite_buffers()
-        return whole_state_dict(self._module(), keep=self.is_global_zero)
+        keep = self._mesh().leads_its_stage
+        return self._line.united(whole_state_dict(self._module(), keep), keep, order=self._names)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state that one device would have."""
         optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if self._may_wait_in_vain():
             return {}
-        return self._stored[id(optimizer)].state_dict(keep=self.is_global_zero)
+        keep = self._mesh().leads_its_stage
+        state = self._stored[id(optimizer)].state_dict(keep)
+        return state if self._line.ranks == 1 else {**state, "state": self._line.united(state["state"], keep)}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Rank 0 writes; the path is rank 0's on all ranks."""
@@ -340,7 +390,7 @@ class MeshStrategy(RankStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Each rank takes its part of the states of one device."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            self._stored[id(optimizer)].load_state_dict(state)
+            self._stored[id(optimizer)].load_state_dict(state, held=set(self._module().parameters()))
 
     # ---------------------------------------------------------------- the end
 
@@ -368,7 +418,7 @@ class MeshStrategy(RankStrategy):
         if self._callback in self._callbacks():
             self._callbacks().remove(self._callback)
         restore_precision(self.precision_plugin)
-        if not materialise.has_sharded_parameters(module) or self._make_whole(module):
+        if not materialise.is_in_parts(module) or self._make_whole(module):
             for part in module.modules():
                 restore_forward(part)
         if self._layer_sync is not None and module.trainer.state.fn == TrainerFn.FITTING:
@@ -379,12 +429,17 @@ class MeshStrategy(RankStrategy):
         if self._buffers is not None:
             self._buffers.unite()
 
+    def _unite_metrics(self) -> None:
+        self._line.share_metrics(self._module(), None if self._latest is None else self._latest.origin)
+
     def _make_whole(self, module: LightningModule) -> bool:
         if self._failed:
             return False
-        fits = all(gather(materialise.fits_on_host(module, self.num_processes), self._host_group()))
+        with self._shown():
+            fits = all(gather(materialise.fits_on_host(module, self.num_processes), self._host_group()))
         if fits:
             materialise.make_whole(module)
+            self._line.complete(module)
         else:
             log.warning("The whole model does not fit on this host: the module stays sharded after the run")
         return fits

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from torchmetrics import Metric
+from torchmetrics.utilities.data import dim_zero_mean
+
+from lightning_parallel.collectives.point_to_point import share_object
 
 
 class Uncounted:
@@ -47,3 +53,95 @@ def _emptied(before: Any, after: Any) -> Any:
 def at_most_on_step(metric: Metric, results: Iterable[_ResultMetric]) -> None:
     """A metric whose values in single steps nobody logs need not gather them."""
     metric.dist_sync_on_step = any(result.meta.on_step for result in results if result.value is metric)
+
+
+class Tentative:
+    """Remembers what a metric held before its first update of a run that may be broken off.
+
+    Args:
+        metric: watched until `close`.
+    """
+
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+        self._before: dict[str, Any] | None = None
+        self._update = metric.__dict__["update"]
+        metric.__dict__["update"] = self.update
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """The metric's own update."""
+        if self._before is None:
+            self._before = _everything(self._metric)
+        self._update(*args, **kwargs)
+
+    def undo(self) -> None:
+        """The updates never happened."""
+        if self._before is not None:
+            _hold(self._metric, self._before)
+
+    def close(self) -> None:
+        """Gives the metric its own update back."""
+        self._metric.__dict__["update"] = self._update
+
+
+class BatchMetric:
+    """A metric that is called on the parts of a batch, and tells its value for all of them.
+
+    From its first call on it holds the batch alone; `value` ends that, and adds the batch to what it held.
+
+    Args:
+        metric: watched until `close`.
+    """
+
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+        self._before: dict[str, Any] | None = None
+        self._syncs, metric.dist_sync_on_step = metric.dist_sync_on_step, False
+        self._separable = not metric.full_state_update and dim_zero_mean not in metric._reductions.values()
+        vars(metric)["forward"] = self.forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The metric's own forward."""
+        if self._before is None and self._separable:
+            self._before = _everything(self._metric)
+            self._metric.reset()
+        return type(self._metric).forward(self._metric, *args, **kwargs)
+
+    def value(self) -> Any:
+        """The value for the batch, over all ranks that read its other samples where somebody asks for it."""
+        if self._before is None:
+            return self._metric._forward_cache
+        metric, before, self._before = self._metric, self._before, None
+        metric._to_sync = self._syncs
+        value = metric.compute()
+        metric._to_sync, metric._computed = metric.sync_on_compute, None
+        metric._update_count += before["_update_count"]
+        metric._reduce_states({name: before[name] for name in metric._defaults})
+        return value
+
+    def close(self) -> None:
+        """Gives the metric its own forward back, and what it held."""
+        if self._before is not None:
+            self.value()
+        vars(self._metric).pop("forward")
+        self._metric.dist_sync_on_step = self._syncs
+
+
+def _everything(metric: Metric) -> dict[str, Any]:
+    states = {name: _copied(getattr(metric, name)) for name in metric._defaults}
+    return {**states, "_update_count": metric._update_count, "_computed": metric._computed}
+
+
+def _hold(metric: Metric, held: dict[str, Any]) -> None:
+    for name, value in held.items():
+        setattr(metric, name, value)
+
+
+def share_metrics(metrics: Iterable[Metric], source: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Gives all ranks of the group what the metrics of its rank `source` hold."""
+    metrics = list(metrics)
+    if not metrics:
+        return
+    held = [pytree.tree_map_only(Tensor, Tensor.cpu, _everything(metric)) for metric in metrics]
+    for metric, shared in zip(metrics, share_object(held, source, group, device), strict=True):
+        _hold(metric, pytree.tree_map_only(Tensor, lambda tensor, to=metric.device: tensor.to(to), shared))

@@ -16,18 +16,19 @@ from lightning_parallel.techniques.clipping import clip_by_norm, clip_by_value
 from lightning_parallel.techniques.shards import local
 
 
-def adapt_precision(plugin: Precision, sharded: bool) -> None:
+def adapt_precision(plugin: Precision, sharded: bool, holders: Callable[[Tensor], int]) -> None:
     """Makes a precision plugin clip by the norm over the mesh, and skip a step everywhere if one rank must.
 
     Args:
         plugin: the user's, or the one Lightning chose; kept, so that its own behaviour stays.
         sharded: whether gradients may be sharded.
+        holders: how many ranks hold a parameter, or a part of it.
     """
     if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
         plugin.scaler = MeshGradScaler.like(plugin.scaler)
 
     def by_norm(optimizer: Optimizer, clip_val: float) -> None:
-        clip_by_norm(plugin.main_params(optimizer), clip_val, sharded)
+        clip_by_norm(plugin.main_params(optimizer), clip_val, sharded, holders)
 
     def by_value(optimizer: Optimizer, clip_val: float) -> None:
         clip_by_value(plugin.main_params(optimizer), clip_val)
@@ -71,3 +72,9 @@ def _with_gradient(gradient: Tensor) -> Tensor:
     bearer = gradient.detach()
     bearer.grad = gradient
     return bearer
+
+
+def scale_of(plugin: Precision) -> float:
+    """By what the plugin will multiply a loss before backward."""
+    scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
+    return 1.0 if scaler is None else float(scaler.get_scale())

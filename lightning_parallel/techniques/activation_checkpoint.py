@@ -61,6 +61,11 @@ class ActivationCheckpoint(Technique):
         one_of("ActivationCheckpoint", "mode", self.mode, ("full", "selective"))
 
     @property
+    def keeps_backward_whole(self) -> str:
+        """See `Technique.keeps_backward_whole`."""
+        return "recomputes the forward in every backward"
+
+    @property
     def axes(self) -> Mapping[Axis, Size]:
         """See `Technique.axes`: none."""
         return {}

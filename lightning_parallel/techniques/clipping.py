@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import prod
 
 import torch
@@ -14,19 +14,25 @@ from lightning_parallel.techniques.shards import divides, local
 
 
 @torch.no_grad()
-def clip_by_norm(parameters: Iterable[Tensor], max_norm: float, sharded: bool) -> Tensor:
+def clip_by_norm(
+    parameters: Iterable[Tensor], max_norm: float, sharded: bool, holders: Callable[[Tensor], int] | None = None
+) -> Tensor:
     """Scales gradients in place so that their norm over all parameters and ranks is at most `max_norm`.
 
     Args:
         parameters: those of one optimizer; each gradient is a DTensor or a whole tensor, the same kind on every rank.
         max_norm: the largest norm allowed.
         sharded: whether any gradient may be sharded, so that ranks must add up; the same answer on every rank.
+        holders: how many ranks hold a parameter, or a part of it; all of them unless given.
 
     Returns:
         The norm before clipping, the same on every rank.
     """
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = _global_norm(gradients, sharded)
+    found = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    gradients = [gradient for _, gradient in found]
+    ranks = dist.get_world_size() if sharded else 1
+    holding = [ranks if holders is None else holders(parameter) for parameter, _ in found]
+    norm = _global_norm(gradients, holding if sharded else None)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for same in _by_kind(map(local, gradients)):
         torch._foreach_mul_(same, factor.to(same[0].device, same[0].dtype))
@@ -41,18 +47,18 @@ def clip_by_value(parameters: Iterable[Tensor], limit: float) -> None:
         torch._foreach_clamp_max_(same, limit)
 
 
-def _global_norm(gradients: list[Tensor], sharded: bool) -> Tensor:
+def _global_norm(gradients: list[Tensor], holding: list[int] | None) -> Tensor:
     device = local(gradients[0]).device if gradients else torch.device("cpu")
-    ranks = dist.get_world_size() if sharded else 1
     total = torch.zeros((), dtype=torch.float64, device=device)
     by_copies: dict[int, list[Tensor]] = {}
-    for gradient in gradients:
-        by_copies.setdefault(ranks // _shards(gradient) if sharded else 1, []).append(local(gradient))
+    for index, gradient in enumerate(gradients):
+        copies = 1 if holding is None else holding[index] // _shards(gradient)
+        by_copies.setdefault(copies, []).append(local(gradient))
     for copies, same_copies in by_copies.items():
         for same in _by_kind(same_copies):
             norms = torch.stack(torch._foreach_norm(same))
             total += norms.to(device, torch.float64).square().sum() / copies
-    if sharded:
+    if holding is not None:
         total = _summed(total)
     return total.sqrt()
 

@@ -45,6 +45,11 @@ class Compile(Technique):
             raise ValueError(f"Compile(backend={self.backend!r}): the backends here are {', '.join(sorted(known))}")
 
     @property
+    def keeps_backward_whole(self) -> str:
+        """See `Technique.keeps_backward_whole`."""
+        return "computes both in one compiled backward"
+
+    @property
     def axes(self) -> Mapping[Axis, Size]:
         """See `Technique.axes`: none."""
         return {}

@@ -85,7 +85,7 @@ def hidden_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def shown(model: nn.Module, make: Make) -> Iterator[None]:
-    """Inside, the tree is whole; `make` makes what stands for each hidden tensor. Tied to a held one, it is that one."""
+    """Inside, the tree is whole: `make` makes what stands for hidden tensors, but for those tied to one that is held."""
     attributes = _put_back(model, make)
     try:
         yield

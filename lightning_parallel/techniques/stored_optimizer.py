@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -247,12 +247,13 @@ class StoredOptimizer:
         return state
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes the state that one device would have, each rank its own part of every tensor."""
+    def load_state_dict(self, state: dict[str, Any], held: Collection[nn.Parameter]) -> None:
+        """Takes the state that one device would have, each rank its own part of every tensor that it holds."""
         if self._has_own_form():
             parts = _mapped(torch.clone, state)
         else:
-            parts = {**state, "state": {index: self._parts(values, index) for index, values in state["state"].items()}}
+            mine = {index: values for index, values in state["state"].items() if self._is_held(index, held)}
+            parts = {**state, "state": {index: self._parts(values, index) for index, values in mine.items()}}
         with self.stored():
             self.optimizer.load_state_dict(parts)
 
@@ -275,6 +276,9 @@ class StoredOptimizer:
         stored = self._stored_of(index)
         # A checkpoint's tensors may be pages of its file: nothing of them may stay in the optimizer.
         return _mapped(lambda value: (self._part(value, stored) if self._elementwise else value).clone(), values)
+
+    def _is_held(self, index: Any, held: Collection[nn.Parameter]) -> bool:
+        return not isinstance(index, int) or self._parameters()[index] in held
 
     def _stored_of(self, index: Any) -> Tensor | None:
         """What is stored for the parameter of this number; optimizers may have state for other keys too."""

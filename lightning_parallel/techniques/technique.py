@@ -10,6 +10,7 @@ from enum import IntEnum
 from typing import Any, ClassVar, Generic, TypeVar
 
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from lightning_parallel.mesh import Axis, Claim, ParallelMesh, Size
 from lightning_parallel.plan import ParallelPlan
@@ -41,6 +42,13 @@ class Run(Generic[T_co]):
     def __call__(self, *args: Any, **kwargs: Any) -> T_co:
         """Runs the step on a batch or a part of it."""
         return self._step(*args, **kwargs)
+
+    def __enter__(self) -> Self:
+        """Before the first call for a batch."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """After the last one."""
 
     def notes(self) -> Any:
         """What was noted during the calls, to be sent to ranks that did not see the step to its end."""

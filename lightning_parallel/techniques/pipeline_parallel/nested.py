@@ -1,4 +1,4 @@
-"""Nested values, as steps take them and blocks return them: mappings, lists, tuples, dataclasses, and tensors in them."""
+"""Nested values, as steps take and blocks return them: mappings, lists, tuples, dataclasses, and tensors in them."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class ShapesOnly(TorchDispatchMode):
 
         keep: list[Tensor] = []
         if func._overloadpacket is aten.index:
-            args = (args[0], [_as_positions(index, self.depends) for index in args[1]])
+            args = (args[0], [part for index in args[1] for part in _as_positions(index, self.depends)])
         on_meta = pytree.tree_map_only(Tensor, twin, (args, kwargs))
         result = func(*on_meta[0], **on_meta[1])
         result = pytree.tree_map_only(Tensor, lambda tensor: originals.get(id(tensor), tensor), result)
@@ -105,12 +105,12 @@ class ShapesOnly(TorchDispatchMode):
         return result
 
 
-def _as_positions(index: Tensor | None, depends: Callable[[Tensor], bool]) -> Tensor | None:
+def _as_positions(index: Tensor | None, depends: Callable[[Tensor], bool]) -> list[Tensor | None]:
     """A mask as the positions that it selects: one, where nobody knows how many."""
     if index is None or index.dtype not in (torch.bool, torch.uint8):
-        return index
+        return [index]
     count = 1 if depends(index) else int(index.sum())
-    return torch.empty(count, dtype=torch.long, device="meta")
+    return [torch.empty(count, dtype=torch.long, device="meta") for _ in range(index.dim())]
 
 
 def _plausible_answer(func: Any, args: Any) -> Any:

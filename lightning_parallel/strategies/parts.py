@@ -1,0 +1,156 @@
+"""A user's step that runs in parts, and perhaps on another rank: what it logs and counts, once and on every rank.
+
+While parts of a batch run, `self.log` is only noted, and metrics see the parts of those runs that come to their end.
+Afterwards the notes of all parts make the values of the whole batch; every rank logs these, in the same hook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import Metric
+from typing_extensions import Self
+
+from lightning_parallel.strategies.logging import StepLog
+from lightning_parallel.strategies.metrics import BatchMetric, Tentative
+from lightning_parallel.techniques.pipeline_parallel.microbatches import batch_size
+from lightning_parallel.techniques.technique import Run
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Noted:
+    """One call of `self.log`; a metric is noted by its name in the module."""
+
+    name: str
+    value: Tensor | str
+    options: dict[str, Any]
+    weight: float
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What one batch logged, and the values of the metrics that were called in it."""
+
+    logged: list[Noted]
+    metrics: dict[str, Any]
+    rank: int
+
+
+class PartsRun(Run[T]):
+    """Runs the user's step on the parts of one batch.
+
+    Args:
+        step: the user's.
+        module: whose step it is.
+        log: what `self.log` of the module leads to.
+        rank: this rank in its pipeline.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., T],
+        module: LightningModule,
+        log: StepLog,
+        rank: int,
+    ) -> None:
+        super().__init__(step)
+        self._module, self._log, self._rank = module, log, rank
+        self._noted: list[Noted] = []
+        self._names = {id(part): name for name, part in module.named_modules() if isinstance(part, Metric)}
+        self._metrics = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
+        self._called: dict[str, BatchMetric] = {}
+        self.origin: int | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> T:
+        """Runs the step on one part; what it logged and counted stays if it comes to its end."""
+        noted: list[Noted] = []
+        size = batch_size(args[0]) or 1
+        metrics = [Tentative(metric) for metric in self._metrics.values()]
+        try:
+            with self._log.diverted(lambda name, value, options: noted.append(self._note(name, value, options, size))):
+                output = super().__call__(*args, **kwargs)
+        except BaseException:
+            for metric in metrics:
+                metric.undo()
+            raise
+        finally:
+            for metric in metrics:
+                metric.close()
+        self._noted += noted
+        return output
+
+    def _note(self, name: str, value: Any, options: dict[str, Any], size: int) -> Noted:
+        if isinstance(value, Metric):
+            return Noted(name, self._names[id(value)], options, size)
+        kept = torch.as_tensor(value).detach().cpu().reshape(())
+        return Noted(name, kept, options, options.get("batch_size") or size)
+
+    def __enter__(self) -> Self:
+        """Metrics that are called will tell their value for the whole batch in the end."""
+        self._called = {name: BatchMetric(metric) for name, metric in self._metrics.items()}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """See `Run.__exit__`."""
+        for metric in self._called.values():
+            metric.close()
+
+    # ---------------------------------------------------------------- the whole batch
+
+    def notes(self) -> Notes:
+        """See `Run.notes`."""
+        by_name: dict[tuple[str, bool], list[Noted]] = {}
+        for noted in self._noted:
+            by_name.setdefault((noted.name, noted.options.get("add_dataloader_idx", True)), []).append(noted)
+        on_step = {noted.value for noted in self._noted if isinstance(noted.value, str)}
+        values = {name: self._called[name].value() for name in sorted(on_step)}
+        return Notes([_combined(same) for same in by_name.values()], values, self._rank)
+
+    def replay(self, notes: Notes) -> None:
+        """See `Run.replay`."""
+        self.origin = notes.rank
+        for noted in notes.logged:
+            value: Any = noted.value
+            if isinstance(value, str):
+                metric: Any = self._metrics[value]
+                metric._forward_cache = _on_device(notes.metrics[value], metric.device)
+                self._log(noted.name, metric, **noted.options)
+            else:
+                self._log(noted.name, value.to(self._module.device), **noted.options)
+
+
+def _combined(same: Sequence[Noted]) -> Noted:
+    first = same[0]
+    options = dict(first.options)
+    if options.get("batch_size") is not None:
+        options["batch_size"] = int(sum(noted.weight for noted in same))
+    values = [noted.value for noted in same if isinstance(noted.value, Tensor)]
+    if not values:
+        return Noted(first.name, first.value, options, first.weight)
+    return Noted(first.name, _reduced(values, [noted.weight for noted in same], options), options, first.weight)
+
+
+def _reduced(values: Sequence[Tensor], weights: Sequence[float], options: dict[str, Any]) -> Tensor:
+    stacked = torch.stack([value.to(torch.float64) for value in values])
+    reduction = options.get("reduce_fx", "mean")
+    name = (reduction if isinstance(reduction, str) else getattr(reduction, "__name__", "mean")).lower()
+    if name in ("min", "max", "sum"):
+        result: Tensor = getattr(torch, "a" + name if name != "sum" else name)(stacked)
+    else:
+        shares = torch.tensor(weights, dtype=torch.float64)
+        result = (stacked * shares).sum() / shares.sum()
+    kind = values[0].dtype
+    return result.to(kind if kind.is_floating_point or name != "mean" else torch.get_default_dtype())
+
+
+def _on_device(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    return {key: _on_device(part, device) for key, part in value.items()} if isinstance(value, dict) else value

@@ -1,0 +1,45 @@
+"""What cannot be done rightly, said before the first step: the value, the rule, the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+
+from lightning_parallel.mesh import ParallelMesh
+from lightning_parallel.techniques.technique import Technique
+
+NEED_WHOLE_PARAMETERS: tuple[type[Callback], ...] = (ModelPruning, StochasticWeightAveraging, WeightAveraging)
+
+
+def refuse_callbacks(callbacks: list[Callback], parameters_are_sharded: bool) -> None:
+    """Raises for a callback that would train something else on sharded parameters, by its name."""
+    for callback in callbacks:
+        if parameters_are_sharded and isinstance(callback, NEED_WHOLE_PARAMETERS):
+            raise ValueError(
+                f"{type(callback).__name__} reads and writes whole parameters, but this strategy shards them; "
+                "use Zero(stage=2) or DataParallel(), which keep parameters whole"
+            )
+
+
+def refuse_manual_optimization(module: LightningModule, mesh: ParallelMesh) -> None:
+    """Raises for a module that runs its own backward: a pipeline runs it for each microbatch, in its own order."""
+    if mesh.sizes["pp"] > 1 and not module.automatic_optimization:
+        raise ValueError(
+            f"{type(module).__name__} optimizes manually, but a pipeline of {mesh.sizes['pp']} stages decides "
+            "itself when backward runs; use automatic optimization, or a layout without a pipeline"
+        )
+
+
+def refuse_split_backward(techniques: Iterable[Technique]) -> None:
+    """Raises where one technique computes a backward in two halves, and another one cannot."""
+    techniques = list(techniques)
+    for splitting in techniques:
+        for whole in techniques:
+            if splitting.splits_backward and whole.keeps_backward_whole is not None:
+                raise ValueError(
+                    f"{splitting!r} computes gradients of inputs and of weights one after the other, but {whole!r} "
+                    f"{whole.keeps_backward_whole}, so all of it would be computed twice; choose a schedule such as "
+                    "'1f1b' or 'interleaved_1f1b', or leave the other out"
+                )
