@@ -109,6 +109,19 @@ class MeshCallback(Callback):
     def _begin(self, loop: Any, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
         self._batches.begin(loop._combined_loader, batch, batch_idx, dataloader_idx, loop.batch_progress.is_last_batch)
 
+    def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """After the last batch of a loader its values are computed, before the pass is over."""
+        loop = trainer.fit_loop.epoch_loop.val_loop if trainer.state.fn == "fit" else trainer.validate_loop
+        self._unite_after_last(loop)
+
+    def on_test_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """See `on_validation_batch_end`."""
+        self._unite_after_last(trainer.test_loop)
+
+    def _unite_after_last(self, loop: Any) -> None:
+        if loop.batch_progress.is_last_batch:
+            self._unite_metrics()
+
     # ---------------------------------------------------------------- after a pass over the data
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -144,4 +145,4 @@ def share_metrics(metrics: Iterable[Metric], source: int, group: dist.ProcessGro
         return
     held = [pytree.tree_map_only(Tensor, Tensor.cpu, _everything(metric)) for metric in metrics]
     for metric, shared in zip(metrics, share_object(held, source, group, device), strict=True):
-        _hold(metric, pytree.tree_map_only(Tensor, lambda tensor, to=metric.device: tensor.to(to), shared))
+        _hold(metric, pytree.tree_map_only(Tensor, partial(Tensor.to, device=metric.device), shared))

@@ -119,7 +119,7 @@ def _first_indices(loader: Any) -> Any:
 
 
 def _read_again(batches: Any) -> Iterator[Any]:
-    iterator = iter(batches)
+    iterator: Iterator[Any] = iter(batches)
     if iterator is batches:
         raise TypeError(
             f"a {type(batches).__name__} can be read only once, but a pipeline looks at one batch before the run; "

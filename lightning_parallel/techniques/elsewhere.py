@@ -85,7 +85,7 @@ def hidden_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def shown(model: nn.Module, make: Make) -> Iterator[None]:
-    """Inside, the tree is whole: `make` makes what stands for hidden tensors, but for those tied to one that is held."""
+    """Inside the tree is whole: `make` makes what stands for hidden tensors, except those tied to one that is held."""
     attributes = _put_back(model, make)
     try:
         yield
@@ -119,7 +119,7 @@ def _put_back(model: nn.Module, make: Make) -> list[tuple[nn.Module, dict[str, A
         attributes = {name: vars(module).pop(name) for name in (*hidden.parameters, *hidden.buffers)}
         taken.append((module, attributes))
         for name, twin in hidden.parameters.items():
-            module._parameters[name] = _stand_in(_full(prefix, name), twin, hidden.tied[name], held, made, make)  # type: ignore[assignment]
+            module._parameters[name] = _stand_in(_full(prefix, name), twin, hidden.tied[name], held, made, make)
         for name, twin in hidden.buffers.items():
             module._buffers[name] = make(twin)
         _reorder(module, hidden)

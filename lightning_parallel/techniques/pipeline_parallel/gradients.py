@@ -84,7 +84,7 @@ class Gradients:
         if not outputs:
             saved.outputs = []
             return [None] * len(saved.inputs)
-        made, saved.groups = stage_backward_input(outputs, given, list(saved.inputs), iter(self.parameters))  # type: ignore[arg-type]
+        made, saved.groups = stage_backward_input(outputs, given, list(saved.inputs), iter(self.parameters))
         for tensor in saved.inputs:
             tensor.grad = None
         saved.outputs = []

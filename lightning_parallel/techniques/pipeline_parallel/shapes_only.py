@@ -97,7 +97,7 @@ class ShapesOnly(TorchDispatchMode):
         on_meta = pytree.tree_map_only(Tensor, twin, (args, kwargs))
         result = func(*on_meta[0], **on_meta[1])
         result = pytree.tree_map_only(Tensor, lambda tensor: originals.get(id(tensor), tensor), result)
-        mark = self._made(func, *on_meta, result)
+        mark = self._made(func, on_meta[0], on_meta[1], result)
         if any(id(tensor) in self._parameters or MARK in vars(tensor) for tensor in inputs):
             for tensor in pytree.tree_leaves(result):
                 if isinstance(tensor, Tensor):

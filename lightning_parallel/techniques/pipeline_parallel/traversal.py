@@ -114,7 +114,7 @@ class _Recorder:
     def attached(self) -> Iterator[None]:
         """Inside, the blocks and all modules tell when they run."""
         with ExitStack() as stack:
-            handle = register_module_forward_pre_hook(self._on_call)  # type: ignore[no-untyped-call]
+            handle = register_module_forward_pre_hook(self._on_call)
             stack.callback(handle.remove)
             for name, block in self._blocks.items():
                 redirect_forward(block, lambda forward, name=name: self._watched(name, forward))  # type: ignore[misc]
