@@ -162,10 +162,11 @@ class MeshStrategy(RankStrategy):
             broadcast_tensors(materialise.real_tensors(module), world_group(), self.root_device)
         refuse_manual_optimization(module, mesh)
         self._line, self._names = Line(mesh), list(module.state_dict())
-        techniques = self._prepared(module, plan)
         model: nn.Module = module
-        for technique in techniques:
+        divided: list[tuple[Technique, nn.Module]] = []
+        for technique in self._prepared(module, plan):
             model = technique.parallelize(model, mesh, plan)
+            divided.append((technique, model))
         on_host = any(technique.keeps_shards_on_host for technique in self.techniques)
         shards = torch.device("cpu") if on_host else self.root_device
         self._deferred.materialise(module, self.root_device, shards, self._host_group())
@@ -174,8 +175,8 @@ class MeshStrategy(RankStrategy):
         self.model = model
         self._plan = plan
         self._step = Step()
-        for technique in techniques:
-            self._step = technique.wrap_step(self._step, model, mesh, plan)
+        for technique, own in divided:
+            self._step = technique.wrap_step(self._step, own, mesh, plan)
 
     def _prepared(self, module: LightningModule, plan: ParallelPlan) -> list[Technique]:
         """The techniques after a look at the whole model, which must show the same on every rank."""

@@ -183,7 +183,10 @@ class Technique(ABC):
         return batch
 
     def wrap_step(self, step: Step, model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan) -> Step:
-        """Step -> step: what this technique does during a step, when the parameters are real and in place."""
+        """Step -> step: what this technique does during a step, when the parameters are real and in place.
+
+        `model` is what this technique's `parallelize` returned.
+        """
         return step
 
 

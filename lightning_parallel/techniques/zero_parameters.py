@@ -95,7 +95,9 @@ def shard_parameters(model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan, o
     """
     _refuse_sparse_gradients(model)
     left_whole = set(unshardable(model))
-    groups = _groups_of_blocks(list(plan.find_blocks(model).values()))
+    # A pipeline runs its blocks many times in a step: there they are gathered once, with the root.
+    blocks = list(plan.find_blocks(model).values()) if mesh.sizes["pp"] == 1 else []
+    groups = _groups_of_blocks(blocks)
     units = [[_wrap(block) for block in group] for group in groups]
     root = Root(model, (unit for group in units for unit in group))
     in_units = {parameter for group in groups for block in group for parameter in block.parameters()}
