@@ -125,11 +125,6 @@ def has_sharded_parameters(module: nn.Module) -> bool:
     return any(map(is_sharded, module.parameters()))
 
 
-def is_in_parts(module: nn.Module) -> bool:
-    """Whether this rank holds only a part of the module's parameters."""
-    return has_sharded_parameters(module) or bool(elsewhere.hidden_tensors(module))
-
-
 def move_whole_tensors(module: nn.Module, device: torch.device) -> None:
     """Moves what is not sharded; shards are where their technique put them."""
     for parameter in module.parameters():

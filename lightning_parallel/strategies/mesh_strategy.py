@@ -6,7 +6,6 @@ import logging
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -29,10 +28,9 @@ from lightning_parallel.strategies.checkpoint import (
     load_whole_state_dict,
     put_positions_back,
     set_positions_aside,
-    whole_state_dict,
 )
-from lightning_parallel.strategies.line import Line
-from lightning_parallel.strategies.loaders import checksum, divide
+from lightning_parallel.strategies.divided_model import DividedModel
+from lightning_parallel.strategies.loaders import divide
 from lightning_parallel.strategies.logging import StepLog, reduce_tensor
 from lightning_parallel.strategies.mesh_callback import MeshCallback
 from lightning_parallel.strategies.parts import PartsRun
@@ -49,9 +47,7 @@ from lightning_parallel.strategies.refusals import (
     refuse_manual_optimization,
     refuse_split_backward,
 )
-from lightning_parallel.strategies.sample import take_sample
 from lightning_parallel.strategies.signals import Signals
-from lightning_parallel.techniques import elsewhere
 from lightning_parallel.techniques.redirect import restore_forward
 from lightning_parallel.techniques.shards import is_sharded
 from lightning_parallel.techniques.stored_optimizer import StoredOptimizer
@@ -88,6 +84,7 @@ class MeshStrategy(RankStrategy):
         self._log: StepLog | None = None
         self._signals: Signals | None = None
         self._deferred = materialise.Deferred()
+        self._divided: DividedModel | None = None
         self._waiting_state: tuple[Mapping[str, Any], bool] | None = None
         self._batches: Batches | None = None
         self._callback: MeshCallback | None = None
@@ -121,10 +118,10 @@ class MeshStrategy(RankStrategy):
             self._layer_sync.apply(module)
         self.precision_plugin.convert_module(module)
         self._parallelize(module)
-        in_parts = materialise.is_in_parts(module)
+        in_parts = self._whole.in_parts
         sharded = in_parts or any(self._is_sharded(parameter) for parameter in module.parameters())
         refuse_callbacks(self._callbacks(), in_parts)
-        adapt_precision(self.precision_plugin, sharded, self._holders_of(module))
+        adapt_precision(self.precision_plugin, sharded, self._whole.holders())
         if self.is_distributed:
             self._log = StepLog(module, self._mesh().data.get_group(), self._host_group(), lambda: self._weight)
             self._buffers = Buffers(module, self._mesh().data.get_group(), self._host_group())
@@ -146,7 +143,9 @@ class MeshStrategy(RankStrategy):
             warnings.filterwarnings("ignore", ".*sync_dist=True.*")
         else:
             self._batches = Batches(self._readers(), self._host_group(), lambda: self._signals)
-            self._callback = MeshCallback(self._batches, self._unite_buffers, self._unite_metrics, self._shown)
+            self._callback = MeshCallback(
+                self._batches, self._unite_buffers, self._unite_metrics, lambda: self._whole.shown()
+            )
             self._callbacks().insert(0, self._callback)
 
     def _parallelize(self, module: LightningModule) -> None:
@@ -161,42 +160,20 @@ class MeshStrategy(RankStrategy):
         if self.is_distributed:
             broadcast_tensors(materialise.real_tensors(module), world_group(), self.root_device)
         refuse_manual_optimization(module, mesh)
-        self._line, self._names = Line(mesh), list(module.state_dict())
-        model: nn.Module = module
-        divided: list[tuple[Technique, nn.Module]] = []
-        for technique in self._prepared(module, plan):
-            model = technique.parallelize(model, mesh, plan)
-            divided.append((technique, model))
+        divided = self._divided = DividedModel(module, mesh, self._host_group())
+        divided.divide(self.techniques, plan)
         on_host = any(technique.keeps_shards_on_host for technique in self.techniques)
         shards = torch.device("cpu") if on_host else self.root_device
         self._deferred.materialise(module, self.root_device, shards, self._host_group())
         self._load_waiting_state(module)
         materialise.move_whole_tensors(module, self.root_device)
-        self.model = model
-        self._plan = plan
-        self._step = Step()
-        for technique, own in divided:
-            self._step = technique.wrap_step(self._step, own, mesh, plan)
+        self.model, self._plan = divided.model, plan
+        self._step = divided.wrap_step(plan)
 
-    def _prepared(self, module: LightningModule, plan: ParallelPlan) -> list[Technique]:
-        """The techniques after a look at the whole model, which must show the same on every rank."""
-        mesh, sample = self._mesh(), partial(take_sample, module.trainer)
-        prepared = [technique.prepare(module, mesh, plan, sample) for technique in self.techniques]
-        seen = gather(checksum([repr(vars(technique)) for technique in prepared]), self._host_group())
-        require_same("what a step on a sample batch shows", seen, "build model and data alike everywhere")
-        return prepared
-
-    def _holders_of(self, module: LightningModule) -> Callable[[Tensor], int]:
-        """How many ranks hold a parameter, or a part of it."""
-        named = dict(module.named_parameters())
-        stages = self._line.stages_holding(named)
-        ranks = self._mesh().world_size // self._line.ranks
-        counts = {id(parameter): stages[name] * ranks for name, parameter in named.items()}
-        return lambda parameter: counts.get(id(parameter), ranks)
-
-    def _shown(self) -> AbstractContextManager[None]:
-        """Inside, the module's tree is whole; what other ranks hold is there without memory."""
-        return elsewhere.shown(self._module(), elsewhere.without_memory(self.root_device))
+    @property
+    def _whole(self) -> DividedModel:
+        assert self._divided is not None
+        return self._divided
 
     def _is_sharded(self, parameter: nn.Parameter) -> bool:
         return is_sharded(self._step.stored(parameter))
@@ -206,12 +183,9 @@ class MeshStrategy(RankStrategy):
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Makes the user's optimizers; where parameters are stored in shards, they step the shards."""
-        with self._shown():
+        with self._whole.shown():
             super().setup_optimizers(trainer)
-        held = set(self._module().parameters())
-        for optimizer in self.optimizers:
-            for parameter in [p for p in optimizer.state if isinstance(p, nn.Parameter) and p not in held]:
-                del optimizer.state[parameter]  # Adagrad's, made for what another rank holds
+        self._whole.forget_states_elsewhere(self.optimizers)
         shards = any(self._is_sharded(parameter) for parameter in self._module().parameters())
         self._stored = {
             id(optimizer): StoredOptimizer(optimizer, self._step, self._mean_loss, shards)
@@ -286,7 +260,7 @@ class MeshStrategy(RankStrategy):
         if self._log is None:
             with context:
                 return self._step.forward(Run(run), *args, **kwargs)
-        whole = self._line.ranks == 1
+        whole = self._whole.line.ranks == 1
         with context, self._log.counting(self._weight), Run(run) if whole else self._parts(run, self._log) as steps:
             self._step.expect_scale(scale_of(self.precision_plugin))
             output = self._step.forward(steps, *args, **kwargs)
@@ -294,7 +268,7 @@ class MeshStrategy(RankStrategy):
         return output
 
     def _parts(self, run: Callable[..., T], log: StepLog) -> PartsRun[T]:
-        self._latest = PartsRun(run, self._module(), log, self._line.rank)
+        self._latest = PartsRun(run, self._module(), log, self._whole.line.rank)
         return self._latest
 
     def _sharded(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -334,17 +308,14 @@ class MeshStrategy(RankStrategy):
         if self._may_wait_in_vain():
             return {}
         self._unite_buffers()
-        keep = self._mesh().leads_its_stage
-        return self._line.united(whole_state_dict(self._module(), keep), keep, order=self._names)
+        return self._whole.state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state that one device would have."""
         optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if self._may_wait_in_vain():
             return {}
-        keep = self._mesh().leads_its_stage
-        state = self._stored[id(optimizer)].state_dict(keep)
-        return state if self._line.ranks == 1 else {**state, "state": self._line.united(state["state"], keep)}
+        return self._whole.optimizer_state(self._stored[id(optimizer)])
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Rank 0 writes; the path is rank 0's on all ranks."""
@@ -419,7 +390,7 @@ class MeshStrategy(RankStrategy):
         if self._callback in self._callbacks():
             self._callbacks().remove(self._callback)
         restore_precision(self.precision_plugin)
-        if not materialise.is_in_parts(module) or self._make_whole(module):
+        if self._divided is None or not self._divided.in_parts or self._make_whole():
             for part in module.modules():
                 restore_forward(part)
         if self._layer_sync is not None and module.trainer.state.fn == TrainerFn.FITTING:
@@ -431,19 +402,10 @@ class MeshStrategy(RankStrategy):
             self._buffers.unite()
 
     def _unite_metrics(self) -> None:
-        self._line.share_metrics(self._module(), None if self._latest is None else self._latest.origin)
+        self._whole.line.share_metrics(self._module(), None if self._latest is None else self._latest.origin)
 
-    def _make_whole(self, module: LightningModule) -> bool:
-        if self._failed:
-            return False
-        with self._shown():
-            fits = all(gather(materialise.fits_on_host(module, self.num_processes), self._host_group()))
-        if fits:
-            materialise.make_whole(module)
-            self._line.complete(module)
-        else:
-            log.warning("The whole model does not fit on this host: the module stays sharded after the run")
-        return fits
+    def _make_whole(self) -> bool:
+        return not self._failed and self._whole.make_whole(self.num_processes)
 
     # ---------------------------------------------------------------- what is there
 
