@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_sum
 
+from lightning_parallel.techniques import elsewhere
 from lightning_parallel.techniques.shards import gathered, shard_of
 
 
@@ -126,8 +127,9 @@ def keep_sums_on_first(module: nn.Module, first: bool) -> None:
 def load_whole_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
     """Loads whole tensors into a module whose parameters may be sharded, without communication."""
     own = dict(module.named_parameters(remove_duplicate=False))
+    others = elsewhere.hidden_tensors(module)
     with torch.no_grad():
-        parts = {name: _part_for(own.get(name), value) for name, value in state.items()}
+        parts = {name: _part_for(own.get(name), value) for name, value in state.items() if name not in others}
         module.load_state_dict(parts, strict=strict)
 
 

@@ -6,10 +6,10 @@ import logging
 import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -18,12 +18,11 @@ from torch.optim import Optimizer
 
 from lightning_parallel.collectives.functional import broadcast_tensors
 from lightning_parallel.plan import ParallelPlan, find_plan
-from lightning_parallel.strategies import materialise
+from lightning_parallel.strategies import materialise, refusals
 from lightning_parallel.strategies.agreement import fingerprint_model, gather, require_same
 from lightning_parallel.strategies.batches import Batches
 from lightning_parallel.strategies.buffers import Buffers
 from lightning_parallel.strategies.checkpoint import (
-    AtomicCheckpointIO,
     keep_sums_on_first,
     load_whole_state_dict,
     put_positions_back,
@@ -42,11 +41,6 @@ from lightning_parallel.strategies.randomness import (
     kept_randomness,
 )
 from lightning_parallel.strategies.rank_strategy import RankStrategy, world_group
-from lightning_parallel.strategies.refusals import (
-    refuse_callbacks,
-    refuse_manual_optimization,
-    refuse_split_backward,
-)
 from lightning_parallel.strategies.signals import Signals
 from lightning_parallel.techniques.redirect import restore_forward
 from lightning_parallel.techniques.shards import is_sharded
@@ -71,7 +65,7 @@ class MeshStrategy(RankStrategy):
         self, techniques: Sequence[Technique] = (), plan: ParallelPlan | None = None, **lightning: Any
     ) -> None:
         super().__init__(techniques, **lightning)
-        refuse_split_backward(self.techniques)
+        refusals.refuse_split_backward(self.techniques)
         self._given_plan = plan
         self._plan: ParallelPlan | None = None
         self._divides_data: bool | None = None
@@ -85,7 +79,7 @@ class MeshStrategy(RankStrategy):
         self._signals: Signals | None = None
         self._deferred = materialise.Deferred()
         self._divided: DividedModel | None = None
-        self._waiting_state: tuple[Mapping[str, Any], bool] | None = None
+        self._waiting_state: Callable[[], None] | None = None
         self._batches: Batches | None = None
         self._callback: MeshCallback | None = None
         self._buffers: Buffers | None = None
@@ -120,7 +114,7 @@ class MeshStrategy(RankStrategy):
         self._parallelize(module)
         in_parts = self._whole.in_parts
         sharded = in_parts or any(self._is_sharded(parameter) for parameter in module.parameters())
-        refuse_callbacks(self._callbacks(), in_parts)
+        refusals.refuse_callbacks(self._callbacks(), in_parts)
         adapt_precision(self.precision_plugin, sharded, self._whole.holders())
         if self.is_distributed:
             self._log = StepLog(module, self._mesh().data.get_group(), self._host_group(), lambda: self._weight)
@@ -159,13 +153,14 @@ class MeshStrategy(RankStrategy):
         self._deferred.find(module)
         if self.is_distributed:
             broadcast_tensors(materialise.real_tensors(module), world_group(), self.root_device)
-        refuse_manual_optimization(module, mesh)
+        refusals.refuse_manual_optimization(module, mesh)
         divided = self._divided = DividedModel(module, mesh, self._host_group())
         divided.divide(self.techniques, plan)
         on_host = any(technique.keeps_shards_on_host for technique in self.techniques)
         shards = torch.device("cpu") if on_host else self.root_device
         self._deferred.materialise(module, self.root_device, shards, self._host_group())
-        self._load_waiting_state(module)
+        if self._waiting_state is not None:
+            self._waiting_state()
         materialise.move_whole_tensors(module, self.root_device)
         self.model, self._plan = divided.model, plan
         self._step = divided.wrap_step(plan)
@@ -326,17 +321,6 @@ class MeshStrategy(RankStrategy):
         set_positions_aside(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """The user's, or one that writes atomically."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = AtomicCheckpointIO()
-        return super().checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
-
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Every rank opens the file that rank 0 chose."""
         checkpoint = super().load_checkpoint(self.broadcast(checkpoint_path), weights_only)
@@ -348,16 +332,13 @@ class MeshStrategy(RankStrategy):
         """Loads into the whole model; one that `configure_model` deferred waits until its shards exist."""
         module = self._module()
         if any(parameter.is_meta for parameter in module.parameters()):
-            self._waiting_state = (checkpoint["state_dict"], strict)
+            self._waiting_state = partial(self._load_state, checkpoint["state_dict"], strict)
         else:
-            load_whole_state_dict(module, checkpoint["state_dict"], strict)
-        keep_sums_on_first(module, self._readers().rank == 0)
+            self._load_state(checkpoint["state_dict"], strict)
 
-    def _load_waiting_state(self, module: nn.Module) -> None:
-        if self._waiting_state is not None:
-            load_whole_state_dict(module, *self._waiting_state)
-            keep_sums_on_first(module, self._readers().rank == 0)
-            self._waiting_state = None
+    def _load_state(self, state: Mapping[str, Any], strict: bool) -> None:
+        load_whole_state_dict(self._module(), state, strict)
+        keep_sums_on_first(self._module(), self._readers().rank == 0)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Each rank takes its part of the states of one device."""

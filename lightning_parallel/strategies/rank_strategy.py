@@ -26,7 +26,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_parallel.mesh import ParallelMesh, resolve_sizes
 from lightning_parallel.strategies.agreement import gather
-from lightning_parallel.strategies.checkpoint import others_may_be_missing
+from lightning_parallel.strategies.checkpoint import AtomicCheckpointIO, others_may_be_missing
 from lightning_parallel.strategies.logging import reduce_tensor
 from lightning_parallel.strategies.randomness import RandomState
 from lightning_parallel.strategies.shares import Readers
@@ -189,6 +189,17 @@ class RankStrategy(ParallelStrategy):
         """Gives all ranks the host's random state of rank 0, from which samplers draw the order of an epoch."""
         if self.is_distributed:
             self.broadcast(RandomState.now()).restore()
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """The user's, or one that writes atomically."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = AtomicCheckpointIO()
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
 
     # ---------------------------------------------------------------- how they end
 
