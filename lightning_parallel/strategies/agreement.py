@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -56,6 +57,28 @@ LOGGED = "a step that logged"
 Mark = tuple[int, int, int, int]
 
 
+@dataclass(frozen=True)
+class Content:
+    """What this rank reads, where other ranks must read the same.
+
+    Attributes:
+        readers: the number of parts into which data is divided, each read by several ranks; 0 where each has one rank.
+        reader: the part that this rank reads.
+        checksum: of what it read; None where that cannot be known.
+    """
+
+    readers: int = 0
+    reader: int = 0
+    checksum: int | None = None
+
+    def numbers(self) -> list[float]:
+        """The checksum and its negative, each in the place of the part: the highest of both tell whether all agree."""
+        numbers = [float("-inf")] * (2 * self.readers)
+        if self.checksum is not None and self.readers:
+            numbers[self.reader], numbers[self.readers + self.reader] = self.checksum, -self.checksum
+        return numbers
+
+
 class Comparison:
     """One small message by which ranks find out whether they are at the same place, and what any of them was asked.
 
@@ -65,11 +88,15 @@ class Comparison:
         mark: where this rank is: loader, batch, whether it is the last, and a checksum of the rest.
         requested: what was asked of this rank; `anybody` then says what was asked of any.
         group: all ranks.
+        content: what this rank reads; on all ranks with as many `readers`.
     """
 
-    def __init__(self, mark: Mark, requested: Sequence[float], group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._numbers = torch.tensor([*requested, *mark, *(-number for number in mark)], dtype=torch.float64)
+    def __init__(
+        self, mark: Mark, requested: Sequence[float], group: dist.ProcessGroup, content: Content | None = None
+    ) -> None:
+        self._group, self._content = group, content or Content()
+        numbers = [*self._content.numbers(), *requested, *mark, *(-number for number in mark)]
+        self._numbers = torch.tensor(numbers, dtype=torch.float64)
         self._work = dist.all_reduce(self._numbers, op=dist.ReduceOp.MAX, group=group, async_op=True)
         self._places = len(mark)
         self.anybody: list[float] = []
@@ -87,9 +114,23 @@ class Comparison:
         self._work.wait()
         numbers = self._numbers.tolist()
         highest, lowest = numbers[-2 * self._places : -self._places], numbers[-self._places :]
-        self.anybody = numbers[: -2 * self._places]
+        readers = self._content.readers
+        self.anybody = numbers[2 * readers : -2 * self._places]
         if any(high != -low for high, low in zip(highest, lowest, strict=True)):
             self._explain(gather((where(), what()), self._group))
+        if any(high != -low for high, low in zip(numbers[:readers], numbers[readers : 2 * readers], strict=True)):
+            self._explain_content(where())
+
+    def _explain_content(self, where: str) -> None:
+        said = gather((self._content.reader, self._content.checksum), self._group)
+        for reader in range(self._content.readers):
+            ranks = [rank for rank, (part, _) in enumerate(said) if part == reader]
+            if len({said[rank][1] for rank in ranks}) > 1:
+                raise ValueError(
+                    f"{where} differs between ranks {', '.join(map(str, ranks))}, which must read the same samples: "
+                    "each holds a part of the model for them; make what is random in the dataset or in loader workers "
+                    "depend on the sample, or leave out seed_everything(workers=True), which seeds workers by rank"
+                )
 
     def _explain(self, said: list[tuple[str, str]]) -> None:
         places = [place for place, _ in said]

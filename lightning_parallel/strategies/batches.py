@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_parallel.strategies.agreement import EVENLY, Comparison, Mark, describe, gather, require_same
+from lightning_parallel.strategies.agreement import EVENLY, Comparison, Content, Mark, describe, gather, require_same
 from lightning_parallel.strategies.loaders import DividedIterable
 from lightning_parallel.strategies.randomness import RandomState
 from lightning_parallel.strategies.shares import Notes, Readers, Share
@@ -63,8 +63,8 @@ class Batches:
         """
         loaders = [combined.flattened[dataloader_idx]] if combined._mode == "sequential" else combined.flattened
         last = is_last and any(length_of(loader) is None for loader in loaders)
-        self._agree((dataloader_idx, batch_idx, int(last)), batch)
         readings = _readings(combined, loaders, dataloader_idx)
+        self._agree((dataloader_idx, batch_idx, int(last)), batch, self._content(readings, batch_idx))
         if batch_idx == 0:
             self._require_same_order(loaders, readings)
         self.weight = self._weight_of(readings, batch_idx)
@@ -74,7 +74,7 @@ class Batches:
     def end(self) -> None:
         """All loaders have been read."""
         self.weight = 1.0
-        self._compare(ENDED, lambda: "none is left", lambda: "")
+        self._compare(ENDED, lambda: "none is left", lambda: "", self._content([], 0))
 
     def drop_uncounted_predictions(self, loop: Any) -> None:
         """Removes what a prediction loop keeps for samples that do not count; they come last."""
@@ -84,16 +84,22 @@ class Batches:
                     kept.pop()
         self._uncounted.clear()
 
-    def _agree(self, position: tuple[int, int, int], batch: Any) -> None:
+    def _content(self, readings: Sequence[Any], batch_idx: int) -> Content:
+        readers = self.readers.ranks if self.readers.copies > 1 else 0
+        found = [(_notes(reading) or Notes()).contents.pop(batch_idx, None) for reading in readings]
+        known = [checksum for checksum in found if checksum is not None]
+        return Content(readers, self.readers.rank, zlib.crc32(repr(known).encode()) if known else None)
+
+    def _agree(self, position: tuple[int, int, int], batch: Any, content: Content) -> None:
         dataloader_idx, batch_idx, last = position
         structure = describe(batch)
         place = f"batch {batch_idx} of loader {dataloader_idx}{', the last one' if last else ''}"
-        self._compare((*position, zlib.crc32(structure.encode())), lambda: place, lambda: structure)
+        self._compare((*position, zlib.crc32(structure.encode())), lambda: place, lambda: structure, content)
 
-    def _compare(self, mark: Mark, place: Callable[[], str], structure: Callable[[], str]) -> None:
+    def _compare(self, mark: Mark, place: Callable[[], str], structure: Callable[[], str], content: Content) -> None:
         """One small message in every batch; ranks say more only once they know that they differ."""
         signals = self._signals()
-        comparison = Comparison(mark, Requested() if signals is None else signals.requested, self._group)
+        comparison = Comparison(mark, Requested() if signals is None else signals.requested, self._group, content)
         comparison.finish(place, structure)
         stop, requeue = comparison.anybody
         if signals is not None and (stop or requeue):

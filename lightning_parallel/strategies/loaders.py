@@ -201,6 +201,19 @@ def _bytes_of(leaf: object) -> bytes:
     return type(leaf).__name__.encode()
 
 
+def content_of(batch: Any) -> int:
+    """A small number that tells batches apart, from a few thousand elements of each of its tensors."""
+
+    def some(leaf: Any) -> Any:
+        return leaf.reshape(-1)[:: leaf.numel() // 4096 + 1] if isinstance(leaf, Tensor) and leaf.numel() else leaf
+
+    return checksum(pytree.tree_map(some, batch))
+
+
+def _content_for(readers: Readers) -> Callable[[Any], int] | None:
+    return content_of if readers.copies > 1 else None
+
+
 class CollateCounted:
     """Collates samples as the user does, keeping beside the batch how much it counts."""
 
@@ -221,14 +234,15 @@ class DividedLoader(DataLoader[Any]):
     divided: Divided | None
     latest: Pass
     batches_done: Callable[[], int]
+    content: Callable[[Any], int] | None
 
     def __iter__(self) -> Any:
         batches, divided = super().__iter__(), self.divided
         if divided is None:
             notes = Notes()
-            reading = Reading(_plain(batches, notes), lambda: notes)
+            reading = Reading(_plain(batches, notes), lambda: notes, self.content)
         else:
-            reading = Reading(batches, lambda: divided.latest)
+            reading = Reading(batches, lambda: divided.latest, self.content)
         self.latest = reading.known
         return reading
 
@@ -269,7 +283,7 @@ class DividedIterator(Iterable[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         notes = Notes()
-        reading = Reading(self._parts(notes), lambda: notes)
+        reading = Reading(self._parts(notes), lambda: notes, _content_for(self.readers))
         self.latest = reading.known
         return reading
 
@@ -303,12 +317,12 @@ def divide(loader: Any, readers: Readers, batches_done: Callable[[], int]) -> An
     """
     if not isinstance(loader, DataLoader):
         kind = SizedDividedIterator if isinstance(loader, Sized) else DividedIterator
-        return kind(loader, readers) if readers.ranks > 1 else loader
+        return kind(loader, readers) if readers.ranks * readers.copies > 1 else loader
     if (own := _own_distributed_sampler(loader)) is not None:
         _check(own, readers)
         return loader
     if isinstance(loader.dataset, IterableDataset):
-        return _divide_iterable(loader, readers) if readers.ranks > 1 else loader
+        return _divide_iterable(loader, readers) if readers.ranks * readers.copies > 1 else loader
     return _divide_map(loader, readers, batches_done)
 
 
@@ -327,14 +341,19 @@ def _divide_map(loader: DataLoader[Any], readers: Readers, batches_done: Callabl
     shown: Any = _IndexBatchSamplerWrapper(cast(Any, divided)) if remembers_indices else divided
     place = "sampler" if batch_sampler is None else "batch_sampler"
     stateful = callable(getattr(loader, "state_dict", None))
-    changes = {place: shown, "divided": divided, "batches_done": batches_done}
+    changes = {place: shown, "divided": divided, "batches_done": batches_done, "content": _content_for(readers)}
     return _copy_of(loader, DividedLoader if stateful else ResumableLoader, changes)
 
 
 def _divide_iterable(loader: DataLoader[Any], readers: Readers) -> Any:
     size = 1 if loader.batch_size is None else loader.batch_size
     dataset = DividedIterable(loader.dataset, readers, size, bool(loader.drop_last), loader.num_workers)
-    changes = {"dataset": dataset, "collate_fn": CollateCounted(loader.collate_fn), "divided": None}
+    changes = {
+        "dataset": dataset,
+        "collate_fn": CollateCounted(loader.collate_fn),
+        "divided": None,
+        "content": _content_for(readers),
+    }
     return _copy_of(loader, DividedLoader, changes)
 
 

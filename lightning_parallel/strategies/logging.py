@@ -20,7 +20,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_parallel.collectives.functional import Pending
-from lightning_parallel.strategies.agreement import LOGGED, Comparison
+from lightning_parallel.strategies.agreement import LOGGED, Comparison, Content
 from lightning_parallel.strategies.metrics import Uncounted, at_most_on_step
 from lightning_parallel.strategies.signals import Requested
 
@@ -68,6 +68,8 @@ class StepLog:
         self._inside_log = self._inside_step = False
         self._logged: dict[str, _ResultMetric] = {}
         self._pending: list[Callable[[], None]] = []
+        # comparisons are alike everywhere, those of batches too
+        self._readers = group.size() if group.size() < dist.get_world_size() else 0
         self._divert: Callable[[str, Any, dict[str, Any]], None] | None = None
         self._log = module.log
         self._metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
@@ -186,7 +188,7 @@ class StepLog:
 
     def _start_agreement(self, names: list[str]) -> Callable[[], None]:
         mark = (-2, -2, 0, zlib.crc32("\n".join(names).encode()))
-        comparison = Comparison(mark, Requested(), self._host)
+        comparison = Comparison(mark, Requested(), self._host, Content(self._readers))
         return lambda: comparison.finish(lambda: LOGGED, lambda: ", ".join(names))
 
     def _start(self, results: list[_ResultMetric], kind: str, share: float) -> Callable[[], None]:

@@ -215,7 +215,7 @@ class RankStrategy(ParallelStrategy):
 
     def _readers(self) -> Readers:
         data = self._mesh().data
-        return Readers(data.size(), data.get_local_rank())
+        return Readers(data.size(), data.get_local_rank(), self._mesh().world_size // data.size())
 
     def _host_group(self) -> dist.ProcessGroup:
         assert self._control is not None

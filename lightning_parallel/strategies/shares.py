@@ -27,6 +27,7 @@ class Readers:
 
     ranks: int
     rank: int
+    copies: int = 1  # ranks that read the same samples as this one, itself among them
 
     def part(self, items: list[T]) -> tuple[list[T], Share]:
         """This rank's items of a global batch, as even as can be; one that does not count where none is left."""
@@ -47,6 +48,7 @@ class Notes:
 
     uneven: dict[int, Share] = field(default_factory=dict)
     order: int = 0
+    contents: dict[int, int] = field(default_factory=dict)  # checksums of batches that several ranks read alike
 
     def note(self, number: int, share: Share, ranks: int) -> None:
         """Batch `number` is shared so."""
@@ -63,10 +65,21 @@ class Pass:
 
 
 class Reading(Iterator[Any]):
-    """One pass over a loader. Its notes stay right when somebody starts another pass, on one rank perhaps."""
+    """One pass over a loader. Its notes stay right when somebody starts another pass, on one rank perhaps.
 
-    def __init__(self, batches: Iterator[Any], find_notes: Callable[[], Notes]) -> None:
-        self._batches = batches
+    Args:
+        batches: what the loader yields.
+        find_notes: finds the notes of this pass, once the first batch is there.
+        content: makes the checksum of a batch; none where no other rank reads the same.
+    """
+
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        find_notes: Callable[[], Notes],
+        content: Callable[[Any], int] | None = None,
+    ) -> None:
+        self._batches, self._content, self._number = batches, content, 0
         self.known = Pass(find_notes)
 
     @property
@@ -77,4 +90,7 @@ class Reading(Iterator[Any]):
     def __next__(self) -> Any:
         batch = next(self._batches)
         self.known.notes = self.known.notes or self.known.find_notes()  # a sampler is asked for the first time only now
+        if self._content is not None:
+            self.known.notes.contents[self._number] = self._content(batch)
+        self._number += 1
         return batch

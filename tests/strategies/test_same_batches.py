@@ -1,0 +1,54 @@
+"""Ranks that hold parts of one model for the same samples really read the same ones."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_parallel import DataParallel, HybridStrategy, PipelineParallel
+from tests.models import build, points
+from tests.ranks import ranks
+from tests.trainers import trainer
+
+
+class Augmented(Dataset):
+    """Samples of which one rank sees a changed version from its third batch on."""
+
+    def __init__(self, changed_on: int) -> None:
+        self.points, self.changed_on, self.reads = points(48, seed=1), changed_on, 0
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
+        inputs, *targets = self.points[index]
+        self.reads += 1
+        late = self.reads > 24 and torch.distributed.get_rank() == self.changed_on
+        return (inputs + 0.5 * late, *targets)
+
+
+class Stream(IterableDataset):
+    """The same as a stream."""
+
+    def __init__(self, changed_on: int) -> None:
+        self.samples = Augmented(changed_on)
+
+    def __iter__(self):
+        return (self.samples[index] for index in range(len(self.samples)))
+
+
+def fit(loader, size):
+    techniques = [PipelineParallel(2, microbatches=2), DataParallel(size)]
+    trainer(HybridStrategy(*techniques), max_epochs=1).fit(build("plain"), loader, DataLoader(points(8, seed=2)))
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", [Augmented, Stream])
+def test_other_values_on_one_rank_are_named_before_the_step(kind):
+    with pytest.raises(ValueError, match=r"batch \d of loader 0 differs between ranks 0, 1, which must read the same"):
+        fit(DataLoader(kind(1), batch_size=8), 1)
+
+
+@ranks(4)
+def test_the_pipeline_concerned_is_named():
+    with pytest.raises(ValueError, match=r"batch \d of loader 0 differs between ranks 1, 3, which must read the same"):
+        fit(DataLoader(Augmented(3), batch_size=4), 2)
