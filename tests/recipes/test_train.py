@@ -2,6 +2,7 @@ import re
 import subprocess
 import sys
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -27,23 +28,39 @@ TINY = [
 ]
 
 
-@pytest.fixture
-def texts(tmp_path):
-    folder = tmp_path / "texts"
+def write_texts(folder):
     folder.mkdir()
     for i in range(40):
         (folder / f"{i}.txt").write_text(f"Document {i}: {'word ' * i}\n" * 5)
     return folder
 
 
-def run(folder, *overrides):
-    command = [sys.executable, str(SCRIPT), *TINY, "data=text", f"data.cache_dir={folder}/cache", *overrides]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+@pytest.fixture
+def texts(tmp_path):
+    return write_texts(tmp_path / "texts")
+
+
+def run(folder):
+    """The command in a folder that has the texts, on two processes."""
+    chosen = ["data=text", "data.path=texts", "data.cache_dir=cache", "trainer.devices=2", "strategy=zero"]
+    command = [sys.executable, str(SCRIPT), *TINY, *chosen]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """A run on good texts and one on bad ones, side by side: both mostly import, one process after the other."""
+    good, bad = tmp_path_factory.mktemp("good"), tmp_path_factory.mktemp("bad")
+    write_texts(good / "texts")
+    (write_texts(bad / "texts") / "7.txt").write_bytes(b"\xff\xfe")
+    with ThreadPoolExecutor() as executor:
+        ended = list(executor.map(run, (good, bad)))
+    return {"good": (good, ended[0]), "bad": (bad, ended[1])}
 
 
 @pytest.mark.launched
-def test_a_run_shows_what_it_learned(tmp_path, texts):
-    ended = run(tmp_path, f"data.path={texts}", "trainer.devices=2", "strategy=zero")
+def test_a_run_shows_what_it_learned(launched):
+    folder, ended = launched["good"]
     assert ended.returncode == 0, ended.stderr
     for line in (
         r"validation loss  \d\.\d+",
@@ -54,22 +71,21 @@ def test_a_run_shows_what_it_learned(tmp_path, texts):
     ):
         assert len(re.findall(f"^{line}", ended.stdout, re.MULTILINE)) == 1
     assert "tokens/s" in ended.stdout + ended.stderr
-    out = tmp_path / "out"
+    out = folder / "out"
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert (out / "checkpoints" / "last.ckpt").exists()
     assert read_curve(out / "log" / "metrics.csv", "train_loss")[0] == [0, 1, 2, 3, 4, 5]
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["cache", "out", "texts"]
+    assert sorted(entry.name for entry in folder.iterdir()) == ["cache", "out", "texts"]
     assert sorted(entry.name for entry in out.iterdir()) == [".hydra", "checkpoints", "curves.png", "log"]
 
 
 @pytest.mark.launched
-def test_data_that_cannot_be_trained_on_is_told_once(tmp_path, texts):
-    (texts / "7.txt").write_bytes(b"\xff\xfe")
-    ended = run(tmp_path, f"data.path={texts}", "trainer.devices=2", "strategy=zero")
+def test_data_that_cannot_be_trained_on_is_told_once(launched):
+    folder, ended = launched["bad"]
     assert ended.returncode != 0
     assert ended.stderr.count("7.txt is not UTF-8 text") == 1
     assert "Traceback" not in ended.stderr
-    assert not list((tmp_path / "cache").glob("*/"))
+    assert not list((folder / "cache").glob("*/"))
 
 
 def fit(out, texts, steps, *overrides, **resume):
