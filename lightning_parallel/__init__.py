@@ -11,11 +11,13 @@ from lightning_parallel.strategies.data_parallel import DataParallelStrategy
 from lightning_parallel.strategies.hybrid import HybridStrategy
 from lightning_parallel.strategies.layer_parallel import LayerParallelStrategy
 from lightning_parallel.strategies.pipeline_parallel import PipelineParallelStrategy
+from lightning_parallel.strategies.tensor_parallel import TensorParallelStrategy
 from lightning_parallel.strategies.zero import ZeroStrategy
 from lightning_parallel.techniques.activation_checkpoint import ActivationCheckpoint
 from lightning_parallel.techniques.compile import Compile
 from lightning_parallel.techniques.data_parallel import DataParallel
 from lightning_parallel.techniques.pipeline_parallel.technique import PipelineParallel
+from lightning_parallel.techniques.tensor_parallel import TensorParallel
 from lightning_parallel.techniques.zero import Zero
 
 __all__ = [
@@ -30,6 +32,8 @@ __all__ = [
     "ParallelPlan",
     "PipelineParallel",
     "PipelineParallelStrategy",
+    "TensorParallel",
+    "TensorParallelStrategy",
     "Zero",
     "ZeroStrategy",
 ]
@@ -37,5 +41,6 @@ __all__ = [
 StrategyRegistry.register("lp_layer_parallel", LayerParallelStrategy, "Layers on different ranks, run in turn")
 StrategyRegistry.register("lp_pipeline_parallel", PipelineParallelStrategy, "Layers on different ranks, 1F1B")
 StrategyRegistry.register("lp_data_parallel", DataParallelStrategy, "Data parallel on all ranks")
+StrategyRegistry.register("lp_tensor_parallel", TensorParallelStrategy, "Tensor parallel on all ranks")
 for _stage in (1, 2, 3):
     StrategyRegistry.register(f"lp_zero{_stage}", ZeroStrategy, f"ZeRO stage {_stage} on all ranks", stage=_stage)

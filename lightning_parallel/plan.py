@@ -52,7 +52,7 @@ class ParallelPlan:
                 raise ValueError(self._nothing_matches(model, pattern))
 
     def _nothing_matches(self, model: nn.Module, pattern: str) -> str:
-        names = [_starred(name) for name, _ in model.named_modules() if name]
+        names = [starred(name) for name, _ in model.named_modules() if name]
         near = difflib.get_close_matches(pattern, list(dict.fromkeys(names)), n=3, cutoff=0.3)
         return (
             f"the pattern {pattern!r} of {self.source} names no module of {type(model).__name__}; "
@@ -110,7 +110,7 @@ def from_metadata(module: nn.Module) -> ParallelPlan | None:
         if not isinstance(classes, (list, tuple, set)):
             continue
         found = [child for child, block in part.named_modules() if type(block).__name__ in classes]
-        patterns = tuple(dict.fromkeys(_starred(f"{name}.{child}" if name else child) for child in found))
+        patterns = tuple(dict.fromkeys(starred(f"{name}.{child}" if name else child) for child in found))
         if patterns:
             return ParallelPlan(
                 blocks=patterns, positions="position_ids", source=f"the metadata of {type(part).__name__}"
@@ -138,6 +138,6 @@ def _parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _starred(name: str) -> str:
+def starred(name: str) -> str:
     """`model.layers.3.mlp` -> `model.layers.*.mlp`: an index stands for all its siblings."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))

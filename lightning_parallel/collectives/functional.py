@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as traceable
 from torch import Tensor
 
 # torch 2.13 gave these two new names and deprecated the old ones, which are all that torch 2.11 has.
@@ -59,6 +60,43 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> 
     if uses_exchange(group):
         return _reduce_scatter_by_exchange(output, tensor, group)
     return Pending(_reduce_scatter(output.view(-1), tensor.view(-1), group=group, async_op=True))
+
+
+# The next three make a new tensor of another one. What `torch.compile` traces goes through torch's traceable forms.
+
+
+def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of the ranks' tensors."""
+    if torch.compiler.is_compiling():
+        return _traced(traceable.all_reduce(tensor, "sum", group))
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The ranks' tensors, (ranks, *shape)."""
+    tensor = tensor.contiguous()
+    if torch.compiler.is_compiling():
+        return _traced(traceable.all_gather_tensor(tensor[None], 0, group))
+    output = tensor.new_empty((group.size(), *tensor.shape))
+    all_gather(output, tensor, group).wait()
+    return output
+
+
+def scattered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Of the sum of the ranks' tensors, (ranks, *shape), the one that has this rank's number."""
+    tensor = tensor.contiguous()
+    if torch.compiler.is_compiling():
+        return _traced(traceable.reduce_scatter_tensor(tensor, "sum", 0, group))[0]
+    output = tensor.new_empty(tensor.shape[1:])
+    reduce_scatter(output, tensor, group).wait()
+    return output
+
+
+def _traced(result: Tensor) -> Tensor:
+    waited: Tensor = traceable.wait_tensor(result)  # type: ignore[no-untyped-call]
+    return waited
 
 
 # Gloo's own reduce_scatter is an all_reduce on every rank, and its all_gather copies twice: for 12 MB on two ranks

@@ -62,7 +62,7 @@ class DividedModel:
     def wrap_step(self, plan: ParallelPlan) -> Step:
         """The step of all techniques, to be made when the parameters are real."""
         step = Step()
-        for technique, model in self._divided:
+        for technique, model in sorted(self._divided, key=lambda divided: divided[0].ends_last):
             step = technique.wrap_step(step, model, self.mesh, plan)
         return step
 

@@ -6,10 +6,9 @@ a rank got of it over the ranks of ZeRO. Parts have ceil(size / ranks) rows, the
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from math import ceil
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -181,7 +180,7 @@ def leaf_of(parameter: Tensor) -> Tensor:
         return parameter.to_local()
     kept = parameter._local_tensor
     leaf: _Leaf | None = vars(parameter).get("_leaf")
-    if leaf is None or leaf.kept is not kept:
+    if leaf is None or leaf.kept is not kept or leaf.parameter is not parameter:
         leaf = vars(parameter)["_leaf"] = _Leaf(parameter)
     if leaf.tensor.requires_grad is not parameter.requires_grad:
         leaf.tensor.requires_grad_(parameter.requires_grad)
@@ -189,31 +188,39 @@ def leaf_of(parameter: Tensor) -> Tensor:
     return leaf.tensor
 
 
+def forget_leaves() -> None:
+    """Lets go of all plain parts: the garbage collector does not see what their hooks hold."""
+    while _leaves:
+        leaf = _leaves.pop()
+        vars(leaf.parameter).pop("_leaf", None)
+        leaf.parameter = None
+
+
 class _Leaf:
     def __init__(self, parameter: DTensor) -> None:
+        self.parameter: Any = parameter
         self.kept = parameter._local_tensor
         self.tensor = self.kept.detach()
         self._listens = False
-        # Nothing that the tensor's hook holds may hold the tensor: the garbage collector does not see hooks.
-        self._parameter = weakref.ref(parameter)
 
     def listen(self) -> None:
         if not self._listens and self.tensor.requires_grad:
-            parameter = self._parameter
             register = cast(Callable[..., object], self.tensor.register_post_accumulate_grad_hook)
-            register(lambda leaf: _move_gradient(leaf, parameter()))
+            register(self._move_gradient)
             self._listens = True
+            _leaves.append(self)
+
+    @torch.no_grad()
+    def _move_gradient(self, tensor: Tensor) -> None:
+        gradient: Any = tensor.grad
+        tensor.grad, parameter = None, self.parameter
+        if parameter.grad is None:
+            wrap = cast(Callable[..., Tensor], DTensor)  # `from_local` costs five times as much
+            parameter.grad = wrap(gradient, parameter._spec, requires_grad=False)
+        else:
+            local(parameter.grad).add_(gradient)
+        for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+            hook(parameter)
 
 
-@torch.no_grad()
-def _move_gradient(leaf: Tensor, parameter: Tensor | None) -> None:
-    gradient, leaf.grad = leaf.grad, None
-    assert gradient is not None
-    assert isinstance(parameter, DTensor)
-    if parameter.grad is None:
-        wrap = cast(Callable[..., Tensor], DTensor)  # `from_local` costs five times as much
-        parameter.grad = wrap(gradient, parameter._spec, requires_grad=False)
-    else:
-        local(parameter.grad).add_(gradient)
-    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
-        hook(parameter)
+_leaves: list[_Leaf] = []

@@ -142,6 +142,8 @@ class Technique(ABC):
     """One way to divide training: it claims axes of the mesh and maps model, batch and step."""
 
     phase: ClassVar[Phase]
+    ends_last: ClassVar[bool] = False
+    """Whether its step goes around those of all others, to finish what they leave."""
 
     @property
     @abstractmethod

@@ -1,0 +1,133 @@
+"""What activations look like between and inside the regions of tensor parallelism, and the ways between.
+
+Between regions every rank has the whole hidden state, or its part of the sequence. Inside a region, from a colwise to a
+rowwise module, a rank has its features (its heads) of the whole sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import ceil
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_parallel.collectives.conjugate import (
+    copy_to_ranks,
+    gather_parts,
+    join_parts,
+    own_part,
+    sum_over_ranks,
+    sum_to_parts,
+)
+from lightning_parallel.techniques.tensor_parallel.randomness import OwnRandomness
+
+
+class Activations:
+    """Enters and leaves regions on one rank.
+
+    Args:
+        group: the ranks of the axis tp.
+        sequence_dim: the dimension of the hidden state that runs along the sequence.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, sequence_dim: int) -> None:
+        self.group, self.ranks, self.rank = group, group.size(), group.rank()
+        self.sequence_dim = sequence_dim
+        self.length: int | None = None
+        """The length of the whole sequence while it is split between regions."""
+        self.drops = False
+        """Whether modules inside regions may drop activations, which differ from rank to rank."""
+        self._randomness = OwnRandomness(self.rank)
+        self._inside = False
+        self._entered: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def own_length(self) -> int | None:
+        """The length of this rank's part of the sequence, padding included."""
+        return None if self.length is None else ceil(self.length / self.ranks)
+
+    # ---------------------------------------------------------------- regions
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Hidden state -> input of a colwise module; the same for all modules that get the same hidden state."""
+        if self._inside:
+            return x
+        if self._entered is not None and self._entered[0] is x:
+            return self._entered[1]
+        entered = self._enter(x)
+        self._entered = (x, entered)
+        return entered
+
+    def _enter(self, x: Tensor) -> Tensor:
+        x = _in_autocast_dtype(x)
+        if self.length is None:
+            return copy_to_ranks(x, self.group)
+        return gather_parts(x, self.sequence_dim, self.length, self.group)
+
+    def leave(self, y: Tensor) -> Tensor:
+        """Output of a rowwise module, of which each rank has a summand -> hidden state."""
+        self.forget()
+        if self.length is None:
+            self.draw_alike()
+            return sum_over_ranks(y, self.group)
+        return sum_to_parts(y, self.sequence_dim, self.group)
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Inside, what modules get has entered the region already."""
+        before, self._inside = self._inside, True
+        try:
+            yield
+        finally:
+            self._inside = before
+
+    def forget(self) -> None:
+        """Lets go of the input of the last region."""
+        self._entered = None
+
+    # ---------------------------------------------------------------- randomness
+
+    def draw_own(self, device: torch.device) -> None:
+        """From here on each rank draws for itself."""
+        self._randomness.begin(device)
+
+    def draw_alike(self) -> None:
+        """Takes `draw_own` back."""
+        self._randomness.end()
+
+    # ---------------------------------------------------------------- features
+
+    def join_features(self, y: Tensor, features: int) -> Tensor:
+        """All features of a colwise module, alike on all ranks."""
+        return join_parts(y, y.dim() - 1, features, self.group)
+
+    def own_features(self, x: Tensor) -> Tensor:
+        """This rank's features of what all ranks have alike."""
+        part = own_part(x, x.dim() - 1, self.group)
+        chunk = ceil(x.shape[-1] / self.ranks)
+        kept = max(0, min(chunk, x.shape[-1] - self.rank * chunk))
+        return part if kept == chunk else part[..., :kept]
+
+    # ---------------------------------------------------------------- the sequence
+
+    def split(self, hidden: Tensor) -> Tensor:
+        """Hidden state of the whole sequence -> this rank's part of it."""
+        self.length = hidden.shape[self.sequence_dim]
+        return own_part(hidden, self.sequence_dim, self.group)
+
+    def join(self, hidden: Tensor) -> Tensor:
+        """Takes `split` back."""
+        length, self.length = self.length, None
+        assert length is not None
+        return join_parts(hidden, self.sequence_dim, length, self.group)
+
+
+def _in_autocast_dtype(x: Tensor) -> Tensor:
+    """What a matrix product would turn its input into, so that half the bytes travel."""
+    kind = x.device.type
+    if x.dtype == torch.float32 and torch.is_autocast_enabled(kind):
+        return x.to(torch.get_autocast_dtype(kind))
+    return x

@@ -1,0 +1,131 @@
+"""A step under tensor parallel: what each rank has a summand of is summed, what it has a part of is returned whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_parallel.techniques.shards import local
+from lightning_parallel.techniques.technique import Step, WrappedStep
+from lightning_parallel.techniques.tensor_parallel.logits import whole_logits
+from lightning_parallel.techniques.tensor_parallel.partition import Partition
+
+T = TypeVar("T")
+
+
+class TensorParallelStep(WrappedStep):
+    """Runs a step on divided modules.
+
+    Each rank has a summand of the gradient of parameters that are whole but met divided activations, such as norms
+    between regions while the sequence is split. They are summed in one message, after all other reductions.
+
+    Args:
+        inner: the step to wrap.
+        partition: what is divided.
+    """
+
+    def __init__(self, inner: Step, partition: Partition) -> None:
+        super().__init__(inner)
+        self._partition, self._parameters = partition, partition.block_parameters()  # as they are kept between steps
+        self._set_aside: dict[nn.Parameter, Tensor] = {}
+        self._unsummed: set[nn.Parameter] = set()
+        self._synced = True
+
+    def forward(self, run: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """See `Step.forward`. Logits that are returned are whole."""
+        with self._partition.running():
+            output: T = whole_logits(self.inner.forward(run, *args, **kwargs))
+        return output
+
+    def backward(self, run: Callable[[], None]) -> None:
+        """See `Step.backward`."""
+        with self._partition.recomputing():
+            self._put_aside()
+            self.inner.backward(run)
+            self._settle()
+
+    @contextmanager
+    def unsynced(self) -> Iterator[None]:
+        """See `Step.unsynced`."""
+        self._synced = False
+        try:
+            with self.inner.unsynced():
+                yield
+        finally:
+            self._synced = True
+
+    def close(self) -> None:
+        """See `Step.close`."""
+        self._partition.close()
+        self.inner.close()
+
+    # ---------------------------------------------------------------- summands
+
+    def _partial(self) -> list[nn.Parameter]:
+        return [self._parameters[name] for name in self._partition.partial if name in self._parameters]
+
+    def _put_aside(self) -> None:
+        """Gradients that are sums already must not be summed again."""
+        for parameter in self._partial():
+            if parameter.grad is None:
+                self._set_aside.pop(parameter, None)  # it was zeroed
+            elif parameter not in self._unsummed:
+                self._set_aside[parameter] = parameter.grad.clone()
+                parameter.grad = None
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        partial = self._partial()
+        if not self._synced:
+            self._unsummed.update(parameter for parameter in partial if parameter.grad is not None)
+            self._restore([parameter for parameter in partial if parameter.grad is None])
+            return
+        self._sum([parameter for parameter in partial if parameter.requires_grad])
+        self._unsummed.clear()
+        self._restore(partial)
+
+    def _restore(self, parameters: Sequence[nn.Parameter]) -> None:
+        for parameter in parameters:
+            before = self._set_aside.pop(parameter, None)
+            if before is not None and parameter.grad is not None:
+                local(parameter.grad).add_(local(before))
+            elif before is not None:
+                parameter.grad = before
+
+    def _sum(self, parameters: Sequence[nn.Parameter]) -> None:
+        """One message: all gradients, and for each whether this rank has it."""
+        for same in _by_dtype(parameters):
+            kept = list(map(_gradient_or_like, same))
+            unused = [index for index, parameter in enumerate(same) if parameter.grad is None]
+            flags = torch.ones(len(same), dtype=kept[0].dtype, device=kept[0].device)
+            if unused:
+                flags[unused] = 0
+            pieces = [torch.zeros_like(k) if i in unused else k for i, k in enumerate(kept)]
+            message = torch.cat([*(piece.reshape(-1) for piece in pieces), flags])
+            dist.all_reduce(message, group=self._partition.group)
+            sizes = [piece.numel() for piece in pieces]
+            *sums, flags = torch.split(message, [*sizes, len(same)])
+            for index, (parameter, total) in enumerate(zip(same, sums, strict=True)):
+                if index not in unused:
+                    kept[index].copy_(total.view_as(kept[index]))
+                elif flags[index] > 0:
+                    gradient = torch.zeros_like(parameter)
+                    local(gradient).copy_(total.view_as(kept[index]))
+                    parameter.grad = gradient
+
+
+def _gradient_or_like(parameter: nn.Parameter) -> Tensor:
+    return local(parameter.detach() if parameter.grad is None else parameter.grad)
+
+
+def _by_dtype(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        part = _gradient_or_like(parameter)
+        kinds.setdefault((part.dtype, part.device), []).append(parameter)
+    return list(kinds.values())

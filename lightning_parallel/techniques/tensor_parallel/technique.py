@@ -1,0 +1,100 @@
+"""Tensor parallel: every rank holds some features of each layer and computes with them.
+
+Source: M. Shoeybi et al., Megatron-LM, 2019; V. Korthikanti et al., MLSys 2023 (sequence parallel).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import nn
+
+from lightning_parallel.mesh import Axis, ParallelMesh, Size
+from lightning_parallel.plan import ParallelPlan
+from lightning_parallel.styles import find_styles
+from lightning_parallel.techniques.technique import Phase, Step, Technique
+from lightning_parallel.techniques.tensor_parallel.layout import divide_parameters, find_divided
+from lightning_parallel.techniques.tensor_parallel.partition import Partition
+from lightning_parallel.techniques.tensor_parallel.step import TensorParallelStep
+
+log = logging.getLogger(__name__)
+
+_partitions: WeakKeyDictionary[ParallelMesh, Partition] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class TensorParallel(Technique):
+    """Divides the features of linear maps, the heads of attention and the vocabulary over ranks.
+
+    Args:
+        size: number of ranks that share one copy of the model and read the same samples; "auto" takes the ranks that
+            no other technique claims.
+        sequence_parallel: whether each rank keeps only its part of the sequence between divided layers, norms and
+            dropout included: the same bytes on the wire, activations divided by `size`.
+
+    Raises:
+        ValueError: (when training starts) a model without a known way to divide it, or sizes that do not divide.
+    """
+
+    size: Size = "auto"
+    _: KW_ONLY
+    sequence_parallel: bool = True
+
+    phase: ClassVar[Phase] = Phase.PARTITION
+    ends_last: ClassVar[bool] = True
+
+    @property
+    def axes(self) -> Mapping[Axis, Size]:
+        """See `Technique.axes`."""
+        return {"tp": self.size}
+
+    def parallelize(self, model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan) -> nn.Module:
+        """Keeps this rank's part of every weight that the plan's styles name."""
+        ranks = mesh.sizes["tp"]
+        if ranks == 1:
+            return model
+        styles = plan.styles or find_styles(model, plan)
+        divided = find_divided(model, styles)
+        if not divided and mesh.sizes["pp"] == 1:
+            raise ValueError(_nothing_to_divide(self, model, plan))
+        for each in divided:
+            each.check(ranks)
+        if dist.get_rank() == 0:
+            log.info("Tensor parallel divides %s", dict(styles))
+        runs = list(_runs_of_blocks(model, plan))
+        _partitions[mesh] = Partition(divided, runs, mesh["tp"].get_group(), plan.sequence_dim, self.sequence_parallel)
+        divide_parameters(divided, mesh["tp"])
+        return model
+
+    def wrap_step(self, step: Step, model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan) -> Step:
+        """Adds the sum of what ranks have summands of."""
+        if mesh.sizes["tp"] == 1:
+            return step
+        return TensorParallelStep(step, _partitions[mesh])
+
+
+def _runs_of_blocks(model: nn.Module, plan: ParallelPlan) -> Iterator[dict[str, nn.Module]]:
+    """This rank's blocks, neighbours together; other stages of a pipeline have those without parameters."""
+    run: dict[str, nn.Module] = {}
+    for name, block in plan.find_blocks(model).items():
+        if any(True for _ in block.parameters()):
+            run[name] = block
+        elif run:
+            yield run
+            run = {}
+    if run:
+        yield run
+
+
+def _nothing_to_divide(technique: TensorParallel, model: nn.Module, plan: ParallelPlan) -> str:
+    return (
+        f"{technique!r} finds nothing to divide in {type(model).__name__}: {plan.source} names no tensor styles, and "
+        "no pair of linear maps was recognised. Give it a plan, such as ParallelPlan("
+        f"blocks={plan.blocks!r}, styles={{'net.layers.*.up': 'colwise', 'net.layers.*.down': 'rowwise'}}), with the "
+        "names of the maps into and out of the features to be divided"
+    )
