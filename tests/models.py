@@ -90,6 +90,19 @@ class GPT2(LanguageModel):
         return self.network(input_ids=batch["input_ids"]).logits
 
 
+class HuggingFace(LanguageModel):
+    """Any other of Hugging Face's causal models; the loss is the model's own."""
+
+    def __init__(self, network: Callable[..., nn.Module], optimizer: MakeOptimizer = adamw, **config: Any) -> None:
+        super().__init__(network(**config), optimizer)
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.network(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.network(input_ids=batch["input_ids"]).logits
+
+
 def llama(**overrides: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -106,6 +119,33 @@ def gpt2(**overrides: Any) -> nn.Module:
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     tokens = {"bos_token_id": 0, "eos_token_id": 0, "use_cache": False, "loss_type": "ForCausalLM"}
     return GPT2LMHeadModel(GPT2Config(**(sizes | dropout | tokens | overrides)))
+
+
+def qwen3(**overrides: Any) -> nn.Module:
+    """Heads whose queries and keys are normalised."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(Qwen3Config(**(SMALL | GROUPED | {"head_dim": 8} | overrides)))
+
+
+def phi3(**overrides: Any) -> nn.Module:
+    """One weight for queries, keys and values, one for gate and up."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    return Phi3ForCausalLM(Phi3Config(**(SMALL | GROUPED | overrides)))
+
+
+def gpt_neox(**overrides: Any) -> nn.Module:
+    """Queries, keys and values of each head side by side; attention and feed-forward in parallel."""
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**(SMALL | overrides)))
+
+
+SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "max_position_embeddings": 64, "use_cache": False, "pad_token_id": None,
+         "bos_token_id": 0, "eos_token_id": 0}  # fmt: skip
+GROUPED = {"num_key_value_heads": 2}
 
 
 def own_gpt(optimizer: MakeOptimizer | None = None, **overrides: Any) -> LightningModule:
@@ -196,7 +236,14 @@ class Plain(Optimized):
         return logits, values - targets
 
 
-COLUMNS: dict[str, Callable[..., LightningModule]] = {"llama": Llama, "gpt2": GPT2, "plain": Plain}
+COLUMNS: dict[str, Callable[..., LightningModule]] = {
+    "llama": Llama,
+    "gpt2": GPT2,
+    "plain": Plain,
+    "qwen3": partial(HuggingFace, qwen3),
+    "phi3": partial(HuggingFace, phi3),
+    "gpt_neox": partial(HuggingFace, gpt_neox),
+}
 if importlib.util.find_spec("recipes.gpt"):
     COLUMNS["gpt"] = own_gpt
 

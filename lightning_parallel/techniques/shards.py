@@ -36,6 +36,10 @@ class PartsShard(Shard):
         make = cast(Callable[..., PartsShard], super().__new__)
         return make(cls, dim)
 
+    def __hash__(self) -> int:
+        # DTensor remembers what operations do to placements: to another one than Shard, though it equals that.
+        return hash((PartsShard, self.dim, self.parts))
+
     def __reduce__(self) -> tuple[type[PartsShard], tuple[int, tuple[int, ...]]]:
         return PartsShard, (self.dim, self.parts)
 

@@ -74,7 +74,8 @@ def _rowwise_split_input(divided: Divided, activations: Activations, forward: Fo
     compute = _rowwise(divided, activations, forward)
 
     def run(x: Tensor) -> Tensor:
-        return compute(activations.own_features(x))
+        y: Tensor = compute(activations.own_features(x))
+        return y
 
     return run
 
