@@ -9,13 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from lightning_parallel.collectives.functional import Pending, all_reduce
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.techniques.gradient_buckets import Bucket, BucketedStep
-from lightning_parallel.techniques.shards import as_shard, local
+from lightning_parallel.techniques.shards import as_gradient, local
 from lightning_parallel.techniques.technique import Step
 
 Compression = Literal["bf16", "fp16", "powersgd"]
@@ -118,7 +117,7 @@ class AllReduceBucket(Bucket):
         self._message = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
         *slots, self._flags = torch.split(self._message, [*sizes, len(sizes)])
         self._views = [slot.view_as(part) for slot, part in zip(slots, kept, strict=True)]
-        self._gradients = [_as_gradient(*pair) for pair in zip(self._views, self.parameters, strict=True)]
+        self._gradients = [as_gradient(*pair) for pair in zip(self._views, self.parameters, strict=True)]
 
     # ---------------------------------------------------------------- what torch's hooks read
 
@@ -143,10 +142,6 @@ class AllReduceBucket(Bucket):
     def is_last(self) -> bool:
         """Whether this is the last bucket of the step; PowerSGD counts its iterations there, so here: the first."""
         return self._index == 0
-
-
-def _as_gradient(view: Tensor, parameter: nn.Parameter) -> Tensor:
-    return as_shard(view, parameter) if isinstance(parameter, DTensor) else view
 
 
 def _communication_hook(

@@ -102,6 +102,11 @@ def as_shard(part: Tensor, like: DTensor) -> DTensor:
     return _part_of(part, like.device_mesh, like.placements, like)
 
 
+def as_gradient(part: Tensor, parameter: Tensor) -> Tensor:
+    """What a rank computed as the gradient of a parameter, as the parameter is divided."""
+    return as_shard(part, parameter) if isinstance(parameter, DTensor) else part
+
+
 def divided_again(part: Tensor, mesh: DeviceMesh, whole: Tensor) -> DTensor:
     """Rows of what this rank holds of `whole`, which the ranks of `mesh` have divided among them."""
     if not isinstance(whole, DTensor):

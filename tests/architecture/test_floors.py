@@ -13,6 +13,7 @@ FLOORS = {"mesh": 0, "plan": 0, "styles": 0, "collectives": 1, "techniques": 2, 
 COMMANDS = {"schedule": 2}  # run with `python -m`: they may import up to that floor, and no file imports them
 SHARED_BY_TECHNIQUES = {
     "technique",
+    "boundaries",
     "clipping",
     "elsewhere",
     "gradient_average",

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
+from lightning_parallel.techniques.shards import as_gradient, leaf_of
+
 
 @dataclass
 class Saved:
@@ -53,7 +55,7 @@ def save(inputs: list[Tensor], outputs: Sequence[Tensor], splits: bool) -> Saved
 
 
 class Gradients:
-    """The gradients of some parameters, summed over microbatches.
+    """The gradients of some parameters, summed over microbatches: of what a rank computes with, see `leaf_of`.
 
     Args:
         parameters: as the model holds them during this step.
@@ -61,6 +63,7 @@ class Gradients:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = list(parameters)
+        self._leaves: list[Any] = [leaf_of(parameter) for parameter in parameters]
         self.sums: list[Tensor | None] = [None] * len(self.parameters)
 
     def full(self, saved: Saved, seeds: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -68,7 +71,7 @@ class Gradients:
         outputs, given = _with_seeds(saved, seeds)
         if not outputs:
             return [None] * len(saved.inputs)
-        wanted = [*saved.inputs, *self.parameters]
+        wanted = [*saved.inputs, *self._leaves]
         made = torch.autograd.grad(outputs, wanted, given, allow_unused=True) if wanted else ()
         of_inputs: list[Tensor | None] = list(made[: len(saved.inputs)])
         of_parameters = made[len(saved.inputs) :]
@@ -84,7 +87,7 @@ class Gradients:
         if not outputs:
             saved.outputs = []
             return [None] * len(saved.inputs)
-        made, saved.groups = stage_backward_input(outputs, given, list(saved.inputs), iter(self.parameters))
+        made, saved.groups = stage_backward_input(outputs, given, list(saved.inputs), iter(self._leaves))
         for tensor in saved.inputs:
             tensor.grad = None
         saved.outputs = []
@@ -95,13 +98,13 @@ class Gradients:
         if not saved.inputs:
             self.full(saved, saved.seeds)
             return
-        before = [parameter.grad for parameter in self.parameters]
-        for parameter in self.parameters:
-            parameter.grad = None
-        stage_backward_weight(iter(self.parameters), saved.groups)
-        self._add([parameter.grad for parameter in self.parameters], [])
-        for parameter, gradient in zip(self.parameters, before, strict=True):
-            parameter.grad = gradient
+        before = [leaf.grad for leaf in self._leaves]
+        for leaf in self._leaves:
+            leaf.grad = None
+        stage_backward_weight(iter(self._leaves), saved.groups)
+        self._add([leaf.grad for leaf in self._leaves], [])
+        for leaf, gradient in zip(self._leaves, before, strict=True):
+            leaf.grad = gradient
 
     def _add(self, made: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> None:
         grown: list[Tensor] = []
@@ -162,7 +165,7 @@ class HandOver(torch.autograd.Function):
         ctx: Any, loss: Tensor, gradients: list[Tensor | None], expected: float, _: Tensor, *parameters: Tensor
     ) -> Tensor:
         """See `torch.autograd.Function`."""
-        ctx.gradients, ctx.expected = gradients, expected
+        ctx.gradients, ctx.expected, ctx.parameters = gradients, expected, parameters
         return loss.clone()
 
     @staticmethod
@@ -175,7 +178,8 @@ class HandOver(torch.autograd.Function):
         dense = [gradient for gradient in gradients if gradient is not None and not gradient.is_sparse]
         for same in _by_dtype(dense):
             torch._foreach_mul_(same, factor.to(same[0].dtype))
-        return None, None, None, None, *gradients
+        given = zip(gradients, ctx.parameters, strict=True)
+        return None, None, None, None, *(None if g is None else as_gradient(g, p) for g, p in given)
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

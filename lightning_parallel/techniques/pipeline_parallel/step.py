@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_parallel.collectives.point_to_point import Lane, share_object
+from lightning_parallel.techniques.boundaries import forget_ends
 from lightning_parallel.techniques.pipeline_parallel import microbatches
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut
 from lightning_parallel.techniques.pipeline_parallel.exchange import Exchange
@@ -20,6 +21,7 @@ from lightning_parallel.techniques.pipeline_parallel.nested import map_tensors, 
 from lightning_parallel.techniques.pipeline_parallel.schedules import Schedule
 from lightning_parallel.techniques.pipeline_parallel.stages import Stages
 from lightning_parallel.techniques.pipeline_parallel.ties import Tie, sum_over_holders
+from lightning_parallel.techniques.shards import local
 from lightning_parallel.techniques.technique import Run, Step, WrappedStep
 
 T = TypeVar("T")
@@ -55,6 +57,12 @@ class PipelineStep(WrappedStep):
         self._exchange = Exchange(self._lane, schedule.rank_of, schedule.stages)
         self._slots = _slots(model, made, schedule)
         self._scale = 1.0
+        self._model = model
+
+    def close(self) -> None:
+        """See `Step.close`."""
+        forget_ends(self._model)
+        self.inner.close()
 
     def expect_scale(self, scale: float) -> None:
         """See `Step.expect_scale`."""
@@ -137,7 +145,7 @@ class PipelineStep(WrappedStep):
             holders = self._slots[name].holders
             if len(holders) > 1:
                 gradient = sums[name]
-                sums[name] = torch.zeros_like(learning[name]) if gradient is None else gradient
+                sums[name] = torch.zeros_like(local(learning[name].detach())) if gradient is None else gradient
                 shared.setdefault(holders, []).append(cast(Tensor, sums[name]))
         sum_over_holders(shared, self._lane, self._rank)
 

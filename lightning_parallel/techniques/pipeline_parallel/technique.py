@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_parallel.mesh import Axis, ParallelMesh, Size
 from lightning_parallel.plan import ParallelPlan
-from lightning_parallel.techniques import elsewhere
+from lightning_parallel.techniques import boundaries, elsewhere
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut, cut, names_elsewhere
 from lightning_parallel.techniques.pipeline_parallel.schedules import (
     SCHEDULES,
@@ -106,6 +106,8 @@ class PipelineParallel(Technique):
         zeros = elsewhere.without_memory(mesh.device)
         elsewhere.hide(model, names, lambda t: zeros(t) if id(t) in direct_ids else _shape_of(t))
         modules = dict(model.named_modules())
+        for stage in here:
+            boundaries.mark_end(modules[made.blocks_of(stage)[-1]])
         for stage in set(range(made.stages)) - set(here):
             for name in made.blocks_of(stage):
                 elsewhere.mark(modules[name])

@@ -38,8 +38,7 @@ class Activations:
         self.sequence_dim = sequence_dim
         self.length: int | None = None
         """The length of the whole sequence while it is split between regions."""
-        self.drops = False
-        """Whether modules inside regions may drop activations, which differ from rank to rank."""
+        self._drops = False
         self._randomness = OwnRandomness(self.rank)
         self._inside = False
         self._entered: tuple[Tensor, Tensor] | None = None
@@ -71,7 +70,8 @@ class Activations:
         """Output of a rowwise module, of which each rank has a summand -> hidden state."""
         self.forget()
         if self.length is None:
-            self.draw_alike()
+            if self._drops:
+                self._randomness.end()
             return sum_over_ranks(y, self.group)
         return sum_to_parts(y, self.sequence_dim, self.group)
 
@@ -90,13 +90,23 @@ class Activations:
 
     # ---------------------------------------------------------------- randomness
 
-    def draw_own(self, device: torch.device) -> None:
-        """From here on each rank draws for itself."""
-        self._randomness.begin(device)
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Around a block that drops activations: ranks draw differently where they have different ones."""
+        self._drops = True
+        if self.length is not None:
+            self._randomness.begin()
+        try:
+            yield
+        finally:
+            self._randomness.end()
+            self._drops = False
 
-    def draw_alike(self) -> None:
-        """Takes `draw_own` back."""
-        self._randomness.end()
+    def came_out(self, y: Tensor) -> Tensor:
+        """Output of a colwise module: from here to the end of the region each rank has its own features."""
+        if self._drops and self.length is None:
+            self._randomness.begin()
+        return y
 
     # ---------------------------------------------------------------- features
 

@@ -179,7 +179,7 @@ class DryActivations(Activations):
     def __init__(self, ranks: int, rank: int, sequence_dim: int, trial: Trial) -> None:
         self.ranks, self.rank, self.sequence_dim = ranks, rank, sequence_dim
         self.length = None
-        self.drops = False
+        self._drops = False
         self._randomness = OwnRandomness(rank)
         self.hidden: Tensor | None = None
         self._inside, self._entered, self._trial = False, None, trial

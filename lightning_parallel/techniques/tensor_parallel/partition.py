@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_parallel.techniques.redirect import redirect_forward
+from lightning_parallel.techniques.redirect import Forward, redirect_forward
 from lightning_parallel.techniques.shards import forget_leaves
 from lightning_parallel.techniques.tensor_parallel.activations import Activations
 from lightning_parallel.techniques.tensor_parallel.check import BlockCheck, Finding, skeleton_of
@@ -23,6 +22,8 @@ from lightning_parallel.techniques.tensor_parallel.modules import divided_forwar
 from lightning_parallel.techniques.tensor_parallel.randomness import draws
 
 BLOCK_STYLES = ("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input")
+LENGTH = "tensor_parallel_length"
+"""The argument by which a block learns the length of the whole sequence; a recomputation gets it again."""
 
 
 class Partition:
@@ -30,7 +31,7 @@ class Partition:
 
     Args:
         divided: the modules that are divided.
-        blocks: the repeated layers that this rank has, in their order; runs of neighbours in the model together.
+        blocks: the repeated layers that this rank has, in their order; those that run one after the other together.
         group: the ranks of the axis tp.
         sequence_dim: of the hidden state.
         splits_sequence: whether the sequence is split between regions.
@@ -47,23 +48,26 @@ class Partition:
         self.group = group
         self.activations = Activations(group, sequence_dim)
         self._splits = splits_sequence
+        self._is_split = False
         self._partial: dict[bool, list[str]] = {True: [], False: []}
-        self._last_length: int | None = None
         self._undo: list[Undo] = []
         self._handles: list[RemovableHandle] = []
         self._blocks: list[_Block] = []
+        outside = Activations(group, sequence_dim)
         checks: dict[str, BlockCheck] = {}
         for run in blocks:
-            self._hook(
-                [_Block(name, module, divided, checks, group.size(), sequence_dim) for name, module in run.items()]
-            )
+            made = [_Block(*named, divided, checks, group.size(), sequence_dim) for named in run.items()]
+            self._surround(made)
+            self._blocks += made
+        inside = {id(each.module) for block in self._blocks for each in block.divided.values()}
         for each in divided:
-            redirect_forward(each.module, partial(divided_forward, each, self.activations))
+            here = self.activations if id(each.module) in inside else outside
+            redirect_forward(each.module, partial(divided_forward, each, here))
 
     @property
     def partial(self) -> list[str]:
         """The names of parameters of whose gradients ranks have summands after the last forward."""
-        return self._partial[self._last_length is not None]
+        return self._partial[self._is_split]
 
     def block_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters of all blocks as they are now, by the names that `partial` has."""
@@ -72,31 +76,6 @@ class Partition:
             for block in self._blocks
             for name, parameter in block.module.named_parameters(remove_duplicate=False)
         }
-
-    # ---------------------------------------------------------------- a step
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Around the forward of a step."""
-        try:
-            yield
-        finally:
-            self._rest()
-
-    @contextmanager
-    def recomputing(self) -> Iterator[None]:
-        """Around backward, within which blocks may run again."""
-        before, self.activations.length = self.activations.length, self._last_length
-        try:
-            yield
-        finally:
-            self._rest()
-            self.activations.length = before
-
-    def _rest(self) -> None:
-        self.activations.length = None
-        self.activations.forget()
-        self.activations.draw_alike()
 
     def close(self) -> None:
         """Takes back what is not a forward; `restore_forward` does the rest."""
@@ -108,50 +87,30 @@ class Partition:
 
     # ---------------------------------------------------------------- around blocks
 
-    def _hook(self, blocks: list[_Block]) -> None:
-        self._blocks += blocks
-        first, last = blocks[0], blocks[-1]
-        register = first.module.register_forward_pre_hook
-        self._handles.append(register(self._before(first), with_kwargs=True))
-        for block in blocks[1:]:
-            block.handle = block.module.register_forward_pre_hook(self._prepares(block), with_kwargs=True)
-            self._handles.append(block.handle)
-        # before the hook with which a stage of a pipeline ends
-        self._handles.append(last.module.register_forward_hook(self._after, prepend=True))
+    def _surround(self, run: list[_Block]) -> None:
+        for block in run:
+            first, last = block is run[0], block is run[-1]
+            before = partial(self._before_first if first else self._before_other, block)
+            self._handles.append(block.module.register_forward_pre_hook(before, with_kwargs=True))
+            redirect_forward(block.module, partial(self._running, block, first, last))
 
-    def _before(self, block: _Block) -> Any:
-        drops = draws(block.module)
+    def _before_first(self, block: _Block, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._is_split = self._splits and _has_sequence(hidden_of(args, kwargs))
+        self._prepare(block, args, kwargs, self._is_split)
 
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            hidden = hidden_of(args, kwargs)
-            split = self._splits and hidden is not None and hidden.dim() == 3
-            self._prepare(block, args, kwargs, split)
-            self._last_length = None
-            if not split or hidden is None:
-                self.activations.drops = drops and module.training
-                return None
-            inputs = replace_hidden(args, kwargs, self.activations.split)
-            self._last_length = self.activations.length
-            if drops and module.training:
-                self.activations.draw_own(hidden.device)
-            return inputs
+    def _before_other(self, block: _Block, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        length = self.activations.length
+        if length is None:
+            self._prepare(block, args, kwargs, False)
+            return None
+        if True not in block.findings:
+            self._prepare(block, *replace_hidden(args, kwargs, partial(self._as_whole, length)), True)
+        return args, {**kwargs, LENGTH: length}
 
-        return hook
-
-    def _prepares(self, block: _Block) -> Any:
-        """Prepares a block before its first forward, and is gone."""
-
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            length, dim = self.activations.length, self.activations.sequence_dim
-
-            def whole(hidden: Tensor) -> Tensor:
-                shape = list(hidden.shape)
-                shape[dim] = shape[dim] if length is None else length
-                return torch.empty(shape, dtype=hidden.dtype, device="meta")
-
-            self._prepare(block, *replace_hidden(args, kwargs, whole), length is not None)
-
-        return hook
+    def _as_whole(self, length: int, hidden: Tensor) -> Tensor:
+        shape = list(hidden.shape)
+        shape[self.activations.sequence_dim] = length
+        return torch.empty(shape, dtype=hidden.dtype, device="meta")
 
     def _prepare(self, block: _Block, args: tuple[Any, ...], kwargs: dict[str, Any], split: bool) -> None:
         if split in block.findings:
@@ -163,13 +122,34 @@ class Partition:
         if finding.entry == "parent":
             enter_in_parents(block.module, block.divided, self.activations)
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        if self.activations.length is None:
-            return None
-        self.activations.draw_alike()
-        if isinstance(output, tuple | list):
-            return type(output)((self.activations.join(output[0]), *output[1:]))
-        return self.activations.join(output)
+    def _running(self, block: _Block, first: bool, last: bool, forward: Forward) -> Forward:
+        """The forward of a block: the sequence is split before the first one and joined after the last one."""
+        activations, drops = self.activations, draws(block.module)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            activations.length = kwargs.pop(LENGTH, None)
+            if first and self._splits and _has_sequence(hidden_of(args, kwargs)):
+                args, kwargs = replace_hidden(args, kwargs, activations.split)
+            if not (drops and block.module.training):
+                return _joined(activations, forward(*args, **kwargs), last)
+            with activations.drawing():
+                output = forward(*args, **kwargs)
+            return _joined(activations, output, last)
+
+        return run
+
+
+def _has_sequence(hidden: Tensor | None) -> bool:
+    return hidden is not None and hidden.dim() == 3
+
+
+def _joined(activations: Activations, output: Any, last: bool) -> Any:
+    activations.forget()
+    if not last or activations.length is None:
+        return output
+    if isinstance(output, tuple | list):
+        return type(output)((activations.join(output[0]), *output[1:]))
+    return activations.join(output)
 
 
 class _Block:
@@ -185,7 +165,6 @@ class _Block:
         sequence_dim: int,
     ) -> None:
         self.name, self.module = name, module
-        self.handle: RemovableHandle | None = None
         self.findings: dict[bool, Finding] = {}
         mine = {each.name.removeprefix(f"{name}."): each for each in divided if each.name.startswith(f"{name}.")}
         self.divided: Mapping[str, Divided] = {k: v for k, v in mine.items() if v.style.kind in BLOCK_STYLES}

@@ -19,20 +19,20 @@ class OwnRandomness:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._alike: tuple[Tensor, Tensor | None] | None = None
-        self._device = torch.device("cpu")
 
-    def begin(self, device: torch.device) -> None:
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def begin(self) -> None:
         """From here on ranks draw differently."""
         if self._alike is not None:
             return
         seed = int(torch.randint(2**31, ()).item()) + 7_919 * (self._rank + 1)
-        self._device = device
-        on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        on_device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
         self._alike = torch.get_rng_state(), on_device
         torch.default_generator.manual_seed(seed)
-        if device.type == "cuda":
+        if on_device is not None:
             torch.cuda.manual_seed(seed)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end(self) -> None:
         """From here on they draw alike, as if nothing had been drawn since `begin`."""
         if self._alike is None:
@@ -40,7 +40,7 @@ class OwnRandomness:
         on_host, on_device = self._alike
         torch.set_rng_state(on_host)
         if on_device is not None:
-            torch.cuda.set_rng_state(on_device, self._device)
+            torch.cuda.set_rng_state(on_device)
         self._alike = None
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_parallel.techniques.shards import local
-from lightning_parallel.techniques.technique import Step, WrappedStep
+from lightning_parallel.techniques.technique import Run, Step, WrappedStep
 from lightning_parallel.techniques.tensor_parallel.logits import whole_logits
 from lightning_parallel.techniques.tensor_parallel.partition import Partition
 
@@ -36,18 +36,16 @@ class TensorParallelStep(WrappedStep):
         self._unsummed: set[nn.Parameter] = set()
         self._synced = True
 
-    def forward(self, run: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
         """See `Step.forward`. Logits that are returned are whole."""
-        with self._partition.running():
-            output: T = whole_logits(self.inner.forward(run, *args, **kwargs))
+        output: T = whole_logits(self.inner.forward(run, *args, **kwargs))
         return output
 
     def backward(self, run: Callable[[], None]) -> None:
         """See `Step.backward`."""
-        with self._partition.recomputing():
-            self._put_aside()
-            self.inner.backward(run)
-            self._settle()
+        self._put_aside()
+        self.inner.backward(run)
+        self._settle()
 
     @contextmanager
     def unsynced(self) -> Iterator[None]:

@@ -5,9 +5,10 @@ Source: M. Shoeybi et al., Megatron-LM, 2019; V. Korthikanti et al., MLSys 2023 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar
 from weakref import WeakKeyDictionary
 
@@ -17,7 +18,8 @@ from torch import nn
 from lightning_parallel.mesh import Axis, ParallelMesh, Size
 from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.styles import find_styles
-from lightning_parallel.techniques.technique import Phase, Step, Technique
+from lightning_parallel.techniques.boundaries import ends_stage
+from lightning_parallel.techniques.technique import Phase, Sample, Step, Technique
 from lightning_parallel.techniques.tensor_parallel.layout import divide_parameters, find_divided
 from lightning_parallel.techniques.tensor_parallel.partition import Partition
 from lightning_parallel.techniques.tensor_parallel.step import TensorParallelStep
@@ -45,6 +47,8 @@ class TensorParallel(Technique):
     _: KW_ONLY
     sequence_parallel: bool = True
 
+    styles: Mapping[str, str] | None = field(default=None, init=False, repr=False, compare=False)
+
     phase: ClassVar[Phase] = Phase.PARTITION
     ends_last: ClassVar[bool] = True
 
@@ -53,19 +57,29 @@ class TensorParallel(Technique):
         """See `Technique.axes`."""
         return {"tp": self.size}
 
-    def parallelize(self, model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan) -> nn.Module:
-        """Keeps this rank's part of every weight that the plan's styles name."""
-        ranks = mesh.sizes["tp"]
-        if ranks == 1:
-            return model
+    def prepare(
+        self, model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan, sample: Callable[[], Sample]
+    ) -> TensorParallel:
+        """Finds out on the whole model what is divided, and whether its sizes allow it."""
+        if mesh.sizes["tp"] == 1:
+            return self
         styles = plan.styles or find_styles(model, plan)
         divided = find_divided(model, styles)
-        if not divided and mesh.sizes["pp"] == 1:
+        if not divided:
             raise ValueError(_nothing_to_divide(self, model, plan))
         for each in divided:
-            each.check(ranks)
+            each.check(mesh.sizes["tp"])
         if dist.get_rank() == 0:
             log.info("Tensor parallel divides %s", dict(styles))
+        prepared = dataclasses.replace(self)
+        object.__setattr__(prepared, "styles", dict(styles))
+        return prepared
+
+    def parallelize(self, model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan) -> nn.Module:
+        """Keeps this rank's part of every weight that the plan's styles name."""
+        if self.styles is None:
+            return model
+        divided = find_divided(model, self.styles)
         runs = list(_runs_of_blocks(model, plan))
         _partitions[mesh] = Partition(divided, runs, mesh["tp"].get_group(), plan.sequence_dim, self.sequence_parallel)
         divide_parameters(divided, mesh["tp"])
@@ -73,18 +87,19 @@ class TensorParallel(Technique):
 
     def wrap_step(self, step: Step, model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan) -> Step:
         """Adds the sum of what ranks have summands of."""
-        if mesh.sizes["tp"] == 1:
+        if self.styles is None:
             return step
         return TensorParallelStep(step, _partitions[mesh])
 
 
 def _runs_of_blocks(model: nn.Module, plan: ParallelPlan) -> Iterator[dict[str, nn.Module]]:
-    """This rank's blocks, neighbours together; other stages of a pipeline have those without parameters."""
+    """This rank's blocks, those of a stage together; other stages of a pipeline have those without parameters."""
     run: dict[str, nn.Module] = {}
     for name, block in plan.find_blocks(model).items():
-        if any(True for _ in block.parameters()):
+        here = any(True for _ in block.parameters())
+        if here:
             run[name] = block
-        elif run:
+        if run and (not here or ends_stage(block)):
             yield run
             run = {}
     if run:
