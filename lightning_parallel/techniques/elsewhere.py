@@ -68,10 +68,16 @@ def _ties(model: nn.Module) -> dict[str, tuple[str, ...]]:
     return {name: tuple(same) for same in names.values() if len(same) > 1 for name in same}
 
 
-def mark(module: nn.Module) -> None:
-    """Another rank runs this module: patterns of the plan no longer find it, nor anything in it, on this one."""
-    for part in module.modules():
-        vars(part)[ELSEWHERE] = True
+def mark_emptied(model: nn.Module) -> None:
+    """Marks what other ranks run: patterns of the plan no longer find modules of which nothing is left on this one."""
+    for module in model.modules():
+        if _had_parameters(module) and not any(True for _ in module.parameters()):
+            for part in module.modules():
+                vars(part)[ELSEWHERE] = True
+
+
+def _had_parameters(module: nn.Module) -> bool:
+    return any(vars(part).get(KEY, _Hidden()).parameters for part in module.modules())
 
 
 def hidden_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Forward redirection: how techniques wrap a module without changing its class, its children or its names."""
+"""Redirection: how techniques wrap a module without changing its class, its children or its names."""
 
 from __future__ import annotations
 
@@ -42,3 +42,21 @@ def restore_forward(module: nn.Module) -> None:
 
 def _is_of_class(module: nn.Module, forward: Forward) -> bool:
     return getattr(forward, "__func__", None) is getattr(type(module), "forward", None)
+
+
+def redirect_call(module: nn.Module, wrap: Callable[[Forward], Forward]) -> None:
+    """Leads every call of the module through `wrap(call)`, around its hooks too; copies of it are called plainly.
+
+    A call that is redirected already is led through the new wrapper only.
+    """
+    before = module._compiled_call_impl  # where torch keeps the call of a compiled module, and looks first
+    original = before.original if isinstance(before, Redirected) else before or module._call_impl
+    module._compiled_call_impl = Redirected(wrap(original), original)
+
+
+def restore_call(module: nn.Module) -> None:
+    """Takes `redirect_call` back."""
+    redirected = module._compiled_call_impl
+    if isinstance(redirected, Redirected):
+        plain = getattr(redirected.original, "__func__", None) is nn.Module._call_impl
+        module._compiled_call_impl = None if plain else redirected.original

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut
-from lightning_parallel.techniques.pipeline_parallel.nested import map_tensors
+from lightning_parallel.techniques.pipeline_parallel.nested import map_tensors, tensors_of
 from lightning_parallel.techniques.pipeline_parallel.shapes_only import ShapesOnly, zeros_for_shapes
-from lightning_parallel.techniques.redirect import Forward, redirect_forward
+from lightning_parallel.techniques.redirect import Forward, redirect_call, restore_call
 
 
 class StageEndedError(BaseException):
@@ -48,16 +48,25 @@ class Stages:
         model: of which this rank holds its stages' part.
         made: where the model is cut.
         device: where the model runs.
+        several: whether this rank runs more than one stage.
     """
 
-    def __init__(self, model: nn.Module, made: Cut, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, made: Cut, device: torch.device, several: bool) -> None:
         self.cut, self._device = made, device
         self._now: _Now | None = None
+        self._has_several = several
+        self._shapes: dict[Any, Any] = {}
         modules = dict(model.named_modules())
         for number, name in enumerate(made.seen.blocks):
-            redirect_forward(modules[name], lambda forward, k=number: self._block(k, forward))  # type: ignore[misc]
+            redirect_call(modules[name], lambda call, k=number: self._block(k, call))  # type: ignore[misc]
         for name in made.seen.parts:
-            redirect_forward(modules[name], lambda forward, m=modules[name]: self._part(m, forward))  # type: ignore[misc]
+            redirect_call(modules[name], lambda call, m=modules[name]: self._part(m, call))  # type: ignore[misc]
+        self._redirected = [modules[name] for name in (*made.seen.blocks, *made.seen.parts)]
+
+    def close(self) -> None:
+        """Gives the modules their own calls back."""
+        for module in self._redirected:
+            restore_call(module)
 
     def run(self, stage: int, received: Any, step: Callable[[], Any]) -> Any:
         """Runs the user's step for one stage.
@@ -86,13 +95,13 @@ class Stages:
 
     # ---------------------------------------------------------------- the model's parts
 
-    def _block(self, number: int, forward: Forward) -> Forward:
+    def _block(self, number: int, call: Forward) -> Forward:
         mine = self.cut.stage_at(2 * number + 1)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             now = self._now
             if now is None:  # a recomputation during backward
-                return forward(*args, **kwargs)
+                return call(*args, **kwargs)
             self._require_order(now, number)
             now.position = 2 * number + 2
             if mine > now.stage:
@@ -100,7 +109,7 @@ class Stages:
             if mine < now.stage:
                 last = self.cut.stage_at(2 * number + 3) == now.stage
                 return now.received if last else _zeros_like(now.received)
-            now.result = forward(*args, **kwargs)
+            now.result = call(*args, **kwargs)
             return now.result
 
         return run
@@ -113,13 +122,21 @@ class Stages:
                 "a pipeline needs blocks that run in one order"
             )
 
-    def _part(self, module: nn.Module, forward: Forward) -> Forward:
+    def _part(self, module: nn.Module, call: Forward) -> Forward:
         def run(*args: Any, **kwargs: Any) -> Any:
             now = self._now
-            if now is None or self.cut.stage_at(now.position) == now.stage:
-                return forward(*args, **kwargs)
+            if now is None:
+                return call(*args, **kwargs)
+            key = (module, *((tuple(tensor.shape), tensor.dtype) for tensor in tensors_of([args, kwargs])))
+            if self.cut.stage_at(now.position) == now.stage:
+                output = call(*args, **kwargs)
+                if self._has_several and key not in self._shapes:
+                    self._shapes[key] = _zeros_like(output)
+                return output
+            if key in self._shapes:  # from another stage of this rank, which really ran it
+                return self._shapes[key]
             with torch.no_grad(), ShapesOnly(_tensors_of(module), self._device):
-                output = forward(*args, **kwargs)
+                output = call(*args, **kwargs)
             return zeros_for_shapes(output, self._device)
 
         return run

@@ -53,7 +53,7 @@ class PipelineStep(WrappedStep):
         self._lane = Lane(group, device)
         self._rank = group.rank()
         self._here = schedule.stages_of(self._rank)
-        self._stages = Stages(model, made, device)
+        self._stages = Stages(model, made, device, several=len(self._here) > 1)
         self._exchange = Exchange(self._lane, schedule.rank_of, schedule.stages)
         self._slots = _slots(model, made, schedule)
         self._scale = 1.0
@@ -62,6 +62,7 @@ class PipelineStep(WrappedStep):
     def close(self) -> None:
         """See `Step.close`."""
         forget_ends(self._model)
+        self._stages.close()
         self.inner.close()
 
     def expect_scale(self, scale: float) -> None:

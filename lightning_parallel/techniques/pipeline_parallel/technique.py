@@ -108,9 +108,7 @@ class PipelineParallel(Technique):
         modules = dict(model.named_modules())
         for stage in here:
             boundaries.mark_end(modules[made.blocks_of(stage)[-1]])
-        for stage in set(range(made.stages)) - set(here):
-            for name in made.blocks_of(stage):
-                elsewhere.mark(modules[name])
+        elsewhere.mark_emptied(model)
         return model
 
     def wrap_step(self, step: Step, model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan) -> Step:

@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.flop_counter import flop_registry
 
 from lightning_parallel.techniques.pipeline_parallel.shapes_only import ShapesOnly, mark_of, mark_tensors
-from lightning_parallel.techniques.redirect import Forward, redirect_forward, restore_forward
+from lightning_parallel.techniques.redirect import Forward, redirect_call, restore_call
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,8 @@ class _Recorder:
             handle = register_module_forward_pre_hook(self._on_call)
             stack.callback(handle.remove)
             for name, block in self._blocks.items():
-                redirect_forward(block, lambda forward, name=name: self._watched(name, forward))  # type: ignore[misc]
-                stack.callback(restore_forward, block)
+                redirect_call(block, lambda call, name=name: self._watched(name, call))  # type: ignore[misc]
+                stack.callback(restore_call, block)
             yield
 
     def _on_call(self, module: nn.Module, _: Any) -> None:
@@ -126,7 +126,7 @@ class _Recorder:
         if name is not None:
             self._calls.setdefault(name, set()).add(self._position)
 
-    def _watched(self, name: str, forward: Forward) -> Forward:
+    def _watched(self, name: str, call: Forward) -> Forward:
         def watched(*args: Any, **kwargs: Any) -> Any:
             if self._position % 2:
                 raise _Unexpected(f"the block {name} runs inside the block {self._order[-1]}; name one of the two only")
@@ -137,7 +137,7 @@ class _Recorder:
                 )
             self._order.append(name)
             self._position = 2 * len(self._order) - 1
-            output = forward(*args, **kwargs)
+            output = call(*args, **kwargs)
             mark_tensors(output, Made(self._position, returned=True))
             self._position += 1
             return output
