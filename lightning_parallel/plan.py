@@ -109,13 +109,22 @@ def from_metadata(module: nn.Module) -> ParallelPlan | None:
         classes = getattr(part, "_no_split_modules", None)
         if not isinstance(classes, (list, tuple, set)):
             continue
-        found = [child for child, block in part.named_modules() if type(block).__name__ in classes]
+        found = _outermost([child for child, block in part.named_modules() if type(block).__name__ in classes])
         patterns = tuple(dict.fromkeys(starred(f"{name}.{child}" if name else child) for child in found))
         if patterns:
             return ParallelPlan(
                 blocks=patterns, positions="position_ids", source=f"the metadata of {type(part).__name__}"
             )
     return None
+
+
+def _outermost(names: list[str]) -> list[str]:
+    """Those that lie in no other one; parents come before their children."""
+    kept: list[str] = []
+    for name in names:
+        if not any(name.startswith(f"{outer}.") for outer in kept):
+            kept.append(name)
+    return kept
 
 
 def infer(module: nn.Module) -> ParallelPlan:

@@ -68,8 +68,8 @@ class DividedModel:
 
     @property
     def in_parts(self) -> bool:
-        """Whether this rank holds only a part of the parameters."""
-        return materialise.has_sharded_parameters(self.module) or bool(elsewhere.hidden_tensors(self.module))
+        """Whether ranks may hold only a part of the parameters; the same on all of them."""
+        return self.line.ranks > 1 or materialise.has_sharded_parameters(self.module)
 
     def holders(self) -> Callable[[Tensor], int]:
         """How many ranks hold a parameter, or a part of it."""

@@ -23,16 +23,13 @@ SHAPE_ONLY = {
     aten.zeros_like,
     aten.ones_like,
     aten.full_like,
-    aten.empty_like,
     aten.rand_like,
     aten.randn_like,
     aten.new_zeros,
     aten.new_ones,
     aten.new_full,
-    aten.new_empty,
-    aten.new_empty_strided,
 }
-"""Operations that look at nothing but the shape, the dtype and the device of their first argument."""
+"""Operations that give values, and look at nothing but the shape and the dtype of their first argument."""
 
 
 class ShapesOnly(TorchDispatchMode):
@@ -56,6 +53,14 @@ class ShapesOnly(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._parameters = {id(parameter): parameter for parameter in parameters}
         self._device, self._reads, self._made = device, reads, made
+        self._written: list[Tensor] = []
+
+    def __exit__(self, *error: Any) -> None:
+        """Memory that was written to may be the user's: it bears no mark afterwards."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for tensor in self._written:
+            vars(tensor).pop(MARK, None)
+            vars(tensor.untyped_storage()).pop(MARK, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -74,7 +79,7 @@ class ShapesOnly(TorchDispatchMode):
 
     def depends(self, tensor: Tensor) -> bool:
         """Whether the tensor's values are unknown here."""
-        return id(tensor) in self._parameters or tensor.is_meta or MARK in vars(tensor)
+        return id(tensor) in self._parameters or tensor.is_meta or mark_of(tensor) is not None
 
     def _by_shape(self, func: Any, args: Any, kwargs: Any) -> Any:
         first, *rest = args
@@ -86,7 +91,7 @@ class ShapesOnly(TorchDispatchMode):
         def twin(tensor: Tensor) -> Tensor:
             if tensor.is_meta:
                 return tensor
-            shape = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+            shape = _twin(tensor)
             originals[id(shape)] = tensor
             keep.append(shape)
             return shape
@@ -95,14 +100,38 @@ class ShapesOnly(TorchDispatchMode):
         if func._overloadpacket is aten.index:
             args = (args[0], [part for index in args[1] for part in _as_positions(index, self.depends)])
         on_meta = pytree.tree_map_only(Tensor, twin, (args, kwargs))
-        result = func(*on_meta[0], **on_meta[1])
+        result = _shapes_of(func, on_meta[0], on_meta[1], self._device)
         result = pytree.tree_map_only(Tensor, lambda tensor: originals.get(id(tensor), tensor), result)
         mark = self._made(func, on_meta[0], on_meta[1], result)
-        if any(id(tensor) in self._parameters or MARK in vars(tensor) for tensor in inputs):
+        if any(id(tensor) in self._parameters or mark_of(tensor) is not None for tensor in inputs):
+            written = {id(tensor) for tensor in inputs}
             for tensor in pytree.tree_leaves(result):
                 if isinstance(tensor, Tensor):
-                    vars(tensor)[MARK] = mark
+                    self._mark(tensor, mark, id(tensor) in written)
         return result
+
+    def _mark(self, tensor: Tensor, mark: Any, written: bool) -> None:
+        vars(tensor)[MARK] = mark
+        if written:  # whatever else shares its memory depends on parameters now
+            self._written.append(tensor)
+            vars(tensor.untyped_storage())[MARK] = mark
+
+
+def _shapes_of(func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
+    """What an operation returns, on meta; some have no rule for shapes, or one for fewer dtypes than they compute."""
+    try:
+        return func(*args, **kwargs)
+    except (NotImplementedError, RuntimeError):
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        real = [torch.zeros_like(leaf, device=device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        again_args, again_kwargs = pytree.tree_unflatten(real, structure)
+        written = {id(made): leaf for made, leaf in zip(real, leaves, strict=True)}
+        result = func(*again_args, **again_kwargs)
+        return pytree.tree_map_only(Tensor, lambda tensor: written.get(id(tensor), _twin(tensor)), result)
+
+
+def _twin(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _as_positions(index: Tensor | None, depends: Callable[[Tensor], bool]) -> list[Tensor | None]:
@@ -131,7 +160,7 @@ def zeros_for_shapes(value: Any, device: torch.device) -> Any:
     """The same structure with zeros that take no memory for every shape, and everything else as it is."""
 
     def zeros(tensor: Tensor) -> Tensor:
-        known = not tensor.is_meta and MARK not in vars(tensor)
+        known = not tensor.is_meta and mark_of(tensor) is None
         return tensor if known else torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
 
     return map_tensors(zeros, value)
@@ -140,10 +169,10 @@ def zeros_for_shapes(value: Any, device: torch.device) -> Any:
 def mark_tensors(value: Any, mark: Any) -> None:
     """Gives the dependent tensors in a structure another mark."""
     for tensor in tensors_of(value):
-        if MARK in vars(tensor):
+        if mark_of(tensor) is not None:
             vars(tensor)[MARK] = mark
 
 
 def mark_of(tensor: Tensor) -> Any:
     """The mark of a dependent tensor, None for a parameter or a tensor that was on meta from the beginning."""
-    return vars(tensor).get(MARK)
+    return vars(tensor).get(MARK, vars(tensor.untyped_storage()).get(MARK))

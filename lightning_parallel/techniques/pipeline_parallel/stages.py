@@ -136,8 +136,7 @@ class Stages:
             if key in self._shapes:  # from another stage of this rank, which really ran it
                 return self._shapes[key]
             with torch.no_grad(), ShapesOnly(_tensors_of(module), self._device):
-                output = call(*args, **kwargs)
-            return zeros_for_shapes(output, self._device)
+                return zeros_for_shapes(call(*args, **kwargs), self._device)
 
         return run
 

@@ -81,7 +81,8 @@ def traverse(
         RuntimeError: the step could not be followed up to its last block.
     """
     recorder = _Recorder(model, blocks)
-    with torch.no_grad(), recorder.attached(), ShapesOnly(model.parameters(), device, recorder.read, recorder.made):
+    shapes = ShapesOnly(model.parameters(), device, recorder.read, recorder.made)
+    with torch.no_grad(), _buffers_kept(model), recorder.attached(), shapes:
         try:
             run()
         except _Unexpected as error:
@@ -90,6 +91,17 @@ def traverse(
             recorder.require_end(error)
     recorder.require_end(None)
     return recorder.traversal()
+
+
+@contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Afterwards buffers hold what they held: a step may count in them."""
+    before = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
+    try:
+        yield
+    finally:
+        for buffer, value in before:
+            buffer.copy_(value)
 
 
 class _Unexpected(BaseException):
