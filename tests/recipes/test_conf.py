@@ -93,6 +93,20 @@ def test_a_hybrid_gathers_its_techniques(tmp_path):
     instantiate(config.strategy)
 
 
+def test_a_pipeline_takes_its_schedule_from_the_command_line(tmp_path):
+    from lightning_parallel import PipelineParallel, Zero
+
+    overrides = ["strategy=pipeline_parallel", "strategy.schedule=zbv", "strategy.split=[1,2,2,1]", "trainer.devices=2"]
+    config = composed(tmp_path, *overrides, "strategy.microbatches=8")
+    (pipeline,) = instantiate(config.strategy).techniques
+    assert pipeline == PipelineParallel(schedule="zbv", microbatches=8, split=(1, 2, 2, 1))
+    assert config.trainer.devices == 2
+
+    overrides = ["+technique@techniques.pp=pipeline_parallel", "techniques.pp.size=2", "+technique@techniques.z=zero"]
+    config = composed(tmp_path, "strategy=hybrid", *overrides)
+    assert [instantiate(technique) for technique in config.strategy._args_] == [PipelineParallel(2), Zero()]
+
+
 def test_the_command_line_composes(tmp_path):
     config = composed(tmp_path, "strategy=zero", "strategy.stage=2", "trainer.devices=4", "model=gpt-124m")
     assert (config.strategy.stage, config.trainer.devices, config.model.config.n_layers) == (2, 4, 12)
