@@ -7,7 +7,7 @@ tensors travel. Stages on one rank hand over without a message.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,14 @@ from torch import Tensor
 
 from lightning_parallel.collectives.point_to_point import Arriving, Lane
 from lightning_parallel.techniques.pipeline_parallel.nested import children_of, map_tensors, rebuilt, tensors_of
+
+Shape = tuple[tuple[int, ...], torch.dtype]
+"""What a receiver must know of a tensor."""
+
+
+def shape_of(tensor: Tensor) -> Shape:
+    """The shape and the dtype of a tensor."""
+    return tuple(tensor.shape), tensor.dtype
 
 
 @dataclass(frozen=True)
@@ -28,7 +36,7 @@ class Layout:
     """
 
     rest: bytes
-    tensors: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    tensors: tuple[Shape, ...]
 
 
 def layout_of(value: Any) -> Layout:
@@ -46,7 +54,7 @@ def layout_of(value: Any) -> Layout:
             f"a block returned a {type(value).__name__} with something that cannot go to the next stage ({error}); "
             "return tensors and plain values (for Hugging Face models: use_cache=False)"
         ) from error
-    return Layout(pickled, tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors))
+    return Layout(pickled, tuple(map(shape_of, tensors)))
 
 
 class _Slot:
@@ -115,9 +123,7 @@ class Exchange:
         layout: Layout | None = self._known.get((stage - 1, signature))
         if layout is None:
             layout = self._known[stage - 1, signature] = self.lane.receive_object(source, tag)
-        device = self.lane.device
-        empty = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in layout.tensors]
-        return layout, [self.lane.receive(tensor, source, tag) for tensor in empty]
+        return layout, self._receive(layout.tensors, source, tag)
 
     def send_backward(self, stage: int, microbatch: int, gradients: list[Tensor]) -> None:
         """Sends the gradients of what a stage received back to the stage before."""
@@ -125,10 +131,14 @@ class Exchange:
         for gradient in gradients:
             self.lane.send(gradient, to, tag)
 
-    def receive_backward(self, stage: int, microbatch: int, like: list[Tensor]) -> list[Arriving]:
-        """Starts to receive the gradients of what a stage returned; `like` has their shapes."""
-        source, tag = self._rank_of(stage + 1), self._tag(stage, microbatch) + 1
-        return [self.lane.receive(torch.empty_like(t, device=self.lane.device), source, tag) for t in like]
+    def receive_backward(self, stage: int, microbatch: int, shapes: Sequence[Shape]) -> list[Arriving]:
+        """Starts to receive the gradients of what a stage returned."""
+        return self._receive(shapes, self._rank_of(stage + 1), self._tag(stage, microbatch) + 1)
+
+    def _receive(self, shapes: Sequence[Shape], source: int, tag: int) -> list[Arriving]:
+        device = self.lane.device
+        empty = (torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes)
+        return [self.lane.receive(tensor, source, tag) for tensor in empty]
 
     def _tag(self, stage: int, microbatch: int) -> int:
         return 2 * (microbatch * self._stages + stage)

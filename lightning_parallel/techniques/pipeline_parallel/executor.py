@@ -11,7 +11,15 @@ from torch import Tensor
 
 from lightning_parallel.collectives.point_to_point import Arriving
 from lightning_parallel.techniques.pipeline_parallel.actions import Action, Kind
-from lightning_parallel.techniques.pipeline_parallel.exchange import Exchange, Layout, floating, has_gradients, rebuild
+from lightning_parallel.techniques.pipeline_parallel.exchange import (
+    Exchange,
+    Layout,
+    Shape,
+    floating,
+    has_gradients,
+    rebuild,
+    shape_of,
+)
 from lightning_parallel.techniques.pipeline_parallel.gradients import Enter, Gradients, Saved, save
 from lightning_parallel.techniques.pipeline_parallel.nested import map_tensors
 from lightning_parallel.techniques.pipeline_parallel.stages import Handed, Stages
@@ -58,7 +66,7 @@ class Executor:
         self._handed: dict[Place, Any] = {}  # from a stage on this rank to the next one, as it is
         self._handed_back: dict[Place, list[Tensor | None]] = {}
         self._returned: dict[Place, Any] = {}
-        self._shapes: dict[Place, list[Tensor]] = {}  # on meta, of what gradients will come back for
+        self._shapes: dict[Place, list[Shape]] = {}  # of what gradients will come back for
         self._made_back: dict[Place, list[Tensor]] = {}
         self._saved: dict[Place, Saved] = {}
         self._do: dict[Kind, Callable[[Place], None]] = {
@@ -107,7 +115,7 @@ class Executor:
         stage, microbatch = place
         outputs = floating(value)
         if self._work.seeds:
-            self._shapes[place] = [torch.empty_like(tensor, device="meta") for tensor in outputs]
+            self._shapes[place] = [shape_of(tensor) for tensor in outputs]
             self._saved[place] = save(inputs, outputs, self._splits)
         if self._is_here(stage + 1):
             self._handed[stage + 1, microbatch] = value
