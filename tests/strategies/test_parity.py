@@ -22,7 +22,12 @@ LAYOUTS = {
     "zero3 on 4": (4, partial(ZeroStrategy, stage=3)),
     "hsdp 2x2": (4, partial(ZeroStrategy, 2, replicate=2)),
 }
-STEPS = {"max_epochs": 4, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+STEPS = {
+    "max_epochs": 2,
+    "accumulate_grad_batches": 2,
+    "gradient_clip_val": 0.5,
+    "data": {"samples": 96, "val_samples": 16},
+}
 
 
 @pytest.mark.parametrize("column", COLUMNS)
