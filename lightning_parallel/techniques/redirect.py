@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -42,6 +43,21 @@ def restore_forward(module: nn.Module) -> None:
 
 def _is_of_class(module: nn.Module, forward: Forward) -> bool:
     return getattr(forward, "__func__", None) is getattr(type(module), "forward", None)
+
+
+@contextmanager
+def plain_forwards(module: nn.Module) -> Iterator[None]:
+    """Inside, the module and those in it run as if no technique had touched them."""
+    redirected = {part: vars(part)["forward"] for part in module.modules() if "forward" in vars(part)}
+    for part, forward in redirected.items():
+        while isinstance(forward, Redirected):
+            forward = forward.original
+        vars(part)["forward"] = forward
+    try:
+        yield
+    finally:
+        for part, forward in redirected.items():
+            vars(part)["forward"] = forward
 
 
 def redirect_call(module: nn.Module, wrap: Callable[[Forward], Forward]) -> None:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut
-from lightning_parallel.techniques.pipeline_parallel.nested import map_tensors, tensors_of
+from lightning_parallel.techniques.pipeline_parallel.nested import map_tensors
 from lightning_parallel.techniques.pipeline_parallel.shapes_only import ShapesOnly, zeros_for_shapes
-from lightning_parallel.techniques.redirect import Forward, redirect_call, restore_call
+from lightning_parallel.techniques.redirect import Forward, plain_forwards, redirect_call, restore_call
 
 
 class StageEndedError(BaseException):
@@ -48,14 +48,11 @@ class Stages:
         model: of which this rank holds its stages' part.
         made: where the model is cut.
         device: where the model runs.
-        several: whether this rank runs more than one stage.
     """
 
-    def __init__(self, model: nn.Module, made: Cut, device: torch.device, several: bool) -> None:
+    def __init__(self, model: nn.Module, made: Cut, device: torch.device) -> None:
         self.cut, self._device = made, device
         self._now: _Now | None = None
-        self._has_several = several
-        self._shapes: dict[Any, Any] = {}
         modules = dict(model.named_modules())
         for number, name in enumerate(made.seen.blocks):
             redirect_call(modules[name], lambda call, k=number: self._block(k, call))  # type: ignore[misc]
@@ -125,17 +122,9 @@ class Stages:
     def _part(self, module: nn.Module, call: Forward) -> Forward:
         def run(*args: Any, **kwargs: Any) -> Any:
             now = self._now
-            if now is None:
+            if now is None or self.cut.stage_at(now.position) == now.stage:
                 return call(*args, **kwargs)
-            key = (module, *((tuple(tensor.shape), tensor.dtype) for tensor in tensors_of([args, kwargs])))
-            if self.cut.stage_at(now.position) == now.stage:
-                output = call(*args, **kwargs)
-                if self._has_several and key not in self._shapes:
-                    self._shapes[key] = _zeros_like(output)
-                return output
-            if key in self._shapes:  # from another stage of this rank, which really ran it
-                return self._shapes[key]
-            with torch.no_grad(), ShapesOnly(_tensors_of(module), self._device):
+            with torch.no_grad(), plain_forwards(module), ShapesOnly(_tensors_of(module), self._device):
                 return zeros_for_shapes(call(*args, **kwargs), self._device)
 
         return run

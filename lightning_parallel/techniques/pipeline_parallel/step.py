@@ -53,7 +53,7 @@ class PipelineStep(WrappedStep):
         self._lane = Lane(group, device)
         self._rank = group.rank()
         self._here = schedule.stages_of(self._rank)
-        self._stages = Stages(model, made, device, several=len(self._here) > 1)
+        self._stages = Stages(model, made, device)
         self._exchange = Exchange(self._lane, schedule.rank_of, schedule.stages)
         self._slots = _slots(model, made, schedule)
         self._scale = 1.0
