@@ -9,7 +9,15 @@ from functools import cached_property
 from torch import nn
 
 from lightning_parallel.techniques.pipeline_parallel.balance import split as balanced
-from lightning_parallel.techniques.pipeline_parallel.traversal import Crossing, Traversal
+from lightning_parallel.techniques.pipeline_parallel.traversal import Call, Crossing, Traversal
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Which of the tensors that a module returned later stages use, and the last of these stages."""
+
+    numbers: frozenset[int]
+    last: int
 
 
 @dataclass(frozen=True)
@@ -43,11 +51,33 @@ class Cut:
         start = sum(self.sizes[:stage])
         return self.seen.blocks[start : start + self.sizes[stage]]
 
+    @cached_property
+    def carried(self) -> dict[Call, Carried]:
+        """What goes past the blocks, from the stage that makes it on."""
+        found: dict[Call, Carried] = {}
+        for crossing in self.seen.crossings:
+            stage = self.stage_at(crossing.used)
+            for source in crossing.made.sources or ():
+                if self.stage_at(source.position) < stage:
+                    before = found.get(source.call, Carried(frozenset(), 0))
+                    found[source.call] = Carried(before.numbers | {source.number}, max(before.last, stage))
+        return found
+
+    @cached_property
+    def _made_again(self) -> dict[str, frozenset[int]]:
+        """The stages that make a value again which goes past the blocks, by the parameters in it."""
+        stages: dict[str, frozenset[int]] = {}
+        for crossing in self.seen.crossings:
+            if self.stage_at(crossing.made.position) != self.stage_at(crossing.used):
+                for name in crossing.made.parameters:
+                    stages[name] = stages.get(name, frozenset()) | {self.stage_at(crossing.used)}
+        return stages
+
     def stages_of(self, parameter: str) -> frozenset[int]:
         """The stages that use a parameter; one that no forward used goes with its block, or to the last stage."""
         positions = self.seen.uses.get(parameter)
         if positions:
-            return frozenset(map(self.stage_at, positions))
+            return frozenset(map(self.stage_at, positions)) | self._made_again.get(parameter, frozenset())
         for number, block in enumerate(self.seen.blocks):
             if parameter.startswith(f"{block}."):
                 return frozenset({self._stage_of_block[number]})
@@ -77,7 +107,8 @@ def cut(seen: Traversal, stages: int, sizes: Sequence[int] | None = None) -> Cut
         )
     made = Cut(seen, _given(sizes, stages, len(seen.blocks)) if sizes is not None else _balanced(seen, stages))
     for crossing in seen.crossings:
-        if made.stage_at(crossing.made) != made.stage_at(crossing.used):
+        within = made.stage_at(crossing.made.position) == made.stage_at(crossing.used)
+        if crossing.made.sources is None and not within:
             raise ValueError(_past_a_cut(crossing, seen))
     return made
 
@@ -98,10 +129,10 @@ def _balanced(seen: Traversal, stages: int) -> tuple[int, ...]:
 
 
 def _past_a_cut(crossing: Crossing, seen: Traversal) -> str:
+    used, made = _place(crossing.used, seen), _place(crossing.made.position, seen, "in")
     return (
-        f"{_place(crossing.used, seen)} uses {crossing.what} that was made {_place(crossing.made, seen, 'in')}, but a "
-        "stage gets from the one before only what its last block returns; return the value from the blocks and pass it "
-        "on, or choose a split that leaves both on one stage"
+        f"{used} uses {crossing.what} that was made {made}, but stages get from each other only what modules return; "
+        "return the value from the module that makes it, or choose a split that leaves both on one stage"
     )
 
 

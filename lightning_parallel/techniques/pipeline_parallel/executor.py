@@ -105,7 +105,7 @@ class Executor:
     def _received(self, place: Place) -> Any:
         stage, _ = place
         if place in self._handed:
-            return _detached(self._handed.pop(place))
+            return map_tensors(_copied, self._handed.pop(place))
         if stage == 0:
             return None
         layout, arriving = self._arriving.pop(place)
@@ -208,6 +208,11 @@ def _seed_of(output: Any, work: Work, scale: float, device: torch.device) -> Ten
 
 def _detached(value: Any) -> Any:
     return map_tensors(Tensor.detach, value)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """Memory of its own: a stage may change what it received, and the one before may need what it returned."""
+    return tensor.detach().clone()
 
 
 def _without_autocast(device: torch.device) -> torch.autocast:

@@ -31,10 +31,13 @@ def children_of(value: Any) -> list[Any]:
 
 def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
     """The same structure with every tensor changed."""
-    if isinstance(value, Tensor):
-        return change(value)
+    return map_leaves(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
+    """The same structure with everything changed that holds nothing else."""
     children = children_of(value)
-    return rebuilt(value, [map_tensors(change, child) for child in children]) if children else value
+    return rebuilt(value, [map_leaves(change, child) for child in children]) if children else change(value)
 
 
 def rebuilt(value: Any, children: Sequence[Any]) -> Any:

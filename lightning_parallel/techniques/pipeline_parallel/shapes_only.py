@@ -6,7 +6,7 @@ decides by looking at its batch are real. A dependent tensor is on meta; what on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -39,8 +39,8 @@ class ShapesOnly(TorchDispatchMode):
         parameters: the tensors whose values are not to be used.
         device: where the model would run; shapes claim to be on meta, so new tensors asked for there come here.
         reads: called with every dependent tensor that an operation reads; for a parameter, with the parameter.
-        made: called with an operation, its arguments and its result, which depend on a parameter; returns the mark
-            that the results are to bear.
+        made: called with an operation, its arguments and its result on meta, and the tensors that it read, of which
+            some depend on a parameter; returns the mark that the results are to bear.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ShapesOnly(TorchDispatchMode):
         parameters: Iterable[Tensor],
         device: torch.device,
         reads: Callable[[Tensor], None] = lambda _: None,
-        made: Callable[[Any, Any, Any, Any], Any] = lambda *_: True,
+        made: Callable[[Any, Any, Any, Any, Sequence[Tensor]], Any] = lambda *_: True,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._parameters = {id(parameter): parameter for parameter in parameters}
@@ -102,7 +102,7 @@ class ShapesOnly(TorchDispatchMode):
         on_meta = pytree.tree_map_only(Tensor, twin, (args, kwargs))
         result = _shapes_of(func, on_meta[0], on_meta[1], self._device)
         result = pytree.tree_map_only(Tensor, lambda tensor: originals.get(id(tensor), tensor), result)
-        mark = self._made(func, on_meta[0], on_meta[1], result)
+        mark = self._made(func, on_meta[0], on_meta[1], result, inputs)
         if any(id(tensor) in self._parameters or mark_of(tensor) is not None for tensor in inputs):
             written = {id(tensor) for tensor in inputs}
             for tensor in pytree.tree_leaves(result):
@@ -157,20 +157,20 @@ def _plausible_answer(func: Any, args: Any) -> Any:
 
 
 def zeros_for_shapes(value: Any, device: torch.device) -> Any:
-    """The same structure with zeros that take no memory for every shape, and everything else as it is."""
+    """The same structure with zeros for every shape, and everything else as it is."""
 
     def zeros(tensor: Tensor) -> Tensor:
         known = not tensor.is_meta and mark_of(tensor) is None
-        return tensor if known else torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+        return tensor if known else torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
 
     return map_tensors(zeros, value)
 
 
-def mark_tensors(value: Any, mark: Any) -> None:
-    """Gives the dependent tensors in a structure another mark."""
-    for tensor in tensors_of(value):
+def mark_tensors(value: Any, mark: Callable[[int], Any]) -> None:
+    """Gives the dependent tensors in a structure another mark, each the one for its number among all tensors."""
+    for number, tensor in enumerate(tensors_of(value)):
         if mark_of(tensor) is not None:
-            vars(tensor)[MARK] = mark
+            vars(tensor)[MARK] = mark(number)
 
 
 def mark_of(tensor: Tensor) -> Any:

@@ -7,16 +7,19 @@ step is left with what the stage's last block returned. Only the last stage runs
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut
-from lightning_parallel.techniques.pipeline_parallel.nested import map_tensors
+from lightning_parallel.techniques.pipeline_parallel.nested import map_leaves, map_tensors
 from lightning_parallel.techniques.pipeline_parallel.shapes_only import ShapesOnly, zeros_for_shapes
+from lightning_parallel.techniques.pipeline_parallel.traversal import Call
 from lightning_parallel.techniques.redirect import Forward, plain_forwards, redirect_call, restore_call
 
 
@@ -30,13 +33,16 @@ class _Now:
 
     stage: int
     received: Any
+    carried: dict[Call, Any]
     position: int = 0
     result: Any = None
+    calls: Counter[str] = field(default_factory=Counter)
+    depth: int = 0  # within parts
 
 
 @dataclass(frozen=True)
 class Handed:
-    """What the last block of a stage returned."""
+    """What a stage gives to the next one: what its last block returned, and what goes past the blocks."""
 
     value: Any
 
@@ -57,7 +63,7 @@ class Stages:
         for number, name in enumerate(made.seen.blocks):
             redirect_call(modules[name], lambda call, k=number: self._block(k, call))  # type: ignore[misc]
         for name in made.seen.parts:
-            redirect_call(modules[name], lambda call, m=modules[name]: self._part(m, call))  # type: ignore[misc]
+            redirect_call(modules[name], lambda call, n=name: self._part(n, modules[n], call))  # type: ignore[misc]
         self._redirected = [modules[name] for name in (*made.seen.blocks, *made.seen.parts)]
 
     def close(self) -> None:
@@ -70,17 +76,18 @@ class Stages:
 
         Args:
             stage: which one; this rank holds it.
-            received: what the last block of the stage before returned; anything for the first stage.
+            received: what the stage before handed on; anything for the first stage.
             step: runs the user's step on a microbatch.
 
         Returns:
             What the step returned, or `Handed` if there is a stage after this one.
         """
-        self._now = _Now(stage, received)
+        self._now = _Now(stage, *(received if stage else (None, {})))
         try:
             output = step()
         except StageEndedError:
-            return Handed(self._now.result)
+            carried = {c: value for c, value in self._now.carried.items() if self.cut.carried[c].last > stage}
+            return Handed((self._now.result, carried))
         finally:
             self._now = None
         if stage < self.cut.stages - 1:
@@ -93,7 +100,7 @@ class Stages:
     # ---------------------------------------------------------------- the model's parts
 
     def _block(self, number: int, call: Forward) -> Forward:
-        mine = self.cut.stage_at(2 * number + 1)
+        mine, name = self.cut.stage_at(2 * number + 1), self.cut.seen.blocks[number]
 
         def run(*args: Any, **kwargs: Any) -> Any:
             now = self._now
@@ -104,9 +111,11 @@ class Stages:
             if mine > now.stage:
                 raise StageEndedError
             if mine < now.stage:
-                last = self.cut.stage_at(2 * number + 3) == now.stage
-                return now.received if last else _zeros_like(now.received)
+                if self.cut.stage_at(2 * number + 3) == now.stage:
+                    return now.received
+                return self._carried(now, (name, 0)) if (name, 0) in now.carried else _zeros_like(now.received)
             now.result = call(*args, **kwargs)
+            self._keep(now, (name, 0), now.result)
             return now.result
 
         return run
@@ -119,15 +128,59 @@ class Stages:
                 "a pipeline needs blocks that run in one order"
             )
 
-    def _part(self, module: nn.Module, call: Forward) -> Forward:
+    def _part(self, name: str, module: nn.Module, call: Forward) -> Forward:
         def run(*args: Any, **kwargs: Any) -> Any:
             now = self._now
-            if now is None or self.cut.stage_at(now.position) == now.stage:
-                return call(*args, **kwargs)
-            with torch.no_grad(), plain_forwards(module), ShapesOnly(_tensors_of(module), self._device):
-                return zeros_for_shapes(call(*args, **kwargs), self._device)
+            if now is None or now.depth:
+                return call(*args, **kwargs) if now is None else self._part_here(now, module, call, args, kwargs)
+            this = (name, now.calls[name])
+            now.calls[name] += 1
+            if this in now.carried:
+                return self._carried(now, this)
+            now.depth += 1
+            output = self._part_here(now, module, call, args, kwargs)
+            now.depth -= 1
+            if self.cut.stage_at(now.position) == now.stage:
+                self._keep(now, this, output)
+            return output
 
         return run
+
+    def _part_here(
+        self, now: _Now, module: nn.Module, call: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if self.cut.stage_at(now.position) == now.stage:
+            return call(*args, **kwargs)
+        with torch.no_grad(), plain_forwards(module), ShapesOnly(_tensors_of(module), self._device):
+            return zeros_for_shapes(call(*args, **kwargs), self._device)
+
+    # ---------------------------------------------------------------- what goes past the blocks
+
+    def _keep(self, now: _Now, call: Call, output: Any) -> None:
+        """Keeps what later stages will use, as it is now: what follows may change it in place."""
+        if call in self.cut.carried:
+            wanted, number = self.cut.carried[call].numbers, count()
+            now.carried[call] = map_tensors(lambda t: t.clone() if next(number) in wanted else Absent(t), output)
+
+    def _carried(self, now: _Now, call: Call) -> Any:
+        """What a module returned on an earlier stage, with zeros for what nobody will use."""
+        goes_on = self.cut.carried[call].last > now.stage
+        value = now.carried[call]
+        return self._with_zeros(map_tensors(Tensor.clone, value) if goes_on else value)
+
+    def _with_zeros(self, value: Any) -> Any:
+        return map_leaves(lambda leaf: leaf.zeros(self._device) if isinstance(leaf, Absent) else leaf, value)
+
+
+class Absent:
+    """In the place of a tensor that nobody uses."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+
+    def zeros(self, device: torch.device) -> Tensor:
+        """A tensor like it."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=device)
 
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:
@@ -137,4 +190,4 @@ def _tensors_of(module: nn.Module) -> list[Tensor]:
 
 
 def _zeros_like(value: Any) -> Any:
-    return map_tensors(lambda t: torch.zeros((), dtype=t.dtype, device=t.device).expand(t.shape), value)
+    return map_tensors(lambda t: torch.zeros(t.shape, dtype=t.dtype, device=t.device), value)

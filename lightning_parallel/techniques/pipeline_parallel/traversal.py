@@ -6,33 +6,61 @@ next, and 2n after the last. Between two positions a pipeline may cut the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.flop_counter import flop_registry
 
 from lightning_parallel.techniques.pipeline_parallel.shapes_only import ShapesOnly, mark_of, mark_tensors
 from lightning_parallel.techniques.redirect import Forward, redirect_call, restore_call
 
+Call = tuple[str, int]
+"""The FQN of a block, or of a part beside the blocks, and how many calls of it were before."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor that a module returned.
+
+    Attributes:
+        call: from which.
+        position: where that was.
+        number: of the tensor, among those that were returned.
+    """
+
+    call: Call
+    position: int
+    number: int
+
 
 @dataclass(frozen=True)
 class Made:
-    """Where a value was made, and whether it is what a block returned."""
+    """Where a value was made, and from what.
+
+    Attributes:
+        position: where.
+        returned: whether it is what a block returned.
+        sources: what modules returned, from which the code between them makes it again; None for a value from
+            within a module.
+        parameters: FQN of the parameters that this code reads.
+    """
 
     position: int
     returned: bool = False
+    sources: frozenset[Source] | None = None
+    parameters: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class Crossing:
     """A value made at one position and used at a later one, past what the blocks hand on to each other."""
 
-    made: int
+    made: Made
     used: int
     what: str
 
@@ -120,14 +148,17 @@ class _Recorder:
         self._uses: dict[str, set[int]] = {}
         self._calls: dict[str, set[int]] = {}
         self._work = [0.0] * (2 * len(blocks) + 1)
-        self._crossings: dict[tuple[int, int], Crossing] = {}
+        self._crossings: dict[tuple[Made, int], Crossing] = {}
+        self._parts: dict[str, int] = {}  # and how often each was called
+        self._depth = 0  # within parts
+        self._whole = {name for block in blocks for name in _ancestors(block)}
 
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Inside, the blocks and all modules tell when they run."""
         with ExitStack() as stack:
-            handle = register_module_forward_pre_hook(self._on_call)
-            stack.callback(handle.remove)
+            stack.callback(register_module_forward_pre_hook(self._on_call).remove)
+            stack.callback(register_module_forward_hook(self._on_return, always_call=True).remove)
             for name, block in self._blocks.items():
                 redirect_call(block, lambda call, name=name: self._watched(name, call))  # type: ignore[misc]
                 stack.callback(restore_call, block)
@@ -137,6 +168,24 @@ class _Recorder:
         name = self._module_names.get(id(module))
         if name is not None:
             self._calls.setdefault(name, set()).add(self._position)
+        self._depth += self._is_part(module)
+
+    def _on_return(self, module: nn.Module, _: Any, output: Any) -> None:
+        if not self._is_part(module):
+            return
+        self._depth -= 1
+        if self._depth == 0:
+            name = self._module_names[id(module)]
+            before = self._parts.get(name, 0)
+            self._parts[name] = before + 1
+            _mark_returned(output, Made(self._position), (name, before))
+
+    def _is_part(self, module: nn.Module) -> bool:
+        """Whether this is, or is within, a module beside the blocks that has parameters."""
+        name = self._module_names.get(id(module))
+        if name is None or name in self._whole or self._position % 2:
+            return False
+        return any(True for _ in module.parameters())
 
     def _watched(self, name: str, call: Forward) -> Forward:
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -150,7 +199,7 @@ class _Recorder:
             self._order.append(name)
             self._position = 2 * len(self._order) - 1
             output = call(*args, **kwargs)
-            mark_tensors(output, Made(self._position, returned=True))
+            _mark_returned(output, Made(self._position, returned=True), (name, 0))
             self._position += 1
             return output
 
@@ -166,15 +215,22 @@ class _Recorder:
             return
         made = mark_of(tensor)
         if made is not None and not _at_hand(made, self._position):
-            key = (made.position, self._position)
+            key = (made, self._position)
             self._crossings.setdefault(key, Crossing(*key, f"a tensor of shape {tuple(tensor.shape)}"))
 
-    def made(self, func: Any, args: Any, kwargs: Any, result: Any) -> Made:
+    def made(self, func: Any, args: Any, kwargs: Any, result: Any, inputs: Sequence[Tensor]) -> Made:
         """An operation made a result."""
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
             self._work[self._position] += count(*args, **kwargs, out_val=result)
-        return Made(self._position)
+        if self._position % 2 or self._depth:
+            return Made(self._position)
+        marks = [mark for mark in map(mark_of, inputs) if mark is not None]
+        read = {name for tensor in inputs for name in self._names.get(id(tensor), ())}
+        parameters = frozenset(read.union(*(mark.parameters for mark in marks)))
+        if any(mark.sources is None for mark in marks):
+            return Made(self._position, parameters=parameters)
+        return Made(self._position, False, frozenset().union(*(mark.sources for mark in marks)), parameters)
 
     # ---------------------------------------------------------------- the result
 
@@ -202,25 +258,28 @@ class _Recorder:
             {name: frozenset(positions) for name, positions in self._calls.items()},
             tuple(self._work),
             tuple(self._crossings.values()),
-            *self._parts(),
+            tuple(self._parts),
+            frozenset(name for name, _ in self._model.named_parameters() if not self._is_within(name)),
         )
 
-    def _parts(self) -> tuple[tuple[str, ...], frozenset[str]]:
-        modules: list[str] = []
-        direct: set[str] = set()
-        self._descend(self._model, "", modules, direct)
-        return tuple(modules), frozenset(direct)
+    def _is_within(self, parameter: str) -> bool:
+        """Whether it belongs to a block or to a part beside the blocks."""
+        return any(name in self._parts or name in self._blocks for name in _ancestors(parameter))
 
-    def _descend(self, module: nn.Module, name: str, parts: list[str], direct: set[str]) -> None:
-        direct.update(_join(name, own) for own, _ in module.named_parameters(recurse=False))
-        for child_name, child in module.named_children():
-            full = _join(name, child_name)
-            if full in self._blocks or not any(True for _ in child.parameters()):
-                continue
-            if full in self._calls and not any(block.startswith(f"{full}.") for block in self._blocks):
-                parts.append(full)
-            else:
-                self._descend(child, full, parts, direct)
+
+def _mark_returned(output: Any, made: Made, call: Call) -> None:
+    def mark(number: int) -> Made:
+        return replace(made, sources=frozenset({Source(call, made.position, number)}))
+
+    mark_tensors(output, mark)
+
+
+def _ancestors(name: str) -> Iterator[str]:
+    """The FQN of everything in which something lies."""
+    yield ""
+    for end, letter in enumerate(name):
+        if letter == ".":
+            yield name[:end]
 
 
 def _at_hand(made: Made, position: int) -> bool:
@@ -230,7 +289,3 @@ def _at_hand(made: Made, position: int) -> bool:
     if made.returned:
         return position in (made.position + 1, made.position + 2)
     return made.position % 2 == 0 and position == made.position + 1
-
-
-def _join(prefix: str, name: str) -> str:
-    return f"{prefix}.{name}" if prefix else name
