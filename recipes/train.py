@@ -35,7 +35,7 @@ def train(config: DictConfig) -> None:
     trainer: Trainer = instantiate(
         config.trainer,
         strategy=instantiate(config.strategy),
-        callbacks=list(instantiate(config.callbacks).values()),
+        callbacks=[callback for callback in instantiate(config.callbacks).values() if callback is not None],
         logger=instantiate(config.logger),
     )
     data.prepare_data()  # before other ranks start, so that a mistake in the data is told once and stops nobody midway
