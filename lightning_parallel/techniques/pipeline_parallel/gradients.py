@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
+from lightning_parallel.techniques.pipeline_parallel.halves import halves_are_apart
 from lightning_parallel.techniques.shards import as_gradient, leaf_of
 
 
@@ -33,6 +34,7 @@ class Saved:
     outputs: list[Tensor | GradientEdge | None]
     groups: list[dict[str, Any]] = field(default_factory=list)
     seeds: list[Tensor] = field(default_factory=list)
+    done: bool = False
 
 
 def save(inputs: list[Tensor], outputs: Sequence[Tensor], splits: bool) -> Saved:
@@ -65,6 +67,7 @@ class Gradients:
         self.parameters = list(parameters)
         self._leaves: list[Any] = [leaf_of(parameter) for parameter in parameters]
         self.sums: list[Tensor | None] = [None] * len(self.parameters)
+        self._apart: bool | None = None  # whether the halves can be computed apart, as the first microbatch shows
 
     def full(self, saved: Saved, seeds: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Full backward; returns the gradients of the stage's inputs."""
@@ -79,7 +82,10 @@ class Gradients:
         return of_inputs
 
     def of_inputs(self, saved: Saved, seeds: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The first half: gradients of the stage's inputs only. A first stage has none: its second half does it all."""
+        """The first half: gradients of the stage's inputs only.
+
+        A first stage has none: its second half does it all. Where the halves share work, it is all done now.
+        """
         if not saved.inputs:
             saved.seeds = list(seeds)  # type: ignore[arg-type]
             return []
@@ -87,6 +93,11 @@ class Gradients:
         if not outputs:
             saved.outputs = []
             return [None] * len(saved.inputs)
+        if self._apart is None:
+            self._apart = halves_are_apart(outputs, saved.inputs, self._leaves)
+        if not self._apart:
+            saved.done = True
+            return self.full(saved, seeds)
         made, saved.groups = stage_backward_input(outputs, given, list(saved.inputs), iter(self._leaves))
         for tensor in saved.inputs:
             tensor.grad = None
@@ -95,6 +106,8 @@ class Gradients:
 
     def of_weights(self, saved: Saved) -> None:
         """The second half: gradients of the parameters."""
+        if saved.done:
+            return
         if not saved.inputs:
             self.full(saved, saved.seeds)
             return
