@@ -97,6 +97,8 @@ class BatchMetric:
     def __init__(self, metric: Metric) -> None:
         self._metric = metric
         self._before: dict[str, Any] | None = None
+        #: what the last call returned, by which it is recognised when it is logged
+        self.told: Any = None
         self._syncs, metric.dist_sync_on_step = metric.dist_sync_on_step, False
         self._separable = not metric.full_state_update and dim_zero_mean not in metric._reductions.values()
         vars(metric)["forward"] = self.forward
@@ -106,7 +108,8 @@ class BatchMetric:
         if self._before is None and self._separable:
             self._before = _everything(self._metric)
             self._metric.reset()
-        return type(self._metric).forward(self._metric, *args, **kwargs)
+        self.told = type(self._metric).forward(self._metric, *args, **kwargs)
+        return self.told
 
     def value(self) -> Any:
         """The value for the batch, over all ranks that read its other samples where somebody asks for it."""

@@ -26,12 +26,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Noted:
-    """One call of `self.log`; a metric is noted by its name in the module."""
+    """One call of `self.log`; a metric is noted by its name in the module, also where its value was logged."""
 
     name: str
     value: Tensor | str
     options: dict[str, Any]
     weight: float
+    metric: str | None = None
 
 
 @dataclass(frozen=True)
@@ -89,8 +90,9 @@ class PartsRun(Run[T]):
     def _note(self, name: str, value: Any, options: dict[str, Any], size: int) -> Noted:
         if isinstance(value, Metric):
             return Noted(name, self._names[id(value)], options, size)
+        told = [metric for metric, batch in self._called.items() if batch.told is value]
         kept = torch.as_tensor(value).detach().cpu().reshape(())
-        return Noted(name, kept, options, options.get("batch_size") or size)
+        return Noted(name, kept, options, options.get("batch_size") or size, told[0] if told else None)
 
     def __enter__(self) -> Self:
         """Metrics that are called will tell their value for the whole batch in the end."""
@@ -109,9 +111,9 @@ class PartsRun(Run[T]):
         by_name: dict[tuple[str, bool], list[Noted]] = {}
         for noted in self._noted:
             by_name.setdefault((noted.name, noted.options.get("add_dataloader_idx", True)), []).append(noted)
-        on_step = {noted.value for noted in self._noted if isinstance(noted.value, str)}
-        values = {name: self._called[name].value() for name in sorted(on_step)}
-        return Notes([_combined(same) for same in by_name.values()], values, self._rank)
+        asked = {noted.metric or noted.value for noted in self._noted if noted.metric or isinstance(noted.value, str)}
+        values = {name: self._called[name].value() for name in sorted(map(str, asked))}
+        return Notes([_combined(same, values) for same in by_name.values()], values, self._rank)
 
     def replay(self, notes: Notes) -> None:
         """See `Run.replay`."""
@@ -126,11 +128,13 @@ class PartsRun(Run[T]):
                 self._log(noted.name, value.to(self._module.device), **noted.options)
 
 
-def _combined(same: Sequence[Noted]) -> Noted:
+def _combined(same: Sequence[Noted], metrics: dict[str, Any]) -> Noted:
     first = same[0]
     options = dict(first.options)
     if options.get("batch_size") is not None:
         options["batch_size"] = int(sum(noted.weight for noted in same))
+    if first.metric is not None:
+        return Noted(first.name, metrics[first.metric].detach().cpu(), options, first.weight)
     values = [noted.value for noted in same if isinstance(noted.value, Tensor)]
     if not values:
         return Noted(first.name, first.value, options, first.weight)
