@@ -301,3 +301,6 @@ def loaders(column: str, batch_size: int, *, shuffle: bool = False, **options: A
     """Loaders of one device, which a strategy divides; the language models also take `ignored` and `positions`."""
     train, val = datasets(column, **options)
     return Loaders(DataLoader(train, batch_size, shuffle=shuffle), DataLoader(val, batch_size))
+
+
+import tests.written  # noqa: E402, F401  it adds columns to those above

@@ -31,10 +31,24 @@ def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return result
 
 
-def gather_parts(x: Tensor, dim: int, length: int, group: dist.ProcessGroup) -> Tensor:
-    """All parts of a divided tensor, of which every rank computes another part of what follows. ⇄ `sum_to_parts`."""
-    result: Tensor = _Gather.apply(x, dim, length, group)  # type: ignore[no-untyped-call]
+def gather_parts(x: Tensor, dim: int, length: int, group: dist.ProcessGroup, keep: bool = False) -> Tensor:
+    """All parts of a divided tensor, of which every rank computes another part of what follows. ⇄ `sum_to_parts`.
+
+    Args:
+        x: this rank's part.
+        dim: the dimension that is divided.
+        length: the size of the whole along it.
+        group: the ranks.
+        keep: whether backward keeps the part, for `gather_parts_again`.
+    """
+    result: Tensor = _Gather.apply(x, dim, length, group, keep)  # type: ignore[no-untyped-call]
     return result
+
+
+def gather_parts_again(node: Any) -> Tensor:
+    """What `gather_parts(..., keep=True)` returned, from the node that it left in the graph."""
+    (x,) = node.saved_tensors
+    return _gathered(x, node.dim, node.length, node.group)
 
 
 def sum_to_parts(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -78,13 +92,15 @@ class _Sum(Function):
 
 class _Gather(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, length: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.dim, ctx.group = dim, group
+    def forward(ctx: Any, x: Tensor, dim: int, length: int, group: dist.ProcessGroup, keep: bool) -> Tensor:
+        ctx.dim, ctx.length, ctx.group = dim, length, group
+        if keep:
+            ctx.save_for_backward(x)
         return _gathered(x, dim, length, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _summed_to_parts(gradient, ctx.dim, ctx.group), None, None, None
+        return _summed_to_parts(gradient, ctx.dim, ctx.group), None, None, None, None
 
 
 class _SumToParts(Function):

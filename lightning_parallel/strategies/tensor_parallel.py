@@ -19,7 +19,10 @@ class TensorParallelStrategy(MeshStrategy):
         size: Size = "auto",
         *,
         sequence_parallel: bool = True,
+        regather: bool = False,
         plan: ParallelPlan | None = None,
         **lightning: Any,
     ) -> None:
-        super().__init__([TensorParallel(size, sequence_parallel=sequence_parallel)], plan, **lightning)
+        super().__init__(
+            [TensorParallel(size, sequence_parallel=sequence_parallel, regather=regather)], plan, **lightning
+        )

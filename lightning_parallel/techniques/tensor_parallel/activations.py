@@ -7,8 +7,9 @@ rowwise module, a rank has its features (its heads) of the whole sequence.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from math import ceil
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from lightning_parallel.collectives.conjugate import (
     sum_to_parts,
 )
 from lightning_parallel.techniques.tensor_parallel.randomness import OwnRandomness
+from lightning_parallel.techniques.tensor_parallel.regather import Regathered
 
 
 class Activations:
@@ -31,13 +33,17 @@ class Activations:
     Args:
         group: the ranks of the axis tp.
         sequence_dim: the dimension of the hidden state that runs along the sequence.
+        regathers: whether backward gathers the inputs of regions again, to keep only parts of them.
     """
 
-    def __init__(self, group: dist.ProcessGroup, sequence_dim: int) -> None:
+    _regathered: Regathered | None
+
+    def __init__(self, group: dist.ProcessGroup, sequence_dim: int, regathers: bool = False) -> None:
         self.group, self.ranks, self.rank = group, group.size(), group.rank()
         self.sequence_dim = sequence_dim
         self.length: int | None = None
         """The length of the whole sequence while it is split between regions."""
+        self._regathers, self._regathered = regathers, None
         self._drops = False
         self._randomness = OwnRandomness(self.rank)
         self._inside = False
@@ -64,7 +70,10 @@ class Activations:
         x = _in_autocast_dtype(x)
         if self.length is None:
             return copy_to_ranks(x, self.group)
-        return gather_parts(x, self.sequence_dim, self.length, self.group)
+        regathers = self._regathers and not torch.compiler.is_compiling()
+        gathered = gather_parts(x, self.sequence_dim, self.length, self.group, keep=regathers)
+        self._regathered = Regathered(gathered) if regathers else None
+        return gathered
 
     def leave(self, y: Tensor) -> Tensor:
         """Output of a rowwise module, of which each rank has a summand -> hidden state."""
@@ -86,7 +95,7 @@ class Activations:
 
     def forget(self) -> None:
         """Lets go of the input of the last region."""
-        self._entered = None
+        self._entered = self._regathered = None
 
     # ---------------------------------------------------------------- randomness
 
@@ -107,6 +116,18 @@ class Activations:
         if self._drops and self.length is None:
             self._randomness.begin()
         return y
+
+    # ---------------------------------------------------------------- what backward keeps
+
+    @property
+    def regathers_input(self) -> bool:
+        """Whether backward gathers the current input again."""
+        return self._regathered is not None
+
+    def keeping_input(self) -> AbstractContextManager[Any]:
+        """Around the product of a colwise module with the input that `enter` gave it."""
+        assert self._regathered is not None
+        return self._regathered.lightly_kept()
 
     # ---------------------------------------------------------------- features
 

@@ -183,6 +183,7 @@ class DryActivations(Activations):
         self._randomness = OwnRandomness(rank)
         self.hidden: Tensor | None = None
         self._inside, self._entered, self._trial = False, None, trial
+        self._regathers, self._regathered = False, None
 
     def _enter(self, x: Tensor) -> Tensor:
         return self._trial.taint(self._resized(x, self.length))

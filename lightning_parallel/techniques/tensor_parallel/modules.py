@@ -43,7 +43,11 @@ def _colwise(divided: Divided, activations: Activations, forward: Forward) -> Fo
     compute = _linear(divided.module, forward)
 
     def run(x: Tensor) -> Tensor:
-        return activations.came_out(compute(activations.enter(x), True))
+        entered = activations.enter(x)
+        if activations.regathers_input:
+            with activations.keeping_input():
+                return activations.came_out(compute(entered, True))
+        return activations.came_out(compute(entered, True))
 
     return run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -14,12 +15,14 @@ from torch.utils.hooks import RemovableHandle
 from lightning_parallel.techniques.redirect import Forward, redirect_forward
 from lightning_parallel.techniques.shards import forget_leaves
 from lightning_parallel.techniques.tensor_parallel.activations import Activations
-from lightning_parallel.techniques.tensor_parallel.check import BlockCheck, Finding, skeleton_of
+from lightning_parallel.techniques.tensor_parallel.check import BlockCheck, Finding, RefusedBlockError, skeleton_of
 from lightning_parallel.techniques.tensor_parallel.entries import enter_in_parents, hidden_of, replace_hidden
 from lightning_parallel.techniques.tensor_parallel.heads import Undo, set_local_sizes
 from lightning_parallel.techniques.tensor_parallel.layout import Divided
 from lightning_parallel.techniques.tensor_parallel.modules import divided_forward
 from lightning_parallel.techniques.tensor_parallel.randomness import draws
+
+log = logging.getLogger(__name__)
 
 BLOCK_STYLES = ("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input")
 LENGTH = "tensor_parallel_length"
@@ -35,6 +38,7 @@ class Partition:
         group: the ranks of the axis tp.
         sequence_dim: of the hidden state.
         splits_sequence: whether the sequence is split between regions.
+        regathers: whether backward gathers what enters regions again.
     """
 
     def __init__(
@@ -44,9 +48,10 @@ class Partition:
         group: dist.ProcessGroup,
         sequence_dim: int,
         splits_sequence: bool,
+        regathers: bool = False,
     ) -> None:
         self.group = group
-        self.activations = Activations(group, sequence_dim)
+        self.activations = Activations(group, sequence_dim, regathers)
         self._splits = splits_sequence
         self._is_split = False
         self._partial: dict[bool, list[str]] = {True: [], False: []}
@@ -96,7 +101,14 @@ class Partition:
 
     def _before_first(self, block: _Block, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._is_split = self._splits and _has_sequence(hidden_of(args, kwargs))
-        self._prepare(block, args, kwargs, self._is_split)
+        try:
+            self._prepare(block, args, kwargs, self._is_split)
+        except RefusedBlockError as refused:
+            if not self._is_split:
+                raise
+            self._splits = self._is_split = False
+            self._prepare(block, args, kwargs, False)
+            log.warning("The sequence stays whole between regions: %s", refused)
 
     def _before_other(self, block: _Block, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         length = self.activations.length

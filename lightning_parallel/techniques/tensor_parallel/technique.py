@@ -38,6 +38,8 @@ class TensorParallel(Technique):
             no other technique claims.
         sequence_parallel: whether each rank keeps only its part of the sequence between divided layers, norms and
             dropout included: the same bytes on the wire, activations divided by `size`.
+        regather: with a split sequence, keeps only this rank's part of what enters a region and gathers it again in
+            backward: all activations divided by `size`, for a quarter more bytes on the wire.
 
     Raises:
         ValueError: (when training starts) a model without a known way to divide it, or sizes that do not divide.
@@ -46,7 +48,7 @@ class TensorParallel(Technique):
     size: Size = "auto"
     _: KW_ONLY
     sequence_parallel: bool = True
-
+    regather: bool = False
     styles: Mapping[str, str] | None = field(default=None, init=False, repr=False, compare=False)
 
     phase: ClassVar[Phase] = Phase.PARTITION
@@ -81,7 +83,9 @@ class TensorParallel(Technique):
             return model
         divided = find_divided(model, self.styles)
         runs = list(_runs_of_blocks(model, plan))
-        _partitions[mesh] = Partition(divided, runs, mesh["tp"].get_group(), plan.sequence_dim, self.sequence_parallel)
+        _partitions[mesh] = Partition(
+            divided, runs, mesh["tp"].get_group(), plan.sequence_dim, self.sequence_parallel, self.regather
+        )
         divide_parameters(divided, mesh["tp"])
         return model
 

@@ -1,0 +1,337 @@
+"""Tensor parallel trains as one process does: on every kind of model, beside every technique, at every size."""
+
+from __future__ import annotations
+
+import logging
+import logging.handlers
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel import (
+    ActivationCheckpoint,
+    Compile,
+    DataParallel,
+    HybridStrategy,
+    ParallelPlan,
+    PipelineParallel,
+    TensorParallel,
+    TensorParallelStrategy,
+    Zero,
+)
+from lightning_parallel.techniques.technique import Technique
+from tests import models
+from tests.curves import check_parity
+from tests.models import VOCABULARY, build, loaders
+from tests.ranks import ranks, run_on_ranks
+from tests.trainers import trainer
+
+# AdamW divides small gradients by their own size; its eps keeps the noise of another order of sums out of the weights.
+adamw = partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
+STEPS: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+
+
+def hybrid(*techniques: Technique) -> partial[HybridStrategy]:
+    return partial(HybridStrategy, *techniques)
+
+
+def check(column: str, n: int, strategy: Any, data_ranks: int = 1, **options: Any) -> None:
+    model = {} if column == "plain" else {"optimizer": adamw}
+    options = STEPS | options
+    check_parity(column, n, strategy, data_ranks=data_ranks, **(options | {"model": model | options.get("model", {})}))
+
+
+TP2 = partial(TensorParallelStrategy, 2)
+WHOLE_SEQUENCE = partial(TensorParallelStrategy, 2, sequence_parallel=False)
+LAYOUTS = {
+    "tp2": (2, TP2, 1),
+    "tp2, whole sequence": (2, WHOLE_SEQUENCE, 1),
+    "tp4": (4, partial(TensorParallelStrategy, 4), 1),
+    "zero2 x tp2": (4, hybrid(Zero(2, stage=2), TensorParallel(2)), 2),
+    "dp2 x tp2": (4, hybrid(DataParallel(2), TensorParallel(2)), 2),
+}
+COLUMNS = ("gpt", "llama", "gpt2", "plain", "qwen3", "phi3", "gpt_neox")
+AS_MANY_KEYS_AS_RANKS = {name: {"num_key_value_heads": 4} for name in ("llama", "qwen3", "phi3")} | {
+    "gpt": {"n_kv_heads": 4}
+}
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layout_trains_as_one_process_does(layout: str, column: str) -> None:
+    n, strategy, data_ranks = LAYOUTS[layout]
+    model = AS_MANY_KEYS_AS_RANKS.get(column, {}) if layout == "tp4" else {}
+    check(column, n, strategy, data_ranks, model=model)
+
+
+@pytest.mark.parametrize(
+    ("column", "n", "strategy", "data_ranks"),
+    [
+        ("gpt2", 4, hybrid(Zero(2), TensorParallel(2)), 2),
+        ("phi3", 4, hybrid(Zero(2, stage=1), TensorParallel(2)), 2),
+        ("llama", 8, hybrid(Zero(2, replicate=2), TensorParallel(2)), 4),
+        ("llama", 2, hybrid(TensorParallel(2), ActivationCheckpoint()), 1),
+        ("gpt2", 2, hybrid(TensorParallel(2, sequence_parallel=False), ActivationCheckpoint("selective")), 1),
+        ("llama", 2, hybrid(TensorParallel(2), Compile(backend="aot_eager")), 1),
+        ("gpt2", 4, hybrid(PipelineParallel(2, schedule="zbv", microbatches=4), TensorParallel(2, regather=True)), 1),
+        ("llama", 2, partial(TensorParallelStrategy, 2, regather=True), 1),
+        ("qwen3", 2, hybrid(TensorParallel(2, regather=True), ActivationCheckpoint()), 1),
+        ("llama", 4, hybrid(PipelineParallel(2, microbatches=2), TensorParallel(2), ActivationCheckpoint()), 1),
+    ],
+    ids=lambda value: str(value.args) if isinstance(value, partial) else str(value),
+)
+def test_beside_other_techniques(column: str, n: int, strategy: Any, data_ranks: int) -> None:
+    check(column, n, strategy, data_ranks, max_epochs=1)
+
+
+@pytest.mark.parametrize("column", ["gpt", "llama"])
+def test_in_double_precision_only_rounding_differs(column: str) -> None:
+    check(column, 2, TP2, precision="64-true", rtol=1e-9, max_epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("column", "options"),
+    [
+        ("llama", {"data": {"length": 15}}),
+        ("llama", {"data": {"length": 1}}),
+        ("gpt2", {"model": {"vocab_size": VOCABULARY + 3}}),
+        ("llama", {"model": {"vocab_size": VOCABULARY + 3}, "data": {"ignored": 0.3}}),
+    ],
+    ids=["odd length", "one token", "odd vocabulary, tied", "odd vocabulary"],
+)
+def test_sizes_that_ranks_do_not_divide(column: str, options: dict[str, Any]) -> None:
+    check(column, 2, TP2, max_epochs=1, **options)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        partial(torch.optim.AdamW, lr=1e-2, eps=1e-3, fused=True),
+        partial(torch.optim.AdamW, lr=1e-2, eps=1e-3, foreach=True),
+        partial(torch.optim.Adafactor, lr=1e-2),
+    ],
+    ids=["fused", "foreach", "looks at whole parameters"],
+)
+def test_optimizers(optimizer: Any) -> None:
+    check("llama", 2, TP2, model={"optimizer": optimizer}, max_epochs=1, rtol=2e-5)
+
+
+def test_clipping_by_value() -> None:
+    check("llama", 2, TP2, gradient_clip_val=0.01, gradient_clip_algorithm="value", max_epochs=1)
+
+
+@pytest.mark.parametrize(("precision", "rtol"), [("bf16-mixed", 3e-2), ("bf16-true", 5e-2)])
+def test_low_precision(precision: str, rtol: float) -> None:
+    check("llama", 2, TP2, precision=precision, rtol=rtol, max_epochs=1)
+
+
+# ---------------------------------------------------------------- users' own losses and metrics
+
+
+@pytest.mark.parametrize("strategy", [TP2, WHOLE_SEQUENCE])
+def test_all_that_users_do_with_logits(strategy: Any) -> None:
+    check_parity("many uses", 2, strategy, max_epochs=1)
+
+
+def predictions(strategy: Any) -> list[Tensor]:
+    module = build("gpt2")
+    outputs = trainer(strategy).predict(module, loaders("gpt2", 8).val)
+    assert all(type(output) is Tensor for output in outputs)
+    return outputs
+
+
+def test_predictions_are_whole() -> None:
+    (expected,) = run_on_ranks(1, predictions, "auto")
+    for rank in run_on_ranks(2, predictions, TP2()):
+        torch.testing.assert_close(rank, expected)
+
+
+# ---------------------------------------------------------------- randomness
+
+
+class Masks(models.Optimized):
+    """One block that tells which activations dropout kept, between regions and within one."""
+
+    def __init__(self, inner: float, outer: float) -> None:
+        super().__init__()
+        self.make_optimizer = adamw
+        self.blocks = nn.ModuleList(Dropping(inner, outer) for _ in range(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = torch.ones(2, 8, 16)
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+class Dropping(nn.Module):
+    def __init__(self, inner: float, outer: float) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+        self.inner, self.outer = nn.Dropout(inner), nn.Dropout(outer)
+        self.kept: dict[str, list[Tensor]] = {"inner": [], "outer": []}
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.inner(torch.ones_like(hidden := self.up(x)))
+        outer = self.outer(torch.ones_like(result := self.down(hidden * inner)))
+        if not x.is_meta:
+            self.kept["inner"].append(inner.detach() > 0)
+            self.kept["outer"].append(outer.detach() > 0)
+        return x + result * outer
+
+
+def masks_of(sequence_parallel: bool, *others: Technique) -> dict[str, list[Tensor]]:
+    module = Masks(0.5, 0.5)
+    strategy = HybridStrategy(TensorParallel(2, sequence_parallel=sequence_parallel), *others)
+    data = torch.utils.data.DataLoader(torch.zeros(2, 1))
+    trainer(strategy, max_steps=2).fit(module, data)
+    return {name: [kept for block in module.blocks for kept in block.kept[name]] for name in ("inner", "outer")}
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_dropout_differs_where_activations_do(sequence_parallel: bool) -> None:
+    first, second = run_on_ranks(2, masks_of, sequence_parallel)
+    for mine, other in zip(first["inner"], second["inner"], strict=True):
+        assert not torch.equal(mine, other)
+    for mine, other in zip(first["outer"], second["outer"], strict=True):
+        assert torch.equal(mine, other) is not sequence_parallel
+    assert not torch.equal(first["inner"][0], first["inner"][1])
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_recomputation_drops_the_same(sequence_parallel: bool) -> None:
+    for kept in run_on_ranks(2, masks_of, sequence_parallel, ActivationCheckpoint()):
+        for masks in kept.values():
+            seen = [mask.numpy().tobytes() for mask in masks]
+            assert all(seen.count(mask) == 2 for mask in seen), "each mask is drawn once and recomputed once"
+
+
+# ---------------------------------------------------------------- what is refused, and what is not known
+
+
+def fit(module: Any, strategy: Any, column: str = "llama") -> None:
+    trainer(strategy, max_steps=1).fit(module, *loaders(column, 4))
+
+
+def refused(column: str, n: int, strategy: Any, **model: Any) -> str:
+    """What the ranks say; one whose neighbour has left already may only miss it."""
+    return "".join(run_on_ranks(n, error_of, column, strategy, model))
+
+
+def error_of(column: str, strategy: Any, model: dict[str, Any]) -> str:
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        fit_column(column, strategy, model)
+    return str(caught.value)
+
+
+def fit_column(column: str, strategy: Any, model: dict[str, Any]) -> None:
+    fit(build(column, **model), strategy(), column)
+
+
+def test_heads_that_do_not_divide() -> None:
+    said = refused("llama", 4, partial(TensorParallelStrategy, 4))
+    assert "k_proj has 2 heads, which 4 ranks cannot share evenly; choose 4 of them, or a tensor-parallel size" in said
+    said = refused("gpt2", 2, TP2, n_head=1, n_embd=32)
+    assert "1 heads, which 2 ranks cannot share evenly" in said
+
+
+@pytest.mark.parametrize("strategy", [TP2, WHOLE_SEQUENCE])
+def test_a_hard_coded_number_of_heads_is_refused_naming_the_line(strategy: Any) -> None:
+    said = refused("hard coded", 2, strategy)
+    assert "runs over 4 elements where the whole block has 8" in said
+    assert "tests/written.py:" in said
+    assert "F.scaled_dot_product_attention(q, k, v)" in said
+    assert "Let it take the number of heads from the tensors it gets" in said
+
+
+@pytest.mark.parametrize("strategy", [TP2, WHOLE_SEQUENCE])
+def test_a_number_of_heads_in_an_attribute_is_this_ranks(strategy: Any) -> None:
+    check_parity("counting", 2, strategy, max_epochs=1, gradient_clip_val=0.5)
+
+
+def test_a_block_that_mixes_positions_gets_the_whole_sequence() -> None:
+    check_parity("mixes positions", 2, TP2, max_epochs=1)
+    said = "".join(run_on_ranks(2, warnings_of, "mixes positions"))
+    assert "The sequence stays whole between regions" in said
+    assert "mean runs over (8,) elements where the whole block has (16,)" in said
+
+
+def warnings_of(column: str) -> str:
+    handler = logging.handlers.BufferingHandler(100)
+    logging.getLogger("lightning_parallel").addHandler(handler)
+    fit_column(column, TP2, {})
+    logging.getLogger("lightning_parallel").removeHandler(handler)
+    return "".join(record.getMessage() for record in handler.buffer)
+
+
+def test_a_model_of_which_nothing_is_known_gets_a_plan_to_start_from() -> None:
+    said = refused("unknown", 2, TP2)
+    assert "finds nothing to divide in Unknown" in said
+    assert "styles={'net.layers.*.up': 'colwise'" in said
+
+
+PLAN = ParallelPlan(
+    blocks="network.model.layers.*",
+    styles={
+        "network.model.layers.*.mlp.up_proj": "colwise",
+        "network.model.layers.*.mlp.gate_proj": "colwise",
+        "network.model.layers.*.mlp.down_proj": "rowwise",
+    },
+)
+
+
+def test_a_plan_of_ones_own() -> None:
+    check("llama", 2, partial(TensorParallelStrategy, 2, plan=PLAN), max_epochs=1)
+    wrong = ParallelPlan(blocks=PLAN.blocks, styles={"network.model.layers.*.mlp.up_proj": "columnwise"})
+    said = refused("llama", 2, partial(TensorParallelStrategy, 2, plan=wrong))
+    assert "the tensor style 'columnwise' is none of colwise, rowwise" in said
+
+
+# ---------------------------------------------------------------- after the run
+
+
+@ranks(2)
+def test_the_module_is_as_it_was_afterwards() -> None:
+    module = build("gpt2")
+    before = {name: dict(vars(part)) for name, part in module.named_modules()}
+    trainer(TP2(), max_steps=2).fit(module, *loaders("gpt2", 4))
+    for name, part in module.named_modules():
+        assert "forward" not in vars(part)
+        assert not part._forward_pre_hooks
+        assert not part._forward_hooks
+        known = {key: value for key, value in vars(part).items() if isinstance(value, int | float)}
+        assert known == {key: before[name][key] for key in known}
+    logits = module.network(input_ids=torch.zeros(1, 3, dtype=torch.long)).logits
+    assert type(logits) is Tensor
+    assert logits.shape == (1, 3, VOCABULARY)
+
+
+def saved(path: str, strategy: Any, epochs: int, load: str | None, column: str) -> list[Tensor]:
+    module = build(column, optimizer=adamw)
+    run = trainer(strategy(), max_epochs=epochs, enable_checkpointing=False)
+    run.fit(module, *loaders(column, 8), ckpt_path=load)
+    run.save_checkpoint(path)
+    return [value.detach().clone() for value in module.state_dict().values()]
+
+
+@pytest.mark.parametrize("column", ["phi3", "gpt2"])
+def test_checkpoints_into_and_out_of_other_layouts(tmp_path: Any, column: str) -> None:
+    whole = run_on_ranks(1, saved, str(tmp_path / "0"), partial(HybridStrategy), 2, None, column)[0]
+    first, then = str(tmp_path / "1"), str(tmp_path / "2")
+    run_on_ranks(2, saved, first, TP2, 1, None, column)
+    layout = hybrid(Zero(2, stage=1), TensorParallel(2, sequence_parallel=False))
+    # The samples of a batch are divided over two ranks there.
+    found = run_on_ranks(4, saved_on_two, then, layout, 2, first, column)[0]
+    for wanted, got in zip(whole, found, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def saved_on_two(path: str, strategy: Any, epochs: int, load: str | None, column: str) -> list[Tensor]:
+    module = build(column, optimizer=adamw)
+    run = trainer(strategy(), max_epochs=epochs)
+    run.fit(module, *loaders(column, 4), ckpt_path=load)
+    run.save_checkpoint(path)
+    return [value.detach().clone() for value in module.state_dict().values()]
