@@ -36,8 +36,16 @@ class PartsShard(Shard):
         make = cast(Callable[..., PartsShard], super().__new__)
         return make(cls, dim)
 
+    # DTensor remembers what operations do to placements, under the placements: there `Shard` is another one. But it
+    # asserts by `!=` that what is sharded differs in no way from `Shard`.
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PartsShard) and (self.dim, self.parts) == (other.dim, other.parts)
+
+    def __ne__(self, other: object) -> bool:
+        return not isinstance(other, Shard) or self.dim != other.dim
+
     def __hash__(self) -> int:
-        # DTensor remembers what operations do to placements: to another one than Shard, though it equals that.
         return hash((PartsShard, self.dim, self.parts))
 
     def __reduce__(self) -> tuple[type[PartsShard], tuple[int, tuple[int, ...]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import logging.handlers
+import warnings
 from functools import partial
 from typing import Any
 
@@ -67,6 +68,11 @@ def test_a_layout_trains_as_one_process_does(layout: str, column: str) -> None:
     check(column, n, strategy, data_ranks, model=model)
 
 
+def compiled() -> HybridStrategy:
+    warnings.filterwarnings("ignore", ".*should not be instantiated")  # torch.compile does that to any Function
+    return HybridStrategy(TensorParallel(2), Compile(backend="aot_eager"))
+
+
 @pytest.mark.parametrize(
     ("column", "n", "strategy", "data_ranks"),
     [
@@ -75,7 +81,7 @@ def test_a_layout_trains_as_one_process_does(layout: str, column: str) -> None:
         ("llama", 8, hybrid(Zero(2, replicate=2), TensorParallel(2)), 4),
         ("llama", 2, hybrid(TensorParallel(2), ActivationCheckpoint()), 1),
         ("gpt2", 2, hybrid(TensorParallel(2, sequence_parallel=False), ActivationCheckpoint("selective")), 1),
-        ("llama", 2, hybrid(TensorParallel(2), Compile(backend="aot_eager")), 1),
+        ("llama", 2, compiled, 1),
         ("gpt2", 4, hybrid(PipelineParallel(2, schedule="zbv", microbatches=4), TensorParallel(2, regather=True)), 1),
         ("llama", 2, partial(TensorParallelStrategy, 2, regather=True), 1),
         ("qwen3", 2, hybrid(TensorParallel(2, regather=True), ActivationCheckpoint()), 1),

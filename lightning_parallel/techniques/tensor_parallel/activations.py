@@ -6,10 +6,9 @@ rowwise module, a rank has its features (its heads) of the whole sequence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import ceil
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -111,23 +110,21 @@ class Activations:
             self._randomness.end()
             self._drops = False
 
-    def came_out(self, y: Tensor) -> Tensor:
-        """Output of a colwise module: from here to the end of the region each rank has its own features."""
+    @property
+    def attended(self) -> bool:
+        """Whether the product of a colwise module with its input is more than that: see `attend`."""
+        return self._drops or self._regathered is not None
+
+    def attend(self, product: Callable[[], Tensor]) -> Tensor:
+        """Lets backward keep only a part of the input, and ranks draw differently from here to the region's end."""
+        if self._regathered is None:
+            y = product()
+        else:
+            with self._regathered.lightly_kept():
+                y = product()
         if self._drops and self.length is None:
             self._randomness.begin()
         return y
-
-    # ---------------------------------------------------------------- what backward keeps
-
-    @property
-    def regathers_input(self) -> bool:
-        """Whether backward gathers the current input again."""
-        return self._regathered is not None
-
-    def keeping_input(self) -> AbstractContextManager[Any]:
-        """Around the product of a colwise module with the input that `enter` gave it."""
-        assert self._regathered is not None
-        return self._regathered.lightly_kept()
 
     # ---------------------------------------------------------------- features
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,10 +45,9 @@ def _colwise(divided: Divided, activations: Activations, forward: Forward) -> Fo
 
     def run(x: Tensor) -> Tensor:
         entered = activations.enter(x)
-        if activations.regathers_input:
-            with activations.keeping_input():
-                return activations.came_out(compute(entered, True))
-        return activations.came_out(compute(entered, True))
+        if activations.attended:
+            return activations.attend(lambda: compute(entered, True))
+        return compute(entered, True)
 
     return run
 
@@ -130,8 +130,13 @@ def _linear(module: nn.Module, forward: Forward) -> Compute:
     if is_transposed(module):
         return lambda x, biased: _conv1d(x, parameters, biased)
     if type(module).forward is nn.Linear.forward:
-        return lambda x, biased: F.linear(x, leaf_of(parameters["weight"]), _bias(parameters, biased))  # type: ignore[arg-type]
+        return partial(_plain_linear, parameters)
     return lambda x, biased: _as_written(module, forward, x, biased)
+
+
+def _plain_linear(parameters: Any, x: Tensor, biased: bool) -> Tensor:
+    bias = parameters["bias"] if biased else None
+    return F.linear(x, leaf_of(parameters["weight"]), None if bias is None else leaf_of(bias))
 
 
 def _conv1d(x: Tensor, parameters: Any, biased: bool) -> Tensor:

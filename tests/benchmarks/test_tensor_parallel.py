@@ -1,0 +1,207 @@
+"""Host cost of tensor parallelism: a block's forward and backward with tiny tensors, on a group that sends nothing.
+
+Beside ours: the same block written by hand with Megatron's two functions, the recipe of DTensor's documentation, and the
+block as it is. All take turns in one process; the ratio is taken within a round. With a split sequence it is a ratio to
+what is written by hand for that. Ours is the mean of three blocks, of which the first splits and the last joins.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from lightning_parallel import ParallelMesh, ParallelPlan, TensorParallel
+from lightning_parallel.mesh import AXES
+from lightning_parallel.techniques.technique import Step
+from tests.techniques.test_wire import world
+
+pytestmark = [pytest.mark.benchmark, pytest.mark.filterwarnings("ignore")]
+assert world  # a fixture
+
+RANKS, WIDTH, HEAD = 2, 64, 16
+ROUNDS, CALLS = 15, 40
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.head_dim, inner = HEAD, heads * HEAD
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, inner, bias=False) for _ in range(3))
+        self.o_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (f(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for f in maps)
+        return self.o_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, inner, bias=False), nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, ranks: int = 1) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.attention = Attention(WIDTH, WIDTH // HEAD // ranks)
+        self.mlp = FeedForward(WIDTH, 4 * WIDTH // ranks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient)
+        return gradient
+
+
+class Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x = x.clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class ByHand(Block):
+    """Megatron's functions at the entrance and the exit of each region."""
+
+    def __init__(self) -> None:
+        super().__init__(RANKS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + Sum.apply(self.attention(Copy.apply(self.norm1(x))))
+        return x + Sum.apply(self.mlp(Copy.apply(self.norm2(x))))
+
+
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return gather(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return scatter(gradient)
+
+
+class Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return scatter(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gather(gradient)
+
+
+def gather(x: Tensor) -> Tensor:
+    parts = x.new_empty(RANKS, *x.shape)
+    dist.all_gather_into_tensor(parts.view(-1), x.contiguous().view(-1))
+    return parts.movedim(0, 1).flatten(1, 2)
+
+
+def scatter(x: Tensor) -> Tensor:
+    parts = x.unflatten(1, (RANKS, -1)).movedim(1, 0).contiguous()
+    own = x.new_empty(parts.shape[1:])
+    dist.reduce_scatter_tensor(own.view(-1), parts.view(-1))
+    return own
+
+
+class SplitByHand(Block):
+    """The same with a split sequence; each rank has half of it already."""
+
+    def __init__(self) -> None:
+        super().__init__(RANKS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + Scatter.apply(self.attention(Gather.apply(self.norm1(x))))
+        return x + Scatter.apply(self.mlp(Gather.apply(self.norm2(x))))
+
+
+def runs() -> dict[str, Callable[[], float]]:
+    mesh = ParallelMesh({**dict.fromkeys(AXES, 1), "tp": RANKS}, "cpu")
+    recipe = {
+        name: ColwiseParallel() for name in ("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.up")
+    }
+    recipe |= {name: RowwiseParallel() for name in ("attention.o_proj", "mlp.down")}
+    return {
+        "by hand": backward_of(ByHand()),
+        "by hand again": backward_of(ByHand()),
+        "by hand, split sequence": backward_of(SplitByHand(), positions=4),
+        "not divided": backward_of(Block()),
+        "TensorParallel(sequence_parallel=False)": ours(mesh, sequence_parallel=False),
+        "TensorParallel()": ours(mesh),
+        "DTensor's recipe": backward_of(parallelize_module(Block(), mesh["tp"], recipe)),
+    }
+
+
+def ours(mesh: ParallelMesh, **options: Any) -> Callable[[], float]:
+    model = nn.Module()
+    model.blocks = nn.ModuleList(Block() for _ in range(3))
+    plan = ParallelPlan(blocks="blocks.*")
+    technique = TensorParallel(RANKS, **options).prepare(model, mesh, plan, lambda: pytest.fail("no sample is needed"))
+    technique.parallelize(model, mesh, plan)
+    technique.wrap_step(Step(), model, mesh, plan)
+    return backward_of(nn.Sequential(*model.blocks), blocks=3)
+
+
+def backward_of(block: nn.Module, positions: int = 8, blocks: int = 1) -> Callable[[], float]:
+    """One forward and backward; tells how many blocks they are of."""
+    x = torch.randn(1, positions, WIDTH, requires_grad=True)
+
+    def run() -> float:
+        block(x).sum().backward()
+        for parameter in block.parameters():
+            parameter.grad = None
+        return blocks
+
+    return run
+
+
+@pytest.mark.parametrize("world", [(RANKS, 0)], indirect=True)
+def test_host_cost_of_a_block(world: None, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    variants = runs()
+    costs: dict[str, list[float]] = {name: [] for name in variants}
+    for round_ in range(-1, ROUNDS):
+        for name in list(variants)[:: -1 if round_ % 2 else 1]:
+            start = time.thread_time()
+            blocks = sum(variants[name]() for _ in range(CALLS))
+            if round_ >= 0:
+                costs[name].append((time.thread_time() - start) / blocks * 1e6)
+    with capsys.disabled():
+        print()
+        for name, times in costs.items():
+            base = "by hand, split sequence" if name == "TensorParallel()" else "by hand"
+            ratios = [mine / hand for mine, hand in zip(times, costs[base], strict=True)]
+            low, *_, high = statistics.quantiles(ratios, n=10)
+            print(
+                f"{name:42} {statistics.median(times):7.0f} us   {statistics.median(ratios):.2f} [{low:.2f}, {high:.2f}]"
+            )
