@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from lightning_parallel.techniques.pipeline_parallel.halves import halves_are_apart
-from lightning_parallel.techniques.shards import as_gradient, leaf_of
+from lightning_parallel.techniques.shards import leaf_of
 
 
 @dataclass
@@ -178,7 +178,7 @@ class HandOver(torch.autograd.Function):
         ctx: Any, loss: Tensor, gradients: list[Tensor | None], expected: float, _: Tensor, *parameters: Tensor
     ) -> Tensor:
         """See `torch.autograd.Function`."""
-        ctx.gradients, ctx.expected, ctx.parameters = gradients, expected, parameters
+        ctx.gradients, ctx.expected = gradients, expected
         return loss.clone()
 
     @staticmethod
@@ -191,8 +191,7 @@ class HandOver(torch.autograd.Function):
         dense = [gradient for gradient in gradients if gradient is not None and not gradient.is_sparse]
         for same in _by_dtype(dense):
             torch._foreach_mul_(same, factor.to(same[0].dtype))
-        given = zip(gradients, ctx.parameters, strict=True)
-        return None, None, None, None, *(None if g is None else as_gradient(g, p) for g, p in given)
+        return None, None, None, None, *gradients
 
 
 def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

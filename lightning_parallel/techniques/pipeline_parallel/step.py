@@ -21,7 +21,7 @@ from lightning_parallel.techniques.pipeline_parallel.nested import map_tensors, 
 from lightning_parallel.techniques.pipeline_parallel.schedules import Schedule
 from lightning_parallel.techniques.pipeline_parallel.stages import Stages
 from lightning_parallel.techniques.pipeline_parallel.ties import Tie, sum_over_holders
-from lightning_parallel.techniques.shards import local
+from lightning_parallel.techniques.shards import leaf_of, local
 from lightning_parallel.techniques.technique import Run, Step, WrappedStep
 
 T = TypeVar("T")
@@ -137,7 +137,9 @@ class PipelineStep(WrappedStep):
                 sums[name] = before if gradient is None else sums[name]
         self._sum_ties(sums, learning)
         always = torch.zeros((), requires_grad=True)  # a stage may have no parameter that learns
-        handed: Tensor = HandOver.apply(loss, list(sums.values()), self._scale, always, *learning.values())  # type: ignore[no-untyped-call]
+        handed: Tensor = HandOver.apply(
+            loss, list(sums.values()), self._scale, always, *map(leaf_of, learning.values())
+        )  # type: ignore[no-untyped-call]
         return handed
 
     def _sum_ties(self, sums: dict[str, Tensor | None], learning: dict[str, nn.Parameter]) -> None:
