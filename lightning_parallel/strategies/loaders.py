@@ -309,6 +309,16 @@ def _samples_in(batch: Any) -> int:
         return 1
 
 
+def resume(loop: Any) -> None:
+    """Loaders of a fit loop that were made before a checkpoint told where they stood go on from there.
+
+    They are made so early where something looks at data while the model is divided, or counts the steps to come.
+    """
+    if loop.is_resuming and loop._combined_loader is not None:
+        loop._load_combined_loader_states()
+        iter(loop._data_fetcher)
+
+
 def divide(loader: Any, readers: Readers, batches_done: Callable[[], int]) -> Any:
     """This rank's part of anything that Lightning accepts as a loader.
 

@@ -29,7 +29,7 @@ from lightning_parallel.strategies.checkpoint import (
     set_positions_aside,
 )
 from lightning_parallel.strategies.divided_model import DividedModel
-from lightning_parallel.strategies.loaders import divide
+from lightning_parallel.strategies.loaders import divide, resume
 from lightning_parallel.strategies.logging import StepLog, reduce_tensor
 from lightning_parallel.strategies.mesh_callback import MeshCallback
 from lightning_parallel.strategies.parts import PartsRun
@@ -214,6 +214,7 @@ class MeshStrategy(RankStrategy):
             self._signals = Signals(self._module().trainer)
         if self._random is not None:
             self._random.restore(self.root_device)
+        resume(self._module().trainer.fit_loop)
 
     def on_train_start(self) -> None:
         """A run resumed within an epoch has just made its loaders anew; the draws of that do not count."""

@@ -118,12 +118,15 @@ def fit(out, texts, steps, *overrides, **resume):
     return {name: weight.clone() for name, weight in module.state_dict().items()}
 
 
-@pytest.mark.parametrize("validate_every", [2, 3])  # the step after a validation, and the one at which it happens
+@pytest.mark.parametrize(
+    ("strategy", "validate_every"),  # resumed at the step after a validation, or at the one at which it happens
+    [("zero", 2), ("zero", 3), ("pipeline_parallel", 3)],
+)
 @ranks(2)
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, texts, validate_every):
-    every = f"trainer.val_check_interval={validate_every}"
-    whole = fit(tmp_path / "whole", texts, 7, every)
-    fit(tmp_path / "first", texts, 3, every)
-    resumed = fit(tmp_path / "rest", texts, 7, every, ckpt_path=str(tmp_path / "first" / "checkpoints" / "last.ckpt"))
+def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(tmp_path, texts, strategy, validate_every):
+    every = f"strategy={strategy}", f"trainer.val_check_interval={validate_every}"
+    whole = fit(tmp_path / "whole", texts, 7, *every)
+    fit(tmp_path / "first", texts, 3, *every)
+    resumed = fit(tmp_path / "rest", texts, 7, *every, ckpt_path=str(tmp_path / "first" / "checkpoints" / "last.ckpt"))
     assert whole.keys() == resumed.keys()
     assert all(whole[name].equal(resumed[name]) for name in whole)

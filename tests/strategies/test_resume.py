@@ -64,6 +64,14 @@ class Dropping(LightningModule):
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7), "interval": "step"}]
 
 
+class Counting(Dropping):
+    """Asks how many steps there will be, for which Lightning makes the loaders before it reads where they stood."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches > 0
+        return super().configure_optimizers()
+
+
 class SaveAtEnd(Callback):
     """Saves where ModelCheckpoint does unless told otherwise."""
 
@@ -75,23 +83,32 @@ class SaveAtEnd(Callback):
             trainer.save_checkpoint(self.folder / "end_of_epoch.ckpt")
 
 
-def fit(strategy: Any, accumulate: int, workers: int, resume: Path | None = None, **run: Any) -> Dropping:
+def fit(
+    strategy: Any,
+    accumulate: int,
+    workers: int,
+    resume: Path | None = None,
+    module: type[Dropping] = Dropping,
+    **run: Any,
+) -> Dropping:
     seed_everything(3 if resume is None else 4, verbose=False)
-    model = Dropping()
+    model = module()
     loader = DataLoader(Noisy(), 4 // int(os.environ["WORLD_SIZE"]), shuffle=True, num_workers=workers)
     arguments = {"max_epochs": 2, "accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5}
     trainer(strategy, **arguments, **run).fit(model, loader, ckpt_path=resume, weights_only=True)
     return model
 
 
-def stop_and_go_on(make: Callable[[], Any], accumulate: int, workers: int, stops: list[int]) -> None:
+def stop_and_go_on(
+    make: Callable[[], Any], accumulate: int, workers: int, stops: list[int], module: type[Dropping] = Dropping
+) -> None:
     """Six batches an epoch, the last of 2 samples of 4; saved after some of them."""
     warnings.filterwarnings("ignore", ".*os.fork.*")
     folder = Path(os.environ["RANKS_SCRATCH"], "stops")
     savers = [SaveAt(folder, stops), SaveAtEnd(folder)]
-    whole = fit(make(), accumulate, workers, callbacks=savers)
+    whole = fit(make(), accumulate, workers, module=module, callbacks=savers)
     for file, done in [*((f"{stop}.ckpt", stop) for stop in stops), ("end_of_epoch.ckpt", 6)]:
-        rest = fit(make(), accumulate, workers, folder / file)
+        rest = fit(make(), accumulate, workers, folder / file, module)
         assert rest.saw == whole.saw[done:], f"from {file}: {rest.saw} against {whole.saw[done:]}"
         for name, value in whole.state_dict().items():
             assert torch.equal(value, rest.state_dict()[name]), f"from {file}: {name}"
@@ -102,6 +119,12 @@ def stop_and_go_on(make: Callable[[], Any], accumulate: int, workers: int, stops
 def test_resumed_runs_are_identical(layout: str, accumulate: int, stops: list[int]) -> None:
     n, make = LAYOUTS[layout]
     run_on_ranks(n, stop_and_go_on, make, accumulate, 0, stops)
+
+
+@pytest.mark.parametrize("layout", ["none", "data_parallel"])
+def test_resumed_runs_are_identical_where_loaders_were_made_early(layout: str) -> None:
+    n, make = LAYOUTS[layout]
+    run_on_ranks(n, stop_and_go_on, make, 1, 0, [2, 6, 9], Counting)
 
 
 def test_resumed_runs_are_identical_with_loader_workers() -> None:
