@@ -91,10 +91,19 @@ class GPT2(LanguageModel):
 
 
 class HuggingFace(LanguageModel):
-    """Any other of Hugging Face's causal models; the loss is the model's own."""
+    """Any other of Hugging Face's causal models; the loss is the model's own. `late`: built in `configure_model`."""
 
-    def __init__(self, network: Callable[..., nn.Module], optimizer: MakeOptimizer = adamw, **config: Any) -> None:
-        super().__init__(network(**config), optimizer)
+    def __init__(
+        self, network: Callable[..., nn.Module], optimizer: MakeOptimizer = adamw, late: bool = False, **config: Any
+    ) -> None:
+        Optimized.__init__(self)
+        self.make, self.make_optimizer = partial(network, **config), optimizer
+        if not late:
+            self.configure_model()
+
+    def configure_model(self) -> None:
+        if "network" not in self._modules:
+            self.network = self.make()
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         return self.network(input_ids=batch["input_ids"], labels=batch["labels"]).loss
@@ -249,9 +258,11 @@ if importlib.util.find_spec("recipes.gpt"):
 
 
 def build(column: str, seed: int = 0, **options: Any) -> LightningModule:
-    """The column's model; the same seed makes the same weights."""
+    """The model of a column, or one of those in `tests.further`; the same seed makes the same weights."""
+    from tests.further import MODELS
+
     torch.manual_seed(seed)
-    return COLUMNS[column](**options)
+    return (COLUMNS | MODELS)[column](**options)
 
 
 class Tokens(Dataset):
@@ -292,15 +303,20 @@ class Loaders(NamedTuple):
 def datasets(
     column: str, *, samples: int = 48, val_samples: int = 24, length: int = 16, **options: Any
 ) -> tuple[Dataset, Dataset]:
-    if column == "plain":
+    from tests.further import handwritten
+
+    if column == "plain" or column in handwritten.MODELS:
         return points(samples, seed=1), points(val_samples, seed=2)
     return Tokens(samples, length, seed=1, **options), Tokens(val_samples, length, seed=2, **options)
 
 
 def loaders(column: str, batch_size: int, *, shuffle: bool = False, **options: Any) -> Loaders:
     """Loaders of one device, which a strategy divides; the language models also take `ignored` and `positions`."""
+    from tests.further import handwritten
+
     train, val = datasets(column, **options)
-    return Loaders(DataLoader(train, batch_size, shuffle=shuffle), DataLoader(val, batch_size))
-
-
-import tests.written  # noqa: E402, F401  it adds columns to those above
+    collate = handwritten.COLLATE.get(column)
+    return Loaders(
+        DataLoader(train, batch_size, shuffle=shuffle, collate_fn=collate),
+        DataLoader(val, batch_size, collate_fn=collate),
+    )

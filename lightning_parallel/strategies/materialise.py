@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_parallel.strategies.deferred_init import DeferredInit
+from lightning_parallel.strategies.kept_tensors import kept_tensors, replace_kept_tensors
 from lightning_parallel.strategies.orphan_modules import OrphanModules
 from lightning_parallel.techniques import elsewhere
 from lightning_parallel.techniques.shards import is_sharded, shard_of, whole_tensor
@@ -26,6 +27,7 @@ class Deferred:
     def __init__(self) -> None:
         self._record: DeferredInit | None = None
         self._wanted: dict[str, Tensor] = {}
+        self._kept: dict[str, Tensor] = {}
         self._orphans: OrphanModules | None = None
 
     @contextmanager
@@ -39,11 +41,12 @@ class Deferred:
         """Notes what is on meta, before techniques replace parameters by their shards."""
         named = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
         self._wanted = {name: tensor for name, tensor in named.items() if tensor.is_meta}
-        self._orphans = OrphanModules(module, set(self._wanted) - set(self._recorded()))
+        self._kept = self._recorded(kept_tensors(module))
+        self._orphans = OrphanModules(module, set(self._wanted) - set(self._recorded(self._wanted)))
 
-    def _recorded(self) -> dict[str, Tensor]:
+    def _recorded(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         record = self._record
-        return {} if record is None else {name: tensor for name, tensor in self._wanted.items() if record.owns(tensor)}
+        return {} if record is None else {name: tensor for name, tensor in tensors.items() if record.owns(tensor)}
 
     @torch.no_grad()
     def materialise(
@@ -53,21 +56,33 @@ class Deferred:
 
         All ranks draw from the random state of rank 0, so that shards are parts of one model even without a seed.
         """
-        if not self._wanted:
+        if not self._wanted and not self._kept:
             return
         _allocate(module, device, shards)
         with elsewhere.shown(module, lambda shape: shape):
             self._make(module, device, group)
-        self._record, self._wanted, self._orphans = None, {}, None
+        self._record, self._wanted, self._kept, self._orphans = None, {}, {}, None
 
     def _make(self, module: nn.Module, device: torch.device, group: dist.ProcessGroup) -> None:
         if self._record is not None:
             state = [self._record.rng_state]
             dist.broadcast_object_list(state, src=dist.get_global_rank(group, 0), group=group)
             self._record.rng_state = state[0]
-            self._record.replay(self._recorded(), lambda name, tensor: _fill(module, name, tensor))
+            self._replay(self._record, module)
         if self._orphans is not None:
             self._orphans.reset(device, lambda name, tensor: _fill(module, name, tensor))
+
+    def _replay(self, record: DeferredInit, module: nn.Module) -> None:
+        made: dict[int, Tensor] = {}
+
+        def receive(name: str, tensor: Tensor) -> None:
+            if name in self._wanted:
+                _fill(module, name, tensor)
+            else:
+                made[id(self._kept[name])] = tensor.clone()
+
+        record.replay(self._kept | self._recorded(self._wanted), receive)
+        replace_kept_tensors(module, made)
 
 
 def _allocate(module: nn.Module, device: torch.device, shards: torch.device) -> None:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_parallel import DataParallelStrategy, HybridStrategy, ZeroStrategy
-from tests.curves import compare_weights, whole
+from tests.curves import check_parity, compare_weights, whole
 from tests.ranks import run_on_ranks
 from tests.trainers import trainer
 
@@ -101,3 +101,7 @@ def test_a_model_made_on_meta_before_has_the_same_weights_on_every_layout():
     [(expected, *_)] = run_on_ranks(1, fit, HybridStrategy, 4, on_meta=True)
     for weights, *_ in run_on_ranks(4, fit, STRATEGIES["zero3"], 1, on_meta=True):
         compare_weights(expected, weights, 1e-4)
+
+
+def test_metrics_made_there_count():
+    check_parity("Rich", 2, ZeroStrategy, data_ranks=2, model={"late": True}, max_epochs=1)

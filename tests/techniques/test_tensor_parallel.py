@@ -248,7 +248,7 @@ def test_heads_that_do_not_divide() -> None:
 def test_a_hard_coded_number_of_heads_is_refused_naming_the_line(strategy: Any) -> None:
     said = refused("hard coded", 2, strategy)
     assert "runs over 4 elements where the whole block has 8" in said
-    assert "tests/written.py:" in said
+    assert "tests/further/language.py:" in said
     assert "F.scaled_dot_product_attention(q, k, v)" in said
     assert "Let it take the number of heads from the tensors it gets" in said
 

@@ -1,4 +1,4 @@
-"""Modules as users write them, and all that users do with logits: further columns of `tests.models`."""
+"""Language models as users write them, and all that users do with logits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torchmetrics import SumMetric
 from torchmetrics.text import Perplexity
 
-from tests.models import COLUMNS, IGNORED, VOCABULARY, LanguageModel, Optimized, adamw, llama
+from tests.models import IGNORED, VOCABULARY, LanguageModel, Optimized, adamw, llama
 
 
 class ManyUses(LanguageModel):
@@ -46,9 +46,6 @@ class ManyUses(LanguageModel):
         return self.network(input_ids=batch["input_ids"]).logits
 
 
-COLUMNS["many uses"] = lambda **_: ManyUses(llama(num_hidden_layers=2))
-
-
 class HardCoded(nn.Module):
     """Attention that knows how many heads there are."""
 
@@ -78,9 +75,6 @@ class Written(LanguageModel):
         return F.cross_entropy(self.network.head(x).flatten(0, 1), batch["labels"].flatten())
 
 
-COLUMNS["hard coded"] = lambda **_: Written(HardCoded)
-
-
 class Counting(HardCoded):
     """The same, from an attribute, with queries that are normalised between the maps."""
 
@@ -98,9 +92,6 @@ class Counting(HardCoded):
         return x + self.o_proj(y.transpose(1, 2).flatten(2))
 
 
-COLUMNS["counting"] = lambda **_: Written(Counting)
-
-
 class MixesPositions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -108,9 +99,6 @@ class MixesPositions(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(x))) - x.mean(1, keepdim=True)
-
-
-COLUMNS["mixes positions"] = lambda **_: Written(MixesPositions)
 
 
 class Unknown(Optimized):
@@ -126,4 +114,10 @@ class Unknown(Optimized):
         pass
 
 
-COLUMNS["unknown"] = lambda **_: Unknown()
+MODELS = {
+    "many uses": lambda **_: ManyUses(llama(num_hidden_layers=2)),
+    "hard coded": lambda **_: Written(HardCoded),
+    "counting": lambda **_: Written(Counting),
+    "mixes positions": lambda **_: Written(MixesPositions),
+    "unknown": lambda **_: Unknown(),
+}

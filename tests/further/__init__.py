@@ -1,0 +1,5 @@
+"""Models beside the columns of the parity table, each for what is odd in it; `tests.models.build` makes them."""
+
+from tests.further import handwritten, language, libraries
+
+MODELS = handwritten.MODELS | language.MODELS | libraries.MODELS

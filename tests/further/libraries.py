@@ -1,0 +1,46 @@
+"""Further models of Hugging Face's, each with a trait that those of the parity table lack."""
+
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from tests.models import GROUPED, SMALL, HuggingFace, llama
+
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+}
+OPT = {"ffn_dim": 48, "dropout": 0.0, "word_embed_proj_dim": 16, "pad_token_id": 1}
+
+
+def library(name: str, **config: Any) -> nn.Module:
+    import transformers
+
+    made = getattr(transformers, f"{name}Config")(**(SMALL | {"num_hidden_layers": 4} | config))
+    return getattr(transformers, f"{name}ForCausalLM")(made)
+
+
+def checkpointed(**overrides: Any) -> nn.Module:
+    model = llama(**overrides)
+    model.gradient_checkpointing_enable()
+    return model
+
+
+MODELS = {
+    "opt": partial(HuggingFace, library, name="OPT", **OPT),
+    "mixtral": partial(HuggingFace, library, name="Mixtral", **GROUPED, num_local_experts=4, num_experts_per_tok=2),
+    "deepseek": partial(HuggingFace, library, name="DeepseekV3", **LATENT),
+    "mamba": partial(HuggingFace, library, name="Mamba", state_size=4),
+    "checkpointed": partial(HuggingFace, checkpointed),
+}

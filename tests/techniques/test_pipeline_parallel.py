@@ -1,0 +1,85 @@
+"""A pipeline trains as one process does: every schedule, every layout, models of many kinds.
+
+Every rank is held to the one process: the loss of each batch, what was logged, the weights in the end.
+"""
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+from lightning_parallel import (
+    DataParallel,
+    HybridStrategy,
+    LayerParallelStrategy,
+    PipelineParallel,
+    PipelineParallelStrategy,
+    Zero,
+)
+from lightning_parallel.techniques.pipeline_parallel.schedules import SCHEDULES
+from tests.curves import check_parity
+from tests.further import handwritten, libraries
+from tests.models import COLUMNS, adamw
+
+pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
+
+SHORT = {"max_epochs": 1, "data": {"samples": 32, "val_samples": 8}}
+
+
+def beside(ranks: int, other: Any) -> HybridStrategy:
+    return HybridStrategy(PipelineParallel(ranks), other)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_schedule(schedule, ranks):
+    model = {"n_layers": 8, "tied_head": ranks == 2, "optimizer": adamw}
+    check_parity("gpt", ranks, partial(PipelineParallelStrategy, ranks, schedule=schedule), model=model, **SHORT)
+
+
+@pytest.mark.parametrize("column", ["gpt", "llama", "gpt2", "plain"])
+def test_in_double_precision_only_rounding_differs(column):
+    # Hugging Face's own loss turns logits into single precision, whatever the model computes in.
+    rtol = 1e-6 if column == "gpt2" else 1e-10
+    check_parity(column, 2, partial(PipelineParallelStrategy, 2), rtol=rtol, precision="64-true", **SHORT)
+
+
+LAYOUTS = {
+    "layer parallel": (2, partial(LayerParallelStrategy, 2), 1),
+    "data parallel": (4, partial(beside, 2, DataParallel(2)), 2),
+    "zero 1": (4, partial(beside, 2, Zero(2, stage=1)), 2),
+    "zero 2": (4, partial(beside, 2, Zero(2, stage=2)), 2),
+    "zero 3": (4, partial(beside, 2, Zero(2, stage=3)), 2),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("column", ["gpt2", "plain"])
+def test_every_layout(layout, column):
+    ranks, strategy, data_ranks = LAYOUTS[layout]
+    check_parity(column, ranks, strategy, data_ranks=data_ranks, **SHORT)
+
+
+# ---------------------------------------------------------------- models of many kinds
+
+
+@pytest.mark.parametrize("name", [*libraries.MODELS, "qwen3", "phi3", "gpt_neox"])
+def test_models_of_libraries(name):
+    model = {"late": name == "opt"} | ({"num_hidden_layers": 4} if name in COLUMNS else {})
+    check_parity(name, 2, partial(PipelineParallelStrategy, 2), model=model, **SHORT)
+
+
+@pytest.mark.parametrize("name", handwritten.MODELS)
+def test_models_written_by_hand(name):
+    """With the blocks of one rank not beside each other, and its backwards in halves."""
+    strategy = partial(PipelineParallelStrategy, 2, schedule="zbv", microbatches=4)
+    check_parity(name, 2, strategy, model={"late": True}, **SHORT)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3, 8, 20])
+def test_any_number_of_microbatches_gives_the_same_curve(microbatches):
+    check_parity("Handwritten", 2, partial(PipelineParallelStrategy, 2, microbatches=microbatches), **SHORT)
+
+
+def test_stages_of_given_sizes():
+    check_parity("Direct", 2, partial(PipelineParallelStrategy, 2, split=(1, 3)), **SHORT)
