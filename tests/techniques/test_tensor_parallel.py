@@ -40,7 +40,7 @@ def hybrid(*techniques: Technique) -> partial[HybridStrategy]:
 
 
 def check(column: str, n: int, strategy: Any, data_ranks: int = 1, **options: Any) -> None:
-    model = {} if column == "plain" else {"optimizer": adamw}
+    model = TWO_BLOCKS.get(column, {}) | ({} if column == "plain" else {"optimizer": adamw})
     options = STEPS | options
     check_parity(column, n, strategy, data_ranks=data_ranks, **(options | {"model": model | options.get("model", {})}))
 
@@ -54,6 +54,7 @@ LAYOUTS = {
     "zero2 x tp2": (4, hybrid(Zero(2, stage=2), TensorParallel(2)), 2),
     "dp2 x tp2": (4, hybrid(DataParallel(2), TensorParallel(2)), 2),
 }
+TWO_BLOCKS = {"gpt": {"n_layers": 2}, "llama": {"num_hidden_layers": 2}, "gpt2": {"n_layer": 2}, "plain": {"blocks": 2}}
 COLUMNS = ("gpt", "llama", "gpt2", "plain", "qwen3", "phi3", "gpt_neox")
 AS_MANY_KEYS_AS_RANKS = {name: {"num_key_value_heads": 4} for name in ("llama", "qwen3", "phi3")} | {
     "gpt": {"n_kv_heads": 4}
@@ -65,7 +66,7 @@ AS_MANY_KEYS_AS_RANKS = {name: {"num_key_value_heads": 4} for name in ("llama", 
 def test_a_layout_trains_as_one_process_does(layout: str, column: str) -> None:
     n, strategy, data_ranks = LAYOUTS[layout]
     model = AS_MANY_KEYS_AS_RANKS.get(column, {}) if layout == "tp4" else {}
-    check(column, n, strategy, data_ranks, model=model)
+    check(column, n, strategy, data_ranks, model=model, max_epochs=2 if n == 2 else 1)
 
 
 def compiled() -> HybridStrategy:
@@ -81,8 +82,9 @@ def compiled() -> HybridStrategy:
         ("llama", 8, hybrid(Zero(2, replicate=2), TensorParallel(2)), 4),
         ("llama", 2, hybrid(TensorParallel(2), ActivationCheckpoint()), 1),
         ("gpt2", 2, hybrid(TensorParallel(2, sequence_parallel=False), ActivationCheckpoint("selective")), 1),
-        ("llama", 2, compiled, 1),
+        ("llama", 4, hybrid(PipelineParallel(2), TensorParallel(2)), 1),
         ("gpt2", 4, hybrid(PipelineParallel(2, schedule="zbv", microbatches=4), TensorParallel(2, regather=True)), 1),
+        ("gpt2", 8, hybrid(PipelineParallel(2), Zero(2, stage=2), TensorParallel(2)), 2),
         ("llama", 2, partial(TensorParallelStrategy, 2, regather=True), 1),
         ("qwen3", 2, hybrid(TensorParallel(2, regather=True), ActivationCheckpoint()), 1),
         ("llama", 4, hybrid(PipelineParallel(2, microbatches=2), TensorParallel(2), ActivationCheckpoint()), 1),
@@ -90,7 +92,11 @@ def compiled() -> HybridStrategy:
     ids=lambda value: str(value.args) if isinstance(value, partial) else str(value),
 )
 def test_beside_other_techniques(column: str, n: int, strategy: Any, data_ranks: int) -> None:
-    check(column, n, strategy, data_ranks, max_epochs=1)
+    check(column, n, strategy, data_ranks, max_epochs=1, model={"n_layer": 4} if column == "gpt2" else {})
+
+
+def test_compiled_blocks() -> None:
+    check("llama", 2, compiled, max_epochs=1, model={"num_hidden_layers": 1}, limit_val_batches=0)
 
 
 @pytest.mark.parametrize("column", ["gpt", "llama"])

@@ -1,0 +1,366 @@
+"""Everything of Lightning's that hangs on values or on parameters does under a pipeline what it does on one device."""
+
+import math
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.utilities.model_summary import ModelSummary
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_parallel import (
+    ActivationCheckpoint,
+    DataParallel,
+    HybridStrategy,
+    PipelineParallel,
+    PipelineParallelStrategy,
+    Zero,
+)
+from tests.curves import check_parity, compare
+from tests.models import Plain, PlainBlock, build, loaders
+from tests.ranks import ranks, run_on_ranks
+from tests.strategies.test_checkpoints import SaveAt
+from tests.trainers import trainer
+
+MakeStrategy = Callable[[], Any]
+PIPELINE = partial(PipelineParallelStrategy, 2, microbatches=4)
+ZBV = partial(PipelineParallelStrategy, 2, schedule="zbv", microbatches=4)
+
+
+def scratch() -> Path:
+    import os
+
+    return Path(os.environ["RANKS_SCRATCH"])
+
+
+def made(strategy: MakeStrategy | None) -> Any:
+    if strategy is None:  # Lightning's own: it warns wherever a process group exists, even of one rank
+        warnings.filterwarnings("ignore", ".*sync_dist=True")
+        return "auto"
+    return strategy()
+
+
+def on_one_and_two(run: Callable[..., Any], strategy: MakeStrategy = PIPELINE, **options: Any) -> tuple[Any, list[Any]]:
+    return run_on_ranks(1, run, None, **options)[0], run_on_ranks(2, run, strategy, **options)
+
+
+def require_like(expected: Any, found: Any) -> None:
+    """Nested lists and dicts of numbers, the same but for rounding."""
+    if isinstance(expected, dict):
+        assert expected.keys() == found.keys()
+        for key in expected:
+            require_like(expected[key], found[key])
+    elif isinstance(expected, (list, tuple)):
+        assert len(expected) == len(found)
+        for wanted, got in zip(expected, found, strict=True):
+            require_like(wanted, got)
+    elif isinstance(expected, Tensor):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    else:
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+# ---------------------------------------------------------------- callbacks, schedulers, loggers
+
+
+class Plateau(Plain):
+    """Lowers its learning rate where the validation loss does not fall, as it soon will not."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=2.0)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.3)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}
+
+
+class Sees(Callback):
+    """What a callback sees at every hook: values by their names, outputs, learning rates, gradients' norm."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def note(self, trainer: Trainer, *more: Any) -> None:
+        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        self.seen.append([values, trainer.global_step, trainer.optimizers[0].param_groups[0]["lr"], *more])
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, outputs: Any, *_: Any) -> None:
+        self.note(trainer, float(outputs["loss"]), outputs["logits"].clone())
+
+    def on_validation_end(self, trainer: Trainer, *_: Any) -> None:
+        self.note(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.note(trainer)
+
+
+def watched(strategy: MakeStrategy | None) -> Any:
+    torch.manual_seed(0)
+    sees, stopping = Sees(), EarlyStopping("val_loss", patience=2)
+    saving = ModelCheckpoint(scratch() / "kept", monitor="val_accuracy", mode="max", save_top_k=2, save_last=True)
+    run = trainer(
+        made(strategy),
+        max_epochs=8,
+        val_check_interval=2,
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.5,
+        num_sanity_val_steps=2,
+        enable_checkpointing=True,
+        callbacks=[sees, stopping, saving],
+    )
+    run.fit(Plateau(), *loaders("plain", 8, samples=32, val_samples=12))
+    scores = [float(score) for score in saving.best_k_models.values()]
+    return sees.seen, stopping.stopped_epoch, stopping.wait_count, scores, Path(saving.best_model_path).name
+
+
+def test_callbacks_see_on_every_rank_what_they_see_on_one_device() -> None:
+    expected, found = on_one_and_two(watched)
+    assert expected[1] > 0, "training was to stop early"
+    for rank in found:
+        require_like(expected[:-1], rank[:-1])
+        assert rank[-1] == expected[-1]
+
+
+class Lines(Callback):
+    pass
+
+
+def logged(strategy: MakeStrategy | None) -> list[dict[str, str]]:
+    import csv
+
+    from lightning.pytorch.loggers import CSVLogger
+
+    logger = CSVLogger(scratch(), name="lines", version=0)
+    run = trainer(
+        made(strategy), max_epochs=2, logger=logger, log_every_n_steps=1, callbacks=[LearningRateMonitor("step")]
+    )
+    run.fit(build("plain"), *loaders("plain", 8, samples=24, val_samples=12))
+    if not run.is_global_zero:
+        return []
+    with Path(logger.log_dir, "metrics.csv").open() as file:
+        return [{name: float(value) for name, value in line.items() if value} for line in csv.DictReader(file)]
+
+
+def test_loggers_get_the_same_lines() -> None:
+    expected, (first, _) = on_one_and_two(logged)
+    assert any("lr-AdamW" in line for line in expected)
+    require_like(expected, first)
+
+
+# ---------------------------------------------------------------- validate, test, predict
+
+
+def evaluated(strategy: MakeStrategy | None) -> Any:
+    model, run = build("plain"), trainer(made(strategy), max_epochs=1)
+    train, val = loaders("plain", 8, samples=16, val_samples=13)  # the last batch has fewer samples
+    before = run.validate(model, val)
+    run.fit(model, train)
+    predictions = run.predict(model, val)
+    after = run.test(model, val)
+    alone = model(torch.ones(3, 13))  # and the module is whole and usable afterwards
+    return before, predictions, after, [part.detach() for part in alone]
+
+
+@pytest.mark.parametrize("strategy", [PIPELINE, ZBV], ids=["1f1b", "zbv"])
+def test_evaluation_and_prediction_in_any_order(strategy: MakeStrategy) -> None:
+    expected, found = on_one_and_two(evaluated, strategy)
+    assert len(torch.cat(expected[1])) == 13
+    for rank in found:
+        require_like(expected, rank)
+
+
+def summed(strategy: MakeStrategy | None) -> tuple[int, int, list[int]]:
+    class Look(Callback):
+        def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
+            summary = ModelSummary(module, max_depth=1)
+            self.seen = summary.total_parameters, summary.trainable_parameters, summary.param_nums
+
+    look = Look()
+    run = trainer(made(strategy), max_steps=1, callbacks=[look], enable_model_summary=True)
+    run.fit(build("gpt"), *loaders("gpt", 8))
+    return look.seen
+
+
+# ---------------------------------------------------------------- batches of every size
+
+
+class Ragged(Dataset):
+    """Sequences; those of every batch of four have their own length."""
+
+    def __init__(self, samples: int) -> None:
+        self.tokens = torch.randint(64, (samples, 16), generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        length = 5 + 3 * (index // 4 % 3)
+        return {"input_ids": self.tokens[index, :length], "labels": self.tokens[index, 1 : length + 1]}
+
+
+def ragged(strategy: MakeStrategy | None) -> Any:
+    class Losses(Callback):
+        def __init__(self) -> None:
+            self.losses: list[float] = []
+
+        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+            self.losses.append(float(trainer.callback_metrics["train_loss"]))
+
+    losses = Losses()
+    model = build("llama")
+    run = trainer(made(strategy), max_epochs=2, accumulate_grad_batches=3, gradient_clip_val=0.5, callbacks=[losses])
+    run.fit(model, DataLoader(Ragged(26), 4), DataLoader(Ragged(6), 4))  # the last batches have 2 samples
+    return losses.losses, float(run.callback_metrics["val_loss"]), {n: v.clone() for n, v in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("microbatches", [2, 4, 8])
+def test_other_lengths_and_fewer_samples_than_microbatches(microbatches: int) -> None:
+    expected, found = on_one_and_two(ragged, partial(PipelineParallelStrategy, 2, microbatches=microbatches))
+    for losses, val_loss, weights in found:
+        require_like(expected[:2], (losses, val_loss))
+        for name, wanted in expected[2].items():
+            torch.testing.assert_close(weights[name], wanted, rtol=1e-4, atol=1e-5)
+
+
+# ---------------------------------------------------------------- precision
+
+
+class Poisoned(LightningModule):
+    """In its second batch the gradients of what the first block holds overflow, and of nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(PlainBlock(13, 17) for _ in range(4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, *_ = batch
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if number == 0 and batch_idx == 1:
+                x = Overflow.apply(x)
+        return x.float().square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+class Overflow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, incoming: Tensor) -> Tensor:
+        return incoming * math.inf
+
+
+class Watch(Callback):
+    """The scale, and whether this rank's parameters moved, after every step."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, bool]] = []
+        self.before: list[Tensor] = []
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        self.before = [parameter.detach().clone() for parameter in module.parameters()]
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        same = all(torch.equal(*pair) for pair in zip(self.before, module.parameters(), strict=True))
+        self.seen.append((trainer.precision_plugin.scaler.get_scale(), not same))
+
+
+def overflow(strategy: MakeStrategy, clip: float | None) -> list[tuple[float, bool]]:
+    watch = Watch()
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100))
+    run = trainer(strategy(), plugins=[plugin], callbacks=[watch], max_steps=3, gradient_clip_val=clip)
+    run.fit(Poisoned(), loaders("plain", 8).train)
+    return watch.seen
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("strategy", [PIPELINE, ZBV], ids=["1f1b", "zbv"])
+def test_an_overflow_on_one_stage_skips_the_step_on_all(strategy: MakeStrategy, clip: float | None) -> None:
+    for seen in run_on_ranks(2, overflow, strategy, clip):
+        assert seen == [(2.0**10, True), (2.0**9, False), (2.0**9, True)]
+
+
+@pytest.mark.parametrize(("precision", "rtol"), [("bf16-mixed", 2e-2), ("bf16-true", 5e-2), ("16-mixed", 5e-3)])
+def test_precisions(precision: str, rtol: float) -> None:
+    sgd = partial(torch.optim.SGD, lr=0.05)
+    run = {"precision": precision, "max_epochs": 1, "data": {"samples": 32, "val_samples": 8}}
+    check_parity("llama", 2, PIPELINE, rtol=rtol, model={"optimizer": sgd}, **run)
+
+
+@ranks(2)
+def test_a_loss_that_is_no_number_is_so_on_every_rank() -> None:
+    class Broken(Poisoned):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, 0)
+            self.log("loss", loss * (math.nan if batch_idx == 1 else 1.0))
+            return loss
+
+    stopping = EarlyStopping("loss", patience=100, check_finite=True, check_on_train_epoch_end=True)
+    run = trainer(PIPELINE(), max_epochs=5, callbacks=[stopping], limit_train_batches=2)
+    run.fit(Broken(), loaders("plain", 8).train)
+    assert run.current_epoch == 1
+
+
+# ---------------------------------------------------------------- beside other techniques
+
+
+def recomputing() -> HybridStrategy:
+    return HybridStrategy(PipelineParallel(2), ActivationCheckpoint())
+
+
+@pytest.mark.parametrize("column", ["gpt", "plain"])
+def test_recomputation(column: str) -> None:
+    check_parity(column, 2, recomputing, max_epochs=1)
+
+
+# ---------------------------------------------------------------- checkpoints
+
+LAYOUTS: dict[str, tuple[int, int, MakeStrategy]] = {
+    "one": (1, 1, HybridStrategy),
+    "pipeline": (2, 1, PIPELINE),
+    "zbv": (2, 1, ZBV),
+    "zero 3 beside": (4, 2, lambda: HybridStrategy(PipelineParallel(2), Zero(2))),
+    "zero 3": (2, 2, lambda: HybridStrategy(Zero(2))),
+    "data parallel": (4, 2, lambda: HybridStrategy(PipelineParallel(2, schedule="zbv"), DataParallel(2))),
+}
+
+
+def fitted(layout: str, folder: Path, resume: Path | None) -> Any:
+    from tests.curves import Recorder
+
+    _, data_ranks, strategy = LAYOUTS[layout]
+    model, recorder, saving = build("gpt2", seed=5 if resume else 0), Recorder(), SaveAt(folder, [4, 5])
+    run = trainer(strategy(), max_epochs=2, accumulate_grad_batches=2, callbacks=[recorder, saving])
+    data = loaders("gpt2", 8 // data_ranks, samples=32, val_samples=8)
+    run.fit(model, *data, ckpt_path=resume, weights_only=True)
+    recorder.curve.weights.update({name: value.detach().clone() for name, value in model.state_dict().items()})
+    return recorder.curve
+
+
+def test_files_of_every_layout_resume_in_every_other(tmp_path: Path) -> None:
+    def run(layout: str, resume: Path | None = None) -> Any:
+        return run_on_ranks(LAYOUTS[layout][0], fitted, layout, tmp_path / layout, resume)[0]
+
+    whole = run("one")
+    names = [*LAYOUTS, "one"]
+    for writer, reader in zip(names, names[1:], strict=False):
+        if writer != "one":
+            compare(whole, run(writer), where=f"{writer}: ")
+        got, after = run(reader, tmp_path / writer / "5.ckpt"), 5
+        assert got.losses == pytest.approx(whole.losses[after:], rel=1e-5), f"{reader} from {writer}"
+        for name, wanted in whole.weights.items():
+            torch.testing.assert_close(got.weights[name], wanted, rtol=1e-4, atol=1e-5)
+    expected, found = (torch.load(tmp_path / layout / "4.ckpt", weights_only=True) for layout in ("one", "zbv"))
+    assert list(expected["state_dict"]) == list(found["state_dict"])
+    assert expected["optimizer_states"][0]["state"].keys() == found["optimizer_states"][0]["state"].keys()
