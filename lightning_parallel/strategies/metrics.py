@@ -115,18 +115,23 @@ class BatchMetric:
         """The value for the batch, over all ranks that read its other samples where somebody asks for it."""
         if self._before is None:
             return self._metric._forward_cache
-        metric, before, self._before = self._metric, self._before, None
+        metric = self._metric
         metric._to_sync = self._syncs
         value = metric.compute()
-        metric._to_sync, metric._computed = metric.sync_on_compute, None
-        metric._update_count += before["_update_count"]
-        metric._reduce_states({name: before[name] for name in metric._defaults})
+        metric._to_sync = metric.sync_on_compute
+        self._add_before()
         return value
+
+    def _add_before(self) -> None:
+        metric, before, self._before = self._metric, self._before, None
+        if before is not None:
+            metric._computed = None
+            metric._update_count += before["_update_count"]
+            metric._reduce_states({name: before[name] for name in metric._defaults})
 
     def close(self) -> None:
         """Gives the metric its own forward back, and what it held."""
-        if self._before is not None:
-            self.value()
+        self._add_before()
         vars(self._metric).pop("forward")
         self._metric.dist_sync_on_step = self._syncs
 

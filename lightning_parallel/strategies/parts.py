@@ -1,7 +1,8 @@
-"""A user's step that runs in parts, and perhaps on another rank: what it logs and counts, once and on every rank.
+"""A user's step that runs in parts, perhaps on another rank: what it logs, counts and keeps, once and on every rank.
 
-While parts of a batch run, `self.log` is only noted, and metrics see the parts of those runs that come to their end.
-Afterwards the notes of all parts make the values of the whole batch; every rank logs these, in the same hook.
+While parts of a batch run, `self.log` is only noted, what the step keeps on the module is taken back, and metrics see
+the parts of those runs that come to their end. Afterwards the notes of all parts make the values of the whole batch;
+every rank logs and keeps these, in the same hook.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import Self
 
+from lightning_parallel.strategies.kept_values import Change, KeptValues, Path, keep, merged
 from lightning_parallel.strategies.logging import StepLog
 from lightning_parallel.strategies.metrics import BatchMetric, Tentative
 from lightning_parallel.techniques.pipeline_parallel.microbatches import batch_size
@@ -37,10 +39,11 @@ class Noted:
 
 @dataclass(frozen=True)
 class Notes:
-    """What one batch logged, and the values of the metrics that were called in it."""
+    """What one batch logged, the values of the metrics that were called in it, and what it kept on the module."""
 
     logged: list[Noted]
     metrics: dict[str, Any]
+    kept: dict[Path, Change]
     rank: int
 
 
@@ -64,6 +67,8 @@ class PartsRun(Run[T]):
         super().__init__(step)
         self._module, self._log, self._rank = module, log, rank
         self._noted: list[Noted] = []
+        self._kept: list[dict[Path, Change]] = []
+        self._sizes: list[int] = []
         self._names = {id(part): name for name, part in module.named_modules() if isinstance(part, Metric)}
         self._metrics = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
         self._called: dict[str, BatchMetric] = {}
@@ -73,7 +78,7 @@ class PartsRun(Run[T]):
         """Runs the step on one part; what it logged and counted stays if it comes to its end."""
         noted: list[Noted] = []
         size = batch_size(args[0]) or 1
-        metrics = [Tentative(metric) for metric in self._metrics.values()]
+        metrics, kept = [Tentative(metric) for metric in self._metrics.values()], KeptValues(self._module)
         try:
             with self._log.diverted(lambda name, value, options: noted.append(self._note(name, value, options, size))):
                 output = super().__call__(*args, **kwargs)
@@ -81,10 +86,14 @@ class PartsRun(Run[T]):
             for metric in metrics:
                 metric.undo()
             raise
+        else:
+            self._noted += noted
+            self._kept.append(kept.changes())
+            self._sizes.append(size)
         finally:
+            kept.undo()
             for metric in metrics:
                 metric.close()
-        self._noted += noted
         return output
 
     def _note(self, name: str, value: Any, options: dict[str, Any], size: int) -> Noted:
@@ -113,11 +122,13 @@ class PartsRun(Run[T]):
             by_name.setdefault((noted.name, noted.options.get("add_dataloader_idx", True)), []).append(noted)
         asked = {noted.metric or noted.value for noted in self._noted if noted.metric or isinstance(noted.value, str)}
         values = {name: self._called[name].value() for name in sorted(map(str, asked))}
-        return Notes([_combined(same, values) for same in by_name.values()], values, self._rank)
+        logged = [_combined(same, values) for same in by_name.values()]
+        return Notes(logged, values, merged(self._kept, self._sizes), self._rank)
 
     def replay(self, notes: Notes) -> None:
         """See `Run.replay`."""
         self.origin = notes.rank
+        keep(self._module, notes.kept)
         for noted in notes.logged:
             value: Any = noted.value
             if isinstance(value, str):

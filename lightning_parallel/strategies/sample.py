@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import Metric
 
 from lightning_parallel.strategies.batches import generators_of
+from lightning_parallel.strategies.kept_values import KeptValues
 from lightning_parallel.strategies.loaders import (
     CollateCounted,
     DealtBatches,
@@ -146,7 +147,8 @@ def _same_randomness(loaders: list[Any]) -> Iterator[None]:
 
 @contextmanager
 def _without_traces(module: LightningModule) -> Iterator[None]:
-    """Inside, nothing is logged and no metric counts."""
+    """Inside, nothing is logged and no metric counts; afterwards the module keeps what it kept."""
+    kept = KeptValues(module)
     silent: dict[str, Any] = {"update": _nothing, "forward": _zero, "compute": _zero}
     metrics = [part for part in module.modules() if isinstance(part, Metric)]
     before = [{name: vars(metric).get(name) for name in silent} for metric in metrics]
@@ -157,6 +159,7 @@ def _without_traces(module: LightningModule) -> Iterator[None]:
     try:
         yield
     finally:
+        kept.undo()
         vars(module).pop("log")
         if logged is not None:
             vars(module)["log"] = logged

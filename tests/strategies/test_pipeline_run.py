@@ -4,6 +4,7 @@ import math
 import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_parallel import (
     ActivationCheckpoint,
-    DataParallel,
     HybridStrategy,
     PipelineParallel,
     PipelineParallelStrategy,
@@ -63,7 +63,7 @@ def require_like(expected: Any, found: Any) -> None:
         for wanted, got in zip(expected, found, strict=True):
             require_like(wanted, got)
     elif isinstance(expected, Tensor):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     else:
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
@@ -127,10 +127,6 @@ def test_callbacks_see_on_every_rank_what_they_see_on_one_device() -> None:
         assert rank[-1] == expected[-1]
 
 
-class Lines(Callback):
-    pass
-
-
 def logged(strategy: MakeStrategy | None) -> list[dict[str, str]]:
     import csv
 
@@ -159,10 +155,10 @@ def test_loggers_get_the_same_lines() -> None:
 def evaluated(strategy: MakeStrategy | None) -> Any:
     model, run = build("plain"), trainer(made(strategy), max_epochs=1)
     train, val = loaders("plain", 8, samples=16, val_samples=13)  # the last batch has fewer samples
-    before = run.validate(model, val)
-    run.fit(model, train)
+    before = run.validate(model, val, verbose=False)
+    run.fit(model, train, val)
     predictions = run.predict(model, val)
-    after = run.test(model, val)
+    after = run.test(model, val, verbose=False)
     alone = model(torch.ones(3, 13))  # and the module is whole and usable afterwards
     return before, predictions, after, [part.detach() for part in alone]
 
@@ -175,7 +171,7 @@ def test_evaluation_and_prediction_in_any_order(strategy: MakeStrategy) -> None:
         require_like(expected, rank)
 
 
-def summed(strategy: MakeStrategy | None) -> tuple[int, int, list[int]]:
+def summarised(strategy: MakeStrategy | None) -> tuple[int, int, list[int]]:
     class Look(Callback):
         def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
             summary = ModelSummary(module, max_depth=1)
@@ -185,6 +181,65 @@ def summed(strategy: MakeStrategy | None) -> tuple[int, int, list[int]]:
     run = trainer(made(strategy), max_steps=1, callbacks=[look], enable_model_summary=True)
     run.fit(build("gpt"), *loaders("gpt", 8))
     return look.seen
+
+
+def test_a_summary_is_of_the_whole_model() -> None:
+    expected, found = on_one_and_two(summarised)
+    assert found == [expected, expected]
+
+
+# ---------------------------------------------------------------- what a step keeps on the module
+
+
+class Keeping(Plain):
+    """Keeps values for the end of the epoch, in all the ways that users do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+        self.outputs: dict[str, list[Any]] = {"logits": [], "classes": []}
+        self.steps, self.samples, self.average, self.largest = 0, 0, 0.0, torch.zeros(2)
+        self.calls: dict[str, int] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.calls["train"] = self.calls.get("train", 0) + 1  # before the blocks
+        output = super().training_step(batch, batch_idx)
+        self.losses.append(output["loss"].detach())
+        self.outputs["logits"].append(output["logits"])
+        self.outputs["classes"].extend(output["logits"].argmax(-1).tolist())
+        self.steps, self.samples = self.steps + 1, self.samples + len(batch[0])
+        self.average = 0.9 * self.average + 0.1 * output["loss"].item()
+        self.last, self.largest[0] = output["loss"].detach(), 1.0
+        return output
+
+    def on_train_epoch_end(self) -> None:
+        assert len(self.losses) == 3
+        self.log("mean_of_losses", torch.stack(self.losses).mean())
+        self.log("sum_of_logits", torch.cat(self.outputs["logits"]).sum())
+        self.log("sum_of_classes", float(sum(self.outputs["classes"])))
+        self.losses.clear()
+        for kept in self.outputs.values():
+            kept.clear()
+
+
+def kept(strategy: MakeStrategy | None) -> Any:
+    model = Keeping()
+    run = trainer(made(strategy), max_epochs=2)
+    run.fit(model, *loaders("plain", 8, samples=22, val_samples=8))  # the last batch has 6, its microbatches 2 or 1
+    values = {name: float(value) for name, value in run.callback_metrics.items()}
+    return values, model.steps, model.samples, model.average, model.last, model.largest, model.calls, len(model.losses)
+
+
+@pytest.mark.parametrize("strategy", [PIPELINE, ZBV], ids=["1f1b", "zbv"])
+def test_what_a_step_keeps_is_that_of_one_device_on_every_rank(strategy: MakeStrategy) -> None:
+    expected, found = on_one_and_two(with_seed, strategy)
+    for rank in found:
+        require_like(expected, rank)
+
+
+def with_seed(strategy: MakeStrategy | None) -> Any:
+    torch.manual_seed(0)
+    return kept(strategy)
 
 
 # ---------------------------------------------------------------- batches of every size
@@ -291,7 +346,7 @@ def test_an_overflow_on_one_stage_skips_the_step_on_all(strategy: MakeStrategy, 
         assert seen == [(2.0**10, True), (2.0**9, False), (2.0**9, True)]
 
 
-@pytest.mark.parametrize(("precision", "rtol"), [("bf16-mixed", 2e-2), ("bf16-true", 5e-2), ("16-mixed", 5e-3)])
+@pytest.mark.parametrize(("precision", "rtol"), [("bf16-mixed", 2e-2), ("bf16-true", 5e-2)])
 def test_precisions(precision: str, rtol: float) -> None:
     sgd = partial(torch.optim.SGD, lr=0.05)
     run = {"precision": precision, "max_epochs": 1, "data": {"samples": 32, "val_samples": 8}}
@@ -332,7 +387,6 @@ LAYOUTS: dict[str, tuple[int, int, MakeStrategy]] = {
     "zbv": (2, 1, ZBV),
     "zero 3 beside": (4, 2, lambda: HybridStrategy(PipelineParallel(2), Zero(2))),
     "zero 3": (2, 2, lambda: HybridStrategy(Zero(2))),
-    "data parallel": (4, 2, lambda: HybridStrategy(PipelineParallel(2, schedule="zbv"), DataParallel(2))),
 }
 
 
@@ -340,7 +394,7 @@ def fitted(layout: str, folder: Path, resume: Path | None) -> Any:
     from tests.curves import Recorder
 
     _, data_ranks, strategy = LAYOUTS[layout]
-    model, recorder, saving = build("gpt2", seed=5 if resume else 0), Recorder(), SaveAt(folder, [4, 5])
+    model, recorder, saving = build("gpt2", seed=5 if resume else 0), Recorder(), SaveAt(folder, [4, 6])
     run = trainer(strategy(), max_epochs=2, accumulate_grad_batches=2, callbacks=[recorder, saving])
     data = loaders("gpt2", 8 // data_ranks, samples=32, val_samples=8)
     run.fit(model, *data, ckpt_path=resume, weights_only=True)
@@ -354,10 +408,10 @@ def test_files_of_every_layout_resume_in_every_other(tmp_path: Path) -> None:
 
     whole = run("one")
     names = [*LAYOUTS, "one"]
-    for writer, reader in zip(names, names[1:], strict=False):
+    for writer, reader in pairwise(names):
         if writer != "one":
             compare(whole, run(writer), where=f"{writer}: ")
-        got, after = run(reader, tmp_path / writer / "5.ckpt"), 5
+        got, after = run(reader, tmp_path / writer / "6.ckpt"), 6
         assert got.losses == pytest.approx(whole.losses[after:], rel=1e-5), f"{reader} from {writer}"
         for name, wanted in whole.weights.items():
             torch.testing.assert_close(got.weights[name], wanted, rtol=1e-4, atol=1e-5)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.flop_counter import flop_registry
 
+from lightning_parallel.techniques.pipeline_parallel.repeatable import Operations, Repeatable, operation
 from lightning_parallel.techniques.pipeline_parallel.shapes_only import ShapesOnly, mark_of, mark_tensors
 from lightning_parallel.techniques.redirect import Forward, redirect_call, restore_call
 
@@ -151,6 +152,7 @@ class _Recorder:
         self._crossings: dict[tuple[Made, int], Crossing] = {}
         self._parts: dict[str, int] = {}  # and how often each was called
         self._depth = 0  # within parts
+        self._operations: Operations = []
         self._whole = {name for block in blocks for name in _ancestors(block)}
 
     @contextmanager
@@ -198,12 +200,30 @@ class _Recorder:
                 )
             self._order.append(name)
             self._position = 2 * len(self._order) - 1
+            repeatable = Repeatable(call, args, kwargs)
+            self._operations = []
             output = call(*args, **kwargs)
+            self._require_alike(name, repeatable)
             _mark_returned(output, Made(self._position, returned=True), (name, 0))
             self._position += 1
             return output
 
         return watched
+
+    def _require_alike(self, name: str, repeatable: Repeatable) -> None:
+        work = list(self._work)
+        if not repeatable.settles(self._operations, self._noted):
+            raise _Unexpected(
+                f"the block {name}, called again with the same input, does something else: it depends on Python state "
+                "that blocks or calls share, such as a counter, and a pipeline runs them on several ranks, once for "
+                "each microbatch; hand such values from block to block as arguments, or fix them in __init__"
+            )
+        self._work = work
+
+    def _noted(self, run: Callable[[], Any]) -> Operations:
+        self._operations = []
+        run()
+        return self._operations
 
     # ---------------------------------------------------------------- what the operations tell
 
@@ -223,6 +243,8 @@ class _Recorder:
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
             self._work[self._position] += count(*args, **kwargs, out_val=result)
+        if self._position % 2:
+            self._operations.append(operation(func, args, kwargs, filter(self._is_known, inputs)))
         if self._position % 2 or self._depth:
             return Made(self._position)
         marks = [mark for mark in map(mark_of, inputs) if mark is not None]
@@ -231,6 +253,9 @@ class _Recorder:
         if any(mark.sources is None for mark in marks):
             return Made(self._position, parameters=parameters)
         return Made(self._position, False, frozenset().union(*(mark.sources for mark in marks)), parameters)
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        return not tensor.is_meta and id(tensor) not in self._names and mark_of(tensor) is None
 
     # ---------------------------------------------------------------- the result
 

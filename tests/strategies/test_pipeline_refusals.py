@@ -1,0 +1,176 @@
+"""What no pipeline can run is refused on every rank before the first step, with the rule and the remedy."""
+
+import itertools
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_parallel import (
+    ActivationCheckpoint,
+    Compile,
+    HybridStrategy,
+    PipelineParallel,
+    PipelineParallelStrategy,
+)
+from tests.further.handwritten import Handwritten
+from tests.models import PlainBlock, points
+from tests.ranks import run_on_ranks
+from tests.trainers import trainer
+
+STEPS = itertools.count(1)
+
+
+class Manual(Handwritten):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class CountingBlock(PlainBlock):
+    def __init__(self, state: dict[str, Any]) -> None:
+        super().__init__(7, 13)
+        self.state = state
+
+
+class Counter(CountingBlock):
+    def forward(self, x: Tensor) -> Tensor:
+        self.state["count"] += 1
+        return super().forward(x) / self.state["count"]
+
+
+class Global(CountingBlock):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / next(STEPS)
+
+
+class Flips(CountingBlock):
+    def forward(self, x: Tensor) -> Tensor:
+        self.state["flip"] = not self.state["flip"]
+        return super().forward(x) if self.state["flip"] else x
+
+
+class Sees(CountingBlock):
+    def forward(self, x: Tensor) -> Tensor:
+        seen, self.state["seen"] = self.state["seen"], x
+        return super().forward(x if seen is None else x + seen)
+
+
+class Tables(CountingBlock):
+    """Keeps a table that it makes when it is first called: this is no state that anything depends on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if "table" not in vars(self):
+            self.table = torch.linspace(0, 1, x.shape[-1])
+        return super().forward(x * self.table)
+
+
+def shares(kind: type[CountingBlock]) -> Handwritten:
+    class Sharing(Handwritten):
+        def make_blocks(self) -> nn.Module:
+            state: dict[str, Any] = {"count": 0, "seen": None, "flip": False}
+            return nn.ModuleList(kind(state) for _ in range(4))
+
+    return Sharing()
+
+
+class NoList(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(13, 7), nn.Linear(7, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.second(self.first(batch[0])).mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters())
+
+
+class Sometimes(Handwritten):
+    """Runs its blocks in the other order in its second batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.stem(batch[0])
+        for block in reversed(self.blocks) if batch_idx else self.blocks:
+            x = block(x)
+        return self.head(x).square().mean()
+
+
+class SkipsOne(Handwritten):
+    """Has no loss for some samples."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor | None:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch[0][0, 0] > 0 else loss
+
+
+def run(make: Any, strategy: Any, **options: Any) -> None:
+    data = DataLoader(points(32, seed=1), 8)
+    trainer(strategy(), **({"max_epochs": 1} | options)).fit(make(), data, data)
+
+
+def refused(make: Any, strategy: Any, **options: Any) -> list[str]:
+    """What the ranks say; one whose neighbour has left already may only miss it."""
+    return run_on_ranks(2, error_of, make, strategy, **options)
+
+
+def error_of(make: Any, strategy: Any, **options: Any) -> str:
+    with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
+        run(make, strategy, **options)
+    return str(caught.value)
+
+
+PP2 = partial(PipelineParallelStrategy, 2, microbatches=4)
+
+
+def zbv_with(technique: Any) -> Any:
+    return partial(HybridStrategy, PipelineParallel(2, schedule="zbv"), technique)
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy", "said"),
+    [
+        (Manual, PP2, "Manual optimizes manually"),
+        (partial(shares, Counter), PP2, r"the block blocks\.0, called again .* depends on Python state"),
+        (partial(shares, Global), PP2, r"the block blocks\.0, called again .* depends on Python state"),
+        (partial(shares, Flips), PP2, r"the block blocks\.0, called again .* depends on Python state"),
+        (partial(shares, Sees), PP2, r"block blocks\.[12] uses a tensor .* made in block blocks\.[01]"),
+        (NoList, PP2, r"NoList .*blocks="),
+        (partial(Handwritten, blocks=3), partial(PipelineParallelStrategy, 2, schedule="zbv"), r"4 stages .* has 3"),
+        (Handwritten, partial(PipelineParallelStrategy, 2, split=(3, 2)), r"split=\(3, 2\) .* 4 blocks"),
+        (Handwritten, zbv_with(ActivationCheckpoint()), r"zbv.* twice; choose a schedule such as '1f1b'"),
+        (Handwritten, zbv_with(Compile()), r"zbv.* twice; choose a schedule such as '1f1b'"),
+    ],
+)  # fmt: skip
+def test_before_the_first_step(make: Any, strategy: Any, said: str) -> None:
+    for message in refused(make, strategy):
+        assert re.search(said, message), message
+
+
+def test_tables_of_a_blocks_own_are_no_state() -> None:
+    run_on_ranks(2, run, partial(shares, Tables), PP2)
+
+
+def test_callbacks_that_need_whole_parameters() -> None:
+    for message in refused(Handwritten, PP2, callbacks=[StochasticWeightAveraging(swa_lrs=0.1)]):
+        assert "StochasticWeightAveraging reads and writes whole parameters" in message
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (Sometimes, r"block blocks\.3 was called where blocks\.0 was in the sample"),
+        (SkipsOne, r"returned no loss for microbatches \[\d.*a batch is skipped as a whole"),
+    ],
+)
+def test_during_a_step(make: Any, said: str) -> None:
+    assert any(re.search(said, message) for message in refused(make, PP2))
