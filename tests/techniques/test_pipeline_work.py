@@ -1,0 +1,203 @@
+"""What a pipeline's ranks do and hold, counted: activations alive, FLOPs, reductions, bytes of parameters."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
+from torch.utils.flop_counter import flop_registry
+
+from lightning_parallel import DataParallel, HybridStrategy, PipelineParallel, PipelineParallelStrategy, Zero
+from lightning_parallel.techniques.pipeline_parallel.schedules import SCHEDULES, make_schedule
+from lightning_parallel.techniques.pipeline_parallel.simulate import simulate
+from tests.models import PlainBlock
+from tests.ranks import run_on_ranks
+from tests.strategies.test_deferred_init import LiveBytes
+from tests.techniques.test_wire import group_size
+from tests.trainers import trainer
+
+BLOCKS = 8
+
+
+class Token:
+    """Lives as long as the graph of the block in which it was made."""
+
+
+class Held(torch.autograd.Function):
+    alive: weakref.WeakSet[Token] = weakref.WeakSet()
+    most = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.token = Token()
+        if not x.is_meta and x.requires_grad:
+            Held.alive.add(ctx.token)
+            Held.most = max(Held.most, len(Held.alive))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, incoming: Tensor) -> Tensor:
+        return incoming
+
+
+class Counted(PlainBlock):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(Held.apply(x))
+
+
+class Tower(LightningModule):
+    """Nothing but blocks, all alike."""
+
+    def __init__(self, block: Callable[[], nn.Module], late: bool = False) -> None:
+        super().__init__()
+        self.block = block
+        if not late:
+            self.configure_model()
+
+    def configure_model(self) -> None:
+        if "blocks" not in self._modules:
+            self.blocks = nn.ModuleList(self.block() for _ in range(BLOCKS))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            batch = block(batch)
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+
+def data(microbatches: int) -> DataLoader:
+    inputs = torch.randn(9 * microbatches, 16, generator=torch.Generator().manual_seed(1))
+    return DataLoader(inputs, microbatches)
+
+
+# ---------------------------------------------------------------- live activations
+
+
+class Requiring(Counted):
+    """The first one's input requires gradients too, so that all blocks count."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if x.requires_grad or x.is_meta or not torch.is_grad_enabled() else x.requires_grad_())
+
+
+def most_alive(schedule: str, ranks: int, microbatches: int) -> int:
+    gc.collect()
+    Held.alive.clear()
+    Held.most = 0
+    strategy = PipelineParallelStrategy(ranks, schedule=schedule, microbatches=microbatches)
+    trainer(strategy, max_epochs=1).fit(Tower(partial(Requiring, 16, 32)), data(microbatches))
+    return Held.most
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_as_many_microbatches_live_as_the_schedule_promises(schedule: str) -> None:
+    ranks, microbatches = 4, 8
+    promised = simulate(make_schedule(schedule, ranks, microbatches)).peak_activations
+    blocks_of_a_rank = BLOCKS / ranks
+    found = run_on_ranks(ranks, most_alive, schedule, ranks, microbatches)
+    assert found == [round(peak * blocks_of_a_rank) for peak in promised]
+
+
+# ---------------------------------------------------------------- work and messages
+
+
+class Work(TorchDispatchMode):
+    """FLOPs of real tensors, and messages by the size of the group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+        self.messages: Counter[tuple[str, int]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            self.messages[func._opname, next(size for size in map(group_size, args) if size)] += 1
+        elif func._overloadpacket in flop_registry and not any(isinstance(a, Tensor) and a.is_meta for a in args):
+            self.flops += flop_registry[func._overloadpacket](*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+class Watch(Callback):
+    """Looks at the second batch, when everything has been set up."""
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.work = Work()
+            self.work.__enter__()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == 1:
+            self.work.__exit__(None, None, None)
+
+
+def worked(strategy: Any, microbatches: int, samples: int = 8) -> tuple[int, dict[tuple[str, int], int]]:
+    watch = Watch()
+    trainer(strategy(), max_epochs=1, callbacks=[watch]).fit(Tower(partial(PlainBlock, 16, 32)), data(samples))
+    return watch.work.flops, dict(watch.work.messages)
+
+
+def single() -> str:
+    return "auto"
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"])
+def test_halves_of_a_backward_are_as_much_work_as_a_whole_one(schedule: str) -> None:
+    [(expected, _)] = run_on_ranks(1, worked, single, 1)
+    found = run_on_ranks(2, worked, partial(PipelineParallelStrategy, 2, schedule=schedule, microbatches=4), 4)
+    assert sum(flops for flops, _ in found) == expected
+
+
+def beside(technique: Any, microbatches: int) -> HybridStrategy:
+    return HybridStrategy(PipelineParallel(2, microbatches=microbatches), technique)
+
+
+@pytest.mark.parametrize(
+    "technique", [DataParallel(3), Zero(3, stage=1), Zero(3, stage=2), Zero(3, stage=3)], ids=["dp", "1", "2", "3"]
+)
+def test_other_techniques_talk_once_for_a_batch_not_for_a_microbatch(technique: Any) -> None:
+    few, many = (run_on_ranks(6, worked, partial(beside, technique, m), m) for m in (1, 4))
+    for (_, one), (_, four) in zip(few, many, strict=True):
+        among_three = {key: count for key, count in one.items() if key[1] == 3}
+        assert among_three
+        assert {key: count for key, count in four.items() if key[1] == 3} == among_three
+
+
+# ---------------------------------------------------------------- memory
+
+
+def built(ranks: int) -> tuple[int, int]:
+    """The most bytes that were real at a time while the model was made, and those that this rank keeps."""
+
+    class Peek(Callback):
+        def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+            self.held = sum(p.numel() * p.element_size() for p in module.parameters())
+            live.__exit__(None, None, None)
+
+    model, peek = Tower(partial(nn.Linear, 256, 256), late=True), Peek()
+    live = LiveBytes()
+    loader = DataLoader(torch.randn(4, 256), 2)
+    live.__enter__()
+    trainer(PipelineParallelStrategy(ranks), max_steps=1, callbacks=[peek]).fit(model, loader)
+    return live.peak, peek.held
+
+
+def test_only_a_stages_own_parameters_are_ever_allocated() -> None:
+    whole = BLOCKS * (256 * 256 + 256) * 4
+    for peak, held in run_on_ranks(4, built, 4):
+        assert held == whole / 4
+        assert peak < 1.75 * held  # its own, and the one that is being made
