@@ -1,4 +1,4 @@
-"""A user's script, run as real processes by `test_launched.py`: python launched.py START_METHOD EVENT RANK."""
+"""A user's script, run as real processes by `test_launched.py`: python launched.py START_METHOD EVENT RANK STRATEGY."""
 
 import os
 import signal
@@ -10,7 +10,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch.utils.data import DataLoader
 
-from lightning_parallel import ZeroStrategy
+from lightning_parallel import PipelineParallelStrategy, TensorParallelStrategy, ZeroStrategy
+
+STRATEGIES = {"zero": ZeroStrategy, "tensor": TensorParallelStrategy, "pipeline": PipelineParallelStrategy}
 
 EVENTS = {
     "nothing": lambda: None,
@@ -20,30 +22,42 @@ EVENTS = {
 }
 
 
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu())
+
+
 class Regression(LightningModule):
     def __init__(self, event: str = "nothing", rank: int = 0) -> None:
         super().__init__()
         self.event, self.rank = event, rank
-        self.layer = torch.nn.Linear(8, 8)
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(2))
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         if batch_idx == 3 and self.global_rank == self.rank:
             print(f"event at {time.time()}", flush=True)
             EVENTS[self.event]()
         time.sleep(0.05)
-        return self.layer(batch).square().mean()
+        for layer in self.layers:
+            batch = layer(batch)
+        return batch.square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters())
 
 
 def main() -> None:
-    start_method, event, rank, folder = sys.argv[1:]
+    start_method, event, rank, strategy, folder = sys.argv[1:]
     torch.set_num_threads(1)
+    torch.manual_seed(0)
     trainer = Trainer(
         accelerator="cpu",
         devices=2,
-        strategy=ZeroStrategy(start_method=start_method),
+        strategy=STRATEGIES[strategy](start_method=start_method),
         max_steps=30,
         logger=False,
         enable_progress_bar=False,
@@ -52,7 +66,8 @@ def main() -> None:
     )
     module = Regression(event, int(rank))
     trainer.fit(module, DataLoader(torch.randn(400, 8), batch_size=2))
-    print(f"finished with {type(module.layer.weight).__name__} {tuple(module.layer.weight.shape)}", flush=True)
+    weight = module.layers[0].up.weight
+    print(f"finished with {type(weight).__name__} {tuple(weight.shape)}", flush=True)
 
 
 if __name__ == "__main__":

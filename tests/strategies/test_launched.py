@@ -27,6 +27,7 @@ class Launch(NamedTuple):
     start_method: str = "popen"
     event: str = "nothing"
     rank: int = 0
+    strategy: str = "zero"
 
 
 class Ended(NamedTuple):
@@ -92,7 +93,12 @@ def test_every_way_to_start_gives_the_whole_model_back(ended):
     assert "finished with Parameter (8, 8)" in ended.output
 
 
-@after(Launch(event="raise", rank=0), Launch(event="raise", rank=1))
+@after(
+    Launch(event="raise", rank=0),
+    Launch(event="raise", rank=1),
+    Launch("fork", event="raise", rank=1, strategy="pipeline"),
+    Launch("fork", event="raise", rank=0, strategy="tensor"),
+)
 def test_a_rank_that_raises_takes_the_others_down_with_the_cause_on_screen(ended):
     assert ended.code != 0
     assert "the user's code failed here" in ended.output
@@ -101,7 +107,9 @@ def test_a_rank_that_raises_takes_the_others_down_with_the_cause_on_screen(ended
     assert list(ended.folder.glob("*.ckpt")) == []  # half a checkpoint is none
 
 
-@after(Launch(event="kill", rank=0))  # rank 1 ends as one that raises does; rank 0 launched the others
+@after(
+    Launch(event="kill", rank=0), Launch("fork", event="kill", rank=1, strategy="pipeline")
+)  # rank 1 ends as one that raises does; rank 0 launched the others
 def test_a_killed_rank_takes_the_others_down(ended):
     assert ended.code != 0
     assert ended.seconds_after_event < 10
