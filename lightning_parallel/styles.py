@@ -27,6 +27,8 @@ HUGGING_FACE = {
     "embedding_rowwise": "vocabulary",
 }
 
+GATHERED = "colwise_gather_output"
+
 QUERIES_KEYS_VALUES = re.compile(r"(c_attn|qkv|qkv_proj|w_?qkv|wqkv|in_proj_qkv|to_qkv)", re.I)
 GATE_AND_UP = re.compile(r"(gate_up_proj|gate_up|w13|up_gate_proj)", re.I)
 INTO_HEADS = re.compile(
@@ -39,7 +41,7 @@ OUT_OF_HEADS = re.compile(r"(o|o_proj|out|out_proj|output|dense|proj|c_proj|w_?o
 def find_styles(model: nn.Module, plan: ParallelPlan) -> dict[str, str]:
     """The styles of a model's modules, by pattern: those of its `tp_plan`, or those that its blocks suggest."""
     styles = _from_metadata(model) or _from_blocks(model, plan)
-    return styles | _vocabulary(model, plan)
+    return styles | _vocabulary(model, plan, styles)
 
 
 # ---------------------------------------------------------------- Hugging Face's metadata
@@ -164,7 +166,7 @@ def _into_style(name: str, size: tuple[int, int], inner: int) -> str:
 # ---------------------------------------------------------------- the vocabulary
 
 
-def _vocabulary(model: nn.Module, plan: ParallelPlan) -> dict[str, str]:
+def _vocabulary(model: nn.Module, plan: ParallelPlan, styles: Mapping[str, str]) -> dict[str, str]:
     """The output head over a vocabulary, and the embedding of that vocabulary."""
     embeddings = dict(_embeddings(model))
     sizes = {(module.num_embeddings, module.embedding_dim) for module in embeddings.values()}
@@ -172,7 +174,10 @@ def _vocabulary(model: nn.Module, plan: ParallelPlan) -> dict[str, str]:
     heads = {
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and tuple(module.weight.shape) in sizes and id(module) not in in_blocks
+        if isinstance(module, nn.Linear)
+        and tuple(module.weight.shape) in sizes
+        and id(module) not in in_blocks
+        and styles.get(starred(name), GATHERED) == GATHERED
     }
     weights = {id(model.get_submodule(name)._parameters["weight"]): name for name in heads}
     shapes = {model.get_submodule(name)._parameters["weight"].shape for name in heads}  # type: ignore[union-attr]

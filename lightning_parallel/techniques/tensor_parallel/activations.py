@@ -53,6 +53,22 @@ class Activations:
         """The length of this rank's part of the sequence, padding included."""
         return None if self.length is None else ceil(self.length / self.ranks)
 
+    # ---------------------------------------------------------------- blocks
+
+    def begin_block(self, length: int | None) -> None:
+        """A block starts, on a part of a sequence of this length, or on what is whole."""
+        self.length, self._drops = length, False
+
+    def resume_in_backward(self, output: Tensor) -> None:
+        """When backward reaches this result of a block, what the block recomputes finds all as it was."""
+        state = self.length, self._drops
+
+        def resume(_: Tensor) -> None:
+            self.length, self._drops = state
+
+        if output.requires_grad:
+            output.register_hook(resume)  # type: ignore[no-untyped-call]
+
     # ---------------------------------------------------------------- regions
 
     def enter(self, x: Tensor) -> Tensor:
@@ -147,10 +163,9 @@ class Activations:
         return own_part(hidden, self.sequence_dim, self.group)
 
     def join(self, hidden: Tensor) -> Tensor:
-        """Takes `split` back."""
-        length, self.length = self.length, None
-        assert length is not None
-        return join_parts(hidden, self.sequence_dim, length, self.group)
+        """Takes `split` back, of one tensor of those that are split."""
+        assert self.length is not None
+        return join_parts(hidden, self.sequence_dim, self.length, self.group)
 
 
 def _in_autocast_dtype(x: Tensor) -> Tensor:

@@ -12,26 +12,29 @@ import logging
 import traceback
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from lightning_parallel.techniques.shards import bounds
-from lightning_parallel.techniques.tensor_parallel.activations import Activations
+from lightning_parallel.techniques.tensor_parallel.dry import DryActivations
 from lightning_parallel.techniques.tensor_parallel.entries import Entry, enter_in_parents, replace_hidden
 from lightning_parallel.techniques.tensor_parallel.heads import LEVELS, set_local_sizes
+from lightning_parallel.techniques.tensor_parallel.hidden import FIRST
 from lightning_parallel.techniques.tensor_parallel.layout import Divided
 from lightning_parallel.techniques.tensor_parallel.modules import divided_forward
-from lightning_parallel.techniques.tensor_parallel.randomness import OwnRandomness
+from lightning_parallel.techniques.tensor_parallel.places import Places, is_model, line, places_of, told, wrong_place
 
 log = logging.getLogger(__name__)
 
 CACHES = ("past_key_values", "past_key_value", "layer_past")
+
+
+ENTRIES: tuple[Entry, ...] = ("linear", "parent")
 
 
 @dataclass(frozen=True)
@@ -42,11 +45,15 @@ class Finding:
         entry: where activations enter its regions.
         level: which of its sizes are set to this rank's.
         partial: the parameters, by their names in the block, of whose gradient each rank has a summand.
+        outputs: which leaves of its results run along the split sequence.
+        unchecked: why it could not be tried without values, None where it could.
     """
 
     entry: Entry
     level: int
     partial: frozenset[str]
+    outputs: frozenset[int] | None = FIRST
+    unchecked: str | None = None
 
 
 class RefusedBlockError(ValueError):
@@ -78,7 +85,7 @@ class BlockCheck:
     def __init__(self, name: str, skeleton: nn.Module, divided: Mapping[str, Divided], ranks: int, dim: int) -> None:
         self._name, self._skeleton, self._divided = name, skeleton, dict(divided)
         self._ranks, self._dim = ranks, dim
-        self._found: dict[bool, Finding] = {}
+        self._found: dict[Any, Finding | RefusedBlockError] = {}
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any], split: bool) -> Finding:
         """How to run the block on such inputs.
@@ -91,28 +98,38 @@ class BlockCheck:
         Raises:
             RefusedBlockError: it cannot be run divided; names the line where that shows.
         """
-        if split not in self._found:
-            self._found[split] = self._find(*_as_meta((args, kwargs)), split)
-        return self._found[split]
+        key = split, _kinds((args, kwargs))
+        if key not in self._found:
+            try:
+                self._found[key] = self._find(*_as_meta((args, kwargs)), split)
+            except RefusedBlockError as refused:
+                self._found[key] = refused
+        found = self._found[key]
+        if isinstance(found, RefusedBlockError):
+            raise found
+        return found
 
     def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any], split: bool) -> Finding:
         whole = Trial(self._skeleton)
         error = whole.run(args, kwargs, frozenset())
         if error is not None:
             log.info("%s cannot be run without values (%s), so that dividing it is not checked", self._name, error)
-            return Finding("linear" if not split else "parent", 0, self._all_whole() if split else frozenset())
-        first: str | None = None
+            entry: Entry = "parent" if split else "linear"
+            return Finding(entry, 0, self._all_whole() if split else frozenset(), unchecked=error)
+        problems: list[tuple[int, str]] = []
         for level in LEVELS:
-            for entry in ("linear", "parent") if split else ("linear",):
-                trials = [self._divided_trial(rank, level, entry, args, kwargs, split) for rank in self._distinct()]
-                problem = next((p for trial in trials if (p := trial.differs_from(whole))), None)
-                if problem is None:
+            for start in ENTRIES if split else ENTRIES[:1]:
+                trials = [self._divided_trial(rank, level, start, args, kwargs, split) for rank in self._distinct()]
+                wrong = [(trial.progress, p) for trial in trials if (p := trial.differs_from(whole))]
+                if not wrong:
                     partial = trials[0].trial.partial
-                    return Finding(entry, level, frozenset(partial & self._all_whole()))
-                first = first or problem
+                    outputs = trials[0].split_outputs()
+                    return Finding(start, level, frozenset(partial & self._all_whole()), outputs)
+                problems += wrong[:1]
+        problem = max(problems, key=lambda tried: tried[0])[1]  # of the one that went furthest
         raise RefusedBlockError(
             f"{self._name} ({type(self._skeleton).__name__}) cannot be divided over {self._ranks} tensor-parallel "
-            f"ranks: {first}. Let it take the number of heads from the tensors it gets, leave its modules out of the "
+            f"ranks: {problem}. Let it take the number of heads from the tensors it gets, leave its modules out of the "
             "plan's styles" + (", or set sequence_parallel=False" if split else "")
         )
 
@@ -139,7 +156,7 @@ class BlockCheck:
     ) -> _Outcome:
         block = skeleton_of(self._skeleton)
         trial = Trial(block)
-        activations = DryActivations(self._ranks, rank, self._dim, trial)
+        activations = DryActivations(self._ranks, rank, self._dim, trial.taint)
         here = {name: d.on(block.get_submodule(name)) for name, d in self._divided.items()}
         set_local_sizes(block, here, self._ranks, level)
         for each in here.values():
@@ -151,7 +168,7 @@ class BlockCheck:
             args, kwargs = replace_hidden(args, kwargs, activations.split)
         tainted = frozenset(id(leaf) for leaf in tree_leaves((args, kwargs)) if leaf is activations.hidden)
         error = trial.run(args, kwargs, tainted)
-        return _Outcome(trial, error, activations.own_length, self._dim)
+        return _Outcome(trial, error, activations.length, activations.own_length, self._dim)
 
 
 def _make_local(divided: Divided, ranks: int, rank: int) -> None:
@@ -173,50 +190,10 @@ def _as_meta(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any,
     return result
 
 
-class DryActivations(Activations):
-    """Enters and leaves regions in shape only."""
-
-    def __init__(self, ranks: int, rank: int, sequence_dim: int, trial: Trial) -> None:
-        self.ranks, self.rank, self.sequence_dim = ranks, rank, sequence_dim
-        self.length = None
-        self._drops = False
-        self._randomness = OwnRandomness(rank)
-        self.hidden: Tensor | None = None
-        self._inside, self._entered, self._trial = False, None, trial
-        self._regathers, self._regathered = False, None
-
-    def _enter(self, x: Tensor) -> Tensor:
-        return self._trial.taint(self._resized(x, self.length))
-
-    def leave(self, y: Tensor) -> Tensor:  # noqa: D102
-        self.forget()
-        if self.length is not None and y.shape[self.sequence_dim] != self.length:
-            raise RuntimeError(f"a rowwise module gets {y.shape[self.sequence_dim]} of {self.length} positions")
-        hidden = self._resized(y, self.own_length)
-        return self._trial.taint(hidden) if self.length is not None else hidden
-
-    def join_features(self, y: Tensor, features: int) -> Tensor:  # noqa: D102
-        return _fresh(y, (*y.shape[:-1], features))
-
-    def own_features(self, x: Tensor) -> Tensor:  # noqa: D102
-        start, stop = bounds(x.shape[-1], self.ranks, self.rank)
-        return self._trial.taint(_fresh(x, (*x.shape[:-1], stop - start)))
-
-    def split(self, hidden: Tensor) -> Tensor:  # noqa: D102
-        self.length = hidden.shape[self.sequence_dim]
-        self.hidden = self._resized(hidden, self.own_length)
-        return self.hidden
-
-    def _resized(self, x: Tensor, length: int | None) -> Tensor:
-        shape = list(x.shape)
-        if length is not None:
-            shape[self.sequence_dim] = length
-        return _fresh(x, tuple(shape))
-
-
-def _fresh(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A tensor that comes from no other one."""
-    return torch.empty(shape, dtype=like.dtype, device="meta")
+def _kinds(inputs: Any) -> tuple[Any, ...]:
+    """What kinds of inputs a block gets: for others it may do something else."""
+    leaves, shape = tree_flatten(inputs)
+    return str(shape), *(leaf.dim() if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
 
 
 @dataclass
@@ -226,7 +203,9 @@ class Trial:
     block: nn.Module
     reductions: list[tuple[Any, ...]] = field(default_factory=list)
     partial: set[str] = field(default_factory=set)
-    output: Tensor | None = None
+    places: list[Places] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
+    outputs: list[Any] = field(default_factory=list)
     _tainted: dict[int, Tensor] = field(default_factory=dict)
     _origins: dict[int, tuple[Tensor, frozenset[str]]] = field(default_factory=dict)
 
@@ -241,9 +220,13 @@ class Trial:
             with torch.no_grad(), torch.device("meta"), _Watch(self):
                 result = self.block(*args, **kwargs)
         except Exception as exception:  # whatever the model raises, it cannot be run like this
-            return _told(exception)
-        self.output = next((leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)), None)
+            return told_error(exception)
+        self.outputs = tree_leaves(result)
         return None
+
+    def is_tainted(self, tensor: Tensor) -> bool:
+        """Whether ranks have different ones."""
+        return id(tensor) in self._tainted
 
     def taint(self, tensor: Tensor) -> Tensor:
         """From here on ranks have different activations."""
@@ -255,6 +238,7 @@ class Trial:
         tainted = any(id(tensor) in self._tainted for tensor in inputs)
         origins = [self._origins.get(id(tensor)) for tensor in inputs]
         names = frozenset().union(*(origin[1] for origin in origins if origin is not None))
+        self.used |= names
         if tainted:
             self.partial |= names
         for tensor in outputs:
@@ -262,36 +246,66 @@ class Trial:
                 self.taint(tensor)
             elif inputs and all(origin is not None for origin in origins):
                 self._origins[id(tensor)] = (tensor, names)
-        if not names and (sizes := _reduced_sizes(function, args, inputs)) is not None:
+        if (sizes := _reduced_sizes(function, args, inputs, bool(names))) is not None:
             self.reductions.append(sizes)
+        if (places := places_of(function, args, inputs, outputs)) is not None:
+            self.places.append(replace(places, divided=tainted))
 
 
 @dataclass(frozen=True)
 class _Outcome:
     trial: Trial
     error: str | None
+    length: int | None
     own_length: int | None
     dim: int
+
+    @property
+    def progress(self) -> int:
+        """How far it went."""
+        return len(self.trial.reductions) + len(self.trial.places) + len(self.trial.used)
 
     def differs_from(self, whole: Trial) -> str | None:
         """What is wrong with it."""
         if self.error is not None:
             return self.error
-        expected, got = whole.output, self.trial.output
-        if expected is None or got is None:
-            return "it returns no tensor"
-        shape = list(expected.shape)
-        if self.own_length is not None:
+        unused = sorted(whole.used - self.trial.used)
+        if unused:
+            return f"{unused[0]} would never be used"
+        return (
+            self._wrong_output(whole)
+            or _first_difference(whole.reductions, self.trial.reductions)
+            or wrong_place(whole.places, self.trial.places, self.length, self.own_length)
+        )
+
+    def _wrong_output(self, whole: Trial) -> str | None:
+        pairs = [(w, g) for w, g in zip(whole.outputs, self.trial.outputs, strict=False) if isinstance(w, Tensor)]
+        if not pairs or len(whole.outputs) != len(self.trial.outputs):
+            return "it returns no tensor" if not pairs else "it returns something else"
+        for number, (wanted, got) in enumerate(pairs):
+            shape = self._expected(wanted, got)
+            if list(got.shape) != shape and (number == 0 or wanted.dim() <= 3 or self.own_length is not None):
+                return f"its output has the shape {tuple(got.shape)} instead of {tuple(shape)}"
+        return None
+
+    def _expected(self, wanted: Tensor, got: Tensor) -> list[int]:
+        shape = list(wanted.shape)
+        if self.own_length is not None and self.trial.is_tainted(got):
+            if len(shape) <= self.dim:
+                return [*shape, -1]  # ranks would have different ones
             shape[self.dim] = self.own_length
-        if list(got.shape) != shape:
-            return f"its output has the shape {tuple(got.shape)} instead of {tuple(shape)}"
-        return _first_difference(whole.reductions, self.trial.reductions)
+        return shape
+
+    def split_outputs(self) -> frozenset[int]:
+        """Which leaves of the results run along the split sequence."""
+        found = enumerate(self.trial.outputs)
+        return frozenset(k for k, leaf in found if isinstance(leaf, Tensor) and self.trial.is_tainted(leaf))
 
 
 def _first_difference(whole: list[tuple[Any, ...]], divided: list[tuple[Any, ...]]) -> str | None:
     for wanted, found in zip(whole, divided, strict=False):
         if wanted[:2] != found[:2]:
-            return f"{found[0]} runs over {found[1]} elements where the whole block has {wanted[1]} ({found[2]})"
+            return f"{found[0]} runs over {found[1]} elements where the whole block has {wanted[1]} ({told(found[2])})"
     return None if len(whole) == len(divided) else "it runs other operations than the whole block"
 
 
@@ -317,17 +331,26 @@ WHOLE_SHAPE = {"native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_nor
                "unfold", "max_pool2d_with_indices", "avg_pool2d"}  # fmt: skip
 
 
-def _reduced_sizes(function: Any, args: tuple[Any, ...], inputs: list[Tensor]) -> tuple[Any, ...] | None:
+NORMS = {"native_layer_norm", "rms_norm", "_fused_rms_norm"}
+
+
+def _reduced_sizes(
+    function: Any, args: tuple[Any, ...], inputs: list[Tensor], with_parameters: bool
+) -> tuple[Any, ...] | None:
     """The operation, the sizes over which it runs, and where the model calls it; None for those on single elements."""
     name: str = function._opname
+    if name in NORMS:
+        return name, tuple(args[1]), line()
+    if name in WHOLE_SHAPE:
+        return name, tuple(inputs[0].shape), line()
+    if with_parameters:
+        return None
     if "scaled_dot_product" in name:
-        return name, (inputs[0].shape[-1], inputs[1].shape[-2]), _line()
+        return name, (inputs[0].shape[-1], inputs[1].shape[-2]), line()
     if name in PRODUCTS:
         left = inputs[1] if name in ("addmm", "baddbmm") else inputs[0]
-        return name, left.shape[-1], _line()
-    if name in ALONG_DIM:
-        return name, _sizes_along(args, inputs[0]), _line()
-    return (name, tuple(inputs[0].shape), _line()) if name in WHOLE_SHAPE else None
+        return name, left.shape[-1], line()
+    return (name, _sizes_along(args, inputs[0]), line()) if name in ALONG_DIM else None
 
 
 def _sizes_along(args: tuple[Any, ...], tensor: Tensor) -> tuple[int, ...]:
@@ -337,19 +360,8 @@ def _sizes_along(args: tuple[Any, ...], tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.shape[dim] for dim in (dims if isinstance(dims, list) else [dims]))
 
 
-def _told(exception: Exception) -> str:
-    lines = [frame for frame in traceback.extract_tb(exception.__traceback__) if _is_model(frame.filename)]
+def told_error(exception: Exception) -> str:
+    """The error with the line of the model where it was raised."""
+    lines = [frame for frame in traceback.extract_tb(exception.__traceback__) if is_model(frame.filename)]
     where = f" at {lines[-1].filename}:{lines[-1].lineno} ({lines[-1].line})" if lines else ""
     return f"{type(exception).__name__}: {exception}{where}"
-
-
-def _line() -> str:
-    frames = [frame for frame in traceback.extract_stack() if _is_model(frame.filename)]
-    return f"{frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line}" if frames else "unknown place"
-
-
-def _is_model(filename: str) -> bool:
-    return not filename.startswith(_NOT_THE_MODEL)
-
-
-_NOT_THE_MODEL = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]), "<")

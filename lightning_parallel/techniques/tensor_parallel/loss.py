@@ -60,7 +60,7 @@ def cross_entropy(
         IndexError: a label that is no class and not ignored.
     """
     counted = target != ignore_index
-    _check_labels(target, counted, columns.size)
+    check_numbers(target, columns.size, "Target", "classes", counted)
     label = target.masked_fill(~counted, 0)
     class_weights = own.new_ones(columns.size, dtype=torch.float32) if weight is None else weight
     all_weighted = class_weights[columns.start : columns.stop].to(_exact(own)) if label_smoothing else None
@@ -153,9 +153,20 @@ def _as_torch(loss: Tensor, own: Tensor) -> Tensor:
     return loss if torch.is_autocast_enabled(own.device.type) else loss.to(own.dtype)
 
 
-def _check_labels(target: Tensor, counted: Tensor, size: int) -> None:
-    wrong = ((target < 0) | (target >= size)) & counted
-    if target.device.type == "cpu" and bool(wrong.any()):
-        raise IndexError(f"Target {int(target[wrong][0])} is out of bounds: there are {size} classes")
-    if target.device.type != "cpu":
+def check_numbers(numbers: Tensor, size: int, what: str, among: str, counted: Tensor | None = None) -> None:
+    """Raises IndexError for a number that is not one of `size`; on a GPU the process ends, as with torch's own check.
+
+    Args:
+        numbers: of classes or rows.
+        size: how many there are.
+        what: the numbers are.
+        among: what there are `size` of.
+        counted: which of the numbers count, by default all.
+    """
+    wrong = (numbers < 0) | (numbers >= size)
+    if counted is not None:
+        wrong &= counted
+    if numbers.device.type == "cpu" and bool(wrong.any()):
+        raise IndexError(f"{what} {int(numbers[wrong][0])} is out of bounds: there are {size} {among}")
+    if numbers.device.type != "cpu":
         torch._assert_async(~wrong.any())

@@ -22,7 +22,7 @@ from lightning_parallel.techniques.shards import leaf_of
 from lightning_parallel.techniques.tensor_parallel.activations import Activations
 from lightning_parallel.techniques.tensor_parallel.layout import Divided, is_transposed
 from lightning_parallel.techniques.tensor_parallel.logits import DividedLogits
-from lightning_parallel.techniques.tensor_parallel.loss import Columns
+from lightning_parallel.techniques.tensor_parallel.loss import Columns, check_numbers
 
 Compute = Callable[[Tensor, bool], Tensor]
 Maker = Callable[[Divided, Activations, Forward], Forward]
@@ -98,6 +98,7 @@ def _embedding(divided: Divided, activations: Activations, forward: Forward) -> 
     lookup, start, stop = _lookup(module, forward, columns), columns.start, columns.stop
 
     def run(ids: Tensor) -> Tensor:
+        check_numbers(ids, columns.size, "The id", "rows in the embedding")
         own = (ids >= start) & (ids < stop)
         rows = lookup((ids - start).masked_fill(~own, 0))
         return sum_over_ranks(rows.masked_fill(~own[..., None], 0), activations.group)

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_parallel.techniques.redirect import Forward, redirect_forward
 from lightning_parallel.techniques.shards import forget_leaves
 from lightning_parallel.techniques.tensor_parallel.activations import Activations
-from lightning_parallel.techniques.tensor_parallel.check import BlockCheck, Finding, RefusedBlockError, skeleton_of
+from lightning_parallel.techniques.tensor_parallel.check import (
+    BlockCheck,
+    Finding,
+    RefusedBlockError,
+    skeleton_of,
+    told_error,
+)
 from lightning_parallel.techniques.tensor_parallel.entries import enter_in_parents, hidden_of, replace_hidden
 from lightning_parallel.techniques.tensor_parallel.heads import Undo, set_local_sizes
+from lightning_parallel.techniques.tensor_parallel.hidden import DividedHidden, on_split, whole_hidden
 from lightning_parallel.techniques.tensor_parallel.layout import Divided
 from lightning_parallel.techniques.tensor_parallel.modules import divided_forward
 from lightning_parallel.techniques.tensor_parallel.randomness import draws
@@ -53,11 +62,10 @@ class Partition:
         self.group = group
         self.activations = Activations(group, sequence_dim, regathers)
         self._splits = splits_sequence
-        self._is_split = False
-        self._partial: dict[bool, list[str]] = {True: [], False: []}
-        self._undo: list[Undo] = []
+        self._undo: list[Undo] = [_without_fused_layers()]
         self._handles: list[RemovableHandle] = []
         self._blocks: list[_Block] = []
+        self._warned: set[str] = set()
         outside = Activations(group, sequence_dim)
         checks: dict[str, BlockCheck] = {}
         for run in blocks:
@@ -72,7 +80,7 @@ class Partition:
     @property
     def partial(self) -> list[str]:
         """The names of parameters of whose gradients ranks have summands after the last forward."""
-        return self._partial[self._is_split]
+        return [name for block in self._blocks for name in block.partial]
 
     def block_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters of all blocks as they are now, by the names that `partial` has."""
@@ -94,74 +102,103 @@ class Partition:
 
     def _surround(self, run: list[_Block]) -> None:
         for block in run:
-            first, last = block is run[0], block is run[-1]
-            before = partial(self._before_first if first else self._before_other, block)
+            last = block is run[-1]
+            before = partial(self._before, block)
             self._handles.append(block.module.register_forward_pre_hook(before, with_kwargs=True))
-            redirect_forward(block.module, partial(self._running, block, first, last))
+            if not last:
+                after = partial(self._after, block)
+                self._handles.append(block.module.register_forward_hook(after, prepend=True))
+            redirect_forward(block.module, partial(self._running, block, last))
 
-    def _before_first(self, block: _Block, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._is_split = self._splits and _has_sequence(hidden_of(args, kwargs))
+    def _before(self, block: _Block, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        hidden = hidden_of(args, kwargs)
+        if not self._is_to_be_split(block, hidden):
+            args, kwargs = whole_hidden(args, kwargs)
+            self._prepare(block, args, kwargs, False)
+            return args, kwargs
+        if not isinstance(hidden, DividedHidden) or hidden.own is None:
+            args, kwargs = whole_hidden(args, kwargs)
+            return (args, kwargs) if self._can_split(block, args, kwargs) else self._before(block, _, args, kwargs)
+        as_one = replace_hidden(args, kwargs, lambda _: torch.empty(hidden.shape, dtype=hidden.dtype, device="meta"))
+        if not self._can_split(block, *whole_hidden(*as_one)):
+            return self._before(block, _, args, kwargs)
+        args, kwargs = whole_hidden(*replace_hidden(args, kwargs, lambda _: hidden.part()))
+        return args, {**kwargs, LENGTH: hidden.length}
+
+    def _is_to_be_split(self, block: _Block, hidden: Tensor | None) -> bool:
+        if not (self._splits and block.splits and hidden is not None and hidden.dim() == 3):
+            return False
+        watched = block.watched()
+        if watched:
+            self._warn(f"a hook on {watched} looks at what it returns")
+        return not watched
+
+    def _can_split(self, block: _Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         try:
-            self._prepare(block, args, kwargs, self._is_split)
+            self._prepare(block, args, kwargs, True)
         except RefusedBlockError as refused:
-            if not self._is_split:
-                raise
-            self._splits = self._is_split = False
+            block.splits = False
             self._prepare(block, args, kwargs, False)
-            log.warning("The sequence stays whole between regions: %s", refused)
+            self._warn(str(refused))
+        return block.splits
 
-    def _before_other(self, block: _Block, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        length = self.activations.length
-        if length is None:
-            self._prepare(block, args, kwargs, False)
-            return None
-        if True not in block.findings:
-            self._prepare(block, *replace_hidden(args, kwargs, partial(self._as_whole, length)), True)
-        return args, {**kwargs, LENGTH: length}
-
-    def _as_whole(self, length: int, hidden: Tensor) -> Tensor:
-        shape = list(hidden.shape)
-        shape[self.activations.sequence_dim] = length
-        return torch.empty(shape, dtype=hidden.dtype, device="meta")
+    def _warn(self, reason: str) -> None:
+        if reason not in self._warned:
+            self._warned.add(reason)
+            log.warning("The sequence stays whole between regions: %s", reason)
 
     def _prepare(self, block: _Block, args: tuple[Any, ...], kwargs: dict[str, Any], split: bool) -> None:
+        block.is_split = split
         if split in block.findings:
             return
         finding = block.findings[split] = block.check.find(args, kwargs, split)
-        self._partial[split] += [f"{block.name}.{name}" for name in sorted(finding.partial)]
         if len(block.findings) == 1:
             self._undo += set_local_sizes(block.module, block.divided, self.group.size(), finding.level)
         if finding.entry == "parent":
             enter_in_parents(block.module, block.divided, self.activations)
 
-    def _running(self, block: _Block, first: bool, last: bool, forward: Forward) -> Forward:
-        """The forward of a block: the sequence is split before the first one and joined after the last one."""
+    def _running(self, block: _Block, last: bool, forward: Forward) -> Forward:
+        """The forward of a block: a whole sequence is split before it, and joined after the last one."""
         activations, drops = self.activations, draws(block.module)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            activations.length = kwargs.pop(LENGTH, None)
-            if first and self._splits and _has_sequence(hidden_of(args, kwargs)):
+            activations.begin_block(kwargs.pop(LENGTH, None))
+            if activations.length is None and block.is_split:
                 args, kwargs = replace_hidden(args, kwargs, activations.split)
-            if not (drops and block.module.training):
-                return _joined(activations, forward(*args, **kwargs), last)
-            with activations.drawing():
-                output = forward(*args, **kwargs)
-            return _joined(activations, output, last)
+            with activations.drawing() if drops and block.module.training else nullcontext(), block.explaining():
+                output = self._attended(forward(*args, **kwargs))
+            activations.forget()
+            if not last or activations.length is None:
+                return output
+            joined = on_split(output, block.findings[True].outputs, activations.join)
+            activations.length = None
+            return joined
 
         return run
 
-
-def _has_sequence(hidden: Tensor | None) -> bool:
-    return hidden is not None and hidden.dim() == 3
-
-
-def _joined(activations: Activations, output: Any, last: bool) -> Any:
-    activations.forget()
-    if not last or activations.length is None:
+    def _attended(self, output: Any) -> Any:
+        """What a block returns; the block may recompute in backward what it likes."""
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            for leaf in (output,) if isinstance(output, Tensor) else tree_leaves(output):
+                if isinstance(leaf, Tensor):
+                    self.activations.resume_in_backward(leaf)
         return output
-    if isinstance(output, tuple | list):
-        return type(output)((activations.join(output[0]), *output[1:]))
-    return activations.join(output)
+
+    def _after(self, block: _Block, _: nn.Module, inputs: Any, output: Any) -> Any:
+        length, self.activations.length = self.activations.length, None
+        if length is None:
+            return None
+        dim, group = self.activations.sequence_dim, self.group
+        return on_split(
+            output, block.findings[True].outputs, lambda own: DividedHidden.along_dim(own, dim, length, group)
+        )
+
+
+def _without_fused_layers() -> Undo:
+    """In evaluation torch's own encoder layers hand their parameters to one kernel, which would take them for whole."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    return lambda: torch.backends.mha.set_fastpath_enabled(before)
 
 
 class _Block:
@@ -178,9 +215,38 @@ class _Block:
     ) -> None:
         self.name, self.module = name, module
         self.findings: dict[bool, Finding] = {}
+        self.splits, self.is_split, self._has_run = True, False, False
+        self._parts = [(own, part) for own, part in module.named_modules() if own]
         mine = {each.name.removeprefix(f"{name}."): each for each in divided if each.name.startswith(f"{name}.")}
         self.divided: Mapping[str, Divided] = {k: v for k, v in mine.items() if v.style.kind in BLOCK_STYLES}
         structure = f"{module!r}{[tuple(p.shape) for p in module.parameters()]}"
         if structure not in checks:
             checks[structure] = BlockCheck(name, skeleton_of(module), self.divided, ranks, sequence_dim)
         self.check = checks[structure]
+
+    @property
+    def partial(self) -> list[str]:
+        """The names of parameters of whose gradients ranks have summands after its last forward."""
+        finding = self.findings.get(self.is_split)
+        return [f"{self.name}.{name}" for name in sorted(finding.partial)] if finding else []
+
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Inside, a block that could not be tried before runs for the first time."""
+        reason = self.findings[self.is_split].unchecked
+        if reason is None or self._has_run:
+            yield
+            return
+        try:
+            yield
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
+            raise RefusedBlockError(
+                f"{self.name} ({type(self.module).__name__}) fails when it is divided among tensor-parallel ranks: "
+                f"{told_error(error)}. It could not be tried before, as it needs values ({reason}). Leave its modules "
+                "out of the plan's styles; each rank then computes them whole"
+            ) from error
+        self._has_run = True
+
+    def watched(self) -> str:
+        """The first module in it that a hook looks at, if any: what it sees must not be a part of a sequence."""
+        return next((f"{self.name}.{own}" for own, part in self._parts if part._forward_hooks), "")

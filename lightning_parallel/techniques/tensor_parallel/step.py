@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_parallel.techniques.shards import local
 from lightning_parallel.techniques.technique import Run, Step, WrappedStep
-from lightning_parallel.techniques.tensor_parallel.logits import whole_logits
+from lightning_parallel.techniques.tensor_parallel.divided_tensor import whole_tensors
 from lightning_parallel.techniques.tensor_parallel.partition import Partition
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ class TensorParallelStep(WrappedStep):
 
     def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
         """See `Step.forward`. Logits that are returned are whole."""
-        output: T = whole_logits(self.inner.forward(run, *args, **kwargs))
+        output: T = whole_tensors(self.inner.forward(run, *args, **kwargs))
         return output
 
     def backward(self, run: Callable[[], None]) -> None:

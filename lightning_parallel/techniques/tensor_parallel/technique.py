@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar
 from weakref import WeakKeyDictionary
@@ -16,12 +17,12 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_parallel.mesh import Axis, ParallelMesh, Size
-from lightning_parallel.plan import ParallelPlan
+from lightning_parallel.plan import ParallelPlan, starred
 from lightning_parallel.styles import find_styles
 from lightning_parallel.techniques.boundaries import ends_stage
 from lightning_parallel.techniques.technique import Phase, Sample, Step, Technique
-from lightning_parallel.techniques.tensor_parallel.layout import divide_parameters, find_divided
-from lightning_parallel.techniques.tensor_parallel.partition import Partition
+from lightning_parallel.techniques.tensor_parallel.layout import Divided, divide_parameters, find_divided
+from lightning_parallel.techniques.tensor_parallel.partition import BLOCK_STYLES, Partition
 from lightning_parallel.techniques.tensor_parallel.step import TensorParallelStep
 
 log = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ class TensorParallel(Technique):
             return model
         divided = find_divided(model, self.styles)
         runs = list(_runs_of_blocks(model, plan))
+        runs += _other_blocks(model, divided, {name for run in runs for name in run})
         _partitions[mesh] = Partition(
             divided, runs, mesh["tp"].get_group(), plan.sequence_dim, self.sequence_parallel, self.regather
         )
@@ -108,6 +110,16 @@ def _runs_of_blocks(model: nn.Module, plan: ParallelPlan) -> Iterator[dict[str, 
             run = {}
     if run:
         yield run
+
+
+def _other_blocks(model: nn.Module, divided: Iterable[Divided], known: set[str]) -> list[dict[str, nn.Module]]:
+    """Layers with divided modules that the plan does not name, such as those of a second model; a list together."""
+    runs: dict[str, dict[str, nn.Module]] = {}
+    for each in divided:
+        block = re.match(r"(.+?\.)?\d+(?=\.)", each.name)
+        if each.style.kind in BLOCK_STYLES and block and not any(each.name.startswith(f"{name}.") for name in known):
+            runs.setdefault(starred(block[0]), {}).setdefault(block[0], model.get_submodule(block[0]))
+    return list(runs.values())
 
 
 def _nothing_to_divide(technique: TensorParallel, model: nn.Module, plan: ParallelPlan) -> str:
