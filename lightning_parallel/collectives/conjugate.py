@@ -77,6 +77,7 @@ class _Copy(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        _require_first_order()
         return summed(gradient, ctx.group), None
 
 
@@ -87,6 +88,7 @@ class _Sum(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        _require_first_order()
         return gradient, None
 
 
@@ -100,6 +102,7 @@ class _Gather(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        _require_first_order()
         return _summed_to_parts(gradient, ctx.dim, ctx.group), None, None, None, None
 
 
@@ -111,6 +114,7 @@ class _SumToParts(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        _require_first_order()
         return _gathered(gradient, ctx.dim, ctx.length, ctx.group), None, None
 
 
@@ -122,6 +126,7 @@ class _OwnPart(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        _require_first_order()
         return _gathered(gradient, ctx.dim, ctx.length, ctx.group), None, None
 
 
@@ -133,7 +138,18 @@ class _Join(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
+        _require_first_order()
         return _part(gradient, ctx.dim, ctx.group), None, None, None
+
+
+def _require_first_order() -> None:
+    """The collectives of a backward pass are no part of a graph: a second derivative would silently lack them."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "a backward pass with create_graph=True runs through activations that ranks have divided, whose gradients "
+            "cannot be differentiated again; leave out the loss that needs it (such as a gradient penalty), or train "
+            "with a strategy that divides no activations"
+        )
 
 
 # Ranks exchange what is contiguous: (ranks, ...) with each rank's part in one piece.
