@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torchmetrics import SumMetric
 from torchmetrics.text import Perplexity
 
@@ -101,6 +102,133 @@ class MixesPositions(nn.Module):
         return x + self.down(F.gelu(self.up(x))) - x.mean(1, keepdim=True)
 
 
+class Between(Written):
+    """Does between blocks what needs the whole sequence, and looks at what each of them returned."""
+
+    def __init__(self) -> None:
+        super().__init__(Numbered, blocks=4)
+        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(4))
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        states = [self.network.embed(batch["input_ids"])]
+        for block, norm in zip(self.network.blocks, self.norms, strict=True):
+            _, x = block(states[-1])
+            states.append(norm(x - x.mean(1, keepdim=True)) if block is self.network.blocks[1] else x)
+        x = self.norms[0](states[-1]) + states[2]
+        seen = sum(state.mean(1).square().mean() for state in states)
+        return F.cross_entropy(self.network.head(x).flatten(0, 1), batch["labels"].flatten()) + seen
+
+
+class Numbered(nn.Module):
+    """Returns its hidden state behind something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 48), nn.Linear(48, 32)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.ones(()), x + self.down(self.inner(self.up(self.moved(self.norm(x)))))
+
+    def moved(self, x: Tensor) -> Tensor:
+        return x
+
+    def inner(self, x: Tensor) -> Tensor:
+        return F.gelu(x)
+
+
+class Shifting(Numbered):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[1]
+
+    def moved(self, x: Tensor) -> Tensor:
+        return torch.cat((x[:, :1], x[:, :-1]), 1)
+
+
+class CountingPositions(Shifting):
+    def moved(self, x: Tensor) -> Tensor:
+        return x * torch.linspace(0.5, 1, x.shape[1])[:, None]
+
+
+class CountingFeatures(Shifting):
+    def inner(self, x: Tensor) -> Tensor:
+        return x * torch.linspace(0.5, 1, x.shape[-1])
+
+
+class Recomputing(Written):
+    """Checkpoints of torch's around blocks, of both kinds."""
+
+    def __init__(self) -> None:
+        super().__init__(Shifting, blocks=4)
+        for block in self.network.blocks:
+            block.moved = nn.Identity()
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        x = self.network.embed(batch["input_ids"])
+        for number, block in enumerate(self.network.blocks):
+            x = checkpoint(block, x, use_reentrant=number < 2) if self.training else block(x)
+        return F.cross_entropy(self.network.head(x).flatten(0, 1), batch["labels"].flatten())
+
+
+class NormsOfHeads(Counting):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_norm = NormOfEachHead()
+
+
+class NormOfEachHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(4))
+
+    def forward(self, q: Tensor) -> Tensor:
+        return torch.stack([norm(head) for norm, head in zip(self.norms, q.unbind(1), strict=False)], 1)
+
+
+class Distilling(LanguageModel):
+    """Learns from a second model of its kind."""
+
+    def __init__(self) -> None:
+        super().__init__(llama(num_hidden_layers=2), adamw)
+        self.teacher = llama(num_hidden_layers=3).requires_grad_(False)
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        mine, wanted = (m(input_ids=batch["input_ids"]).logits.log_softmax(-1) for m in (self.network, self.teacher))
+        return F.kl_div(mine, wanted, log_target=True, reduction="batchmean")
+
+
+class Penalised(Written):
+    """Differentiates its gradient."""
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        embedded = self.network.embed(batch["input_ids"])
+        x = self.network.blocks[0](embedded)
+        if not self.training:
+            return x.mean()
+        (gradient,) = torch.autograd.grad(x.square().mean(), embedded, create_graph=True)
+        return gradient.square().sum()
+
+
+class OutOfBounds(Written):
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return super().loss({**batch, "input_ids": batch["input_ids"] + VOCABULARY})
+
+
+class Encoding(Written):
+    """Torch's own layers, which evaluate in one kernel where they can."""
+
+    def __init__(self) -> None:
+        super().__init__(Shifting, blocks=1)
+        layer = nn.TransformerEncoderLayer(32, 4, 48, 0.0, batch_first=True)
+        self.network.blocks = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        padded = torch.arange(batch["input_ids"].shape[1]) > 12
+        x = self.network.blocks(
+            self.network.embed(batch["input_ids"]), src_key_padding_mask=padded.expand_as(batch["input_ids"])
+        )
+        return F.cross_entropy(self.network.head(x)[:, :12].flatten(0, 1), batch["labels"][:, :12].flatten())
+
+
 class Unknown(Optimized):
     def __init__(self) -> None:
         super().__init__()
@@ -119,5 +247,15 @@ MODELS = {
     "hard coded": lambda **_: Written(HardCoded),
     "counting": lambda **_: Written(Counting),
     "mixes positions": lambda **_: Written(MixesPositions),
+    "between": lambda **_: Between(),
+    "shifting": lambda **_: Written(Shifting),
+    "counting positions": lambda **_: Written(CountingPositions),
+    "counting features": lambda **_: Written(CountingFeatures),
+    "norm of each head": lambda **_: Written(NormsOfHeads),
+    "recomputing": lambda **_: Recomputing(),
+    "distilling": lambda **_: Distilling(),
+    "penalised": lambda **_: Penalised(Shifting),
+    "out of bounds": lambda **_: OutOfBounds(Shifting),
+    "encoding": lambda **_: Encoding(),
     "unknown": lambda **_: Unknown(),
 }

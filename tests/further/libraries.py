@@ -33,7 +33,7 @@ def library(name: str, **config: Any) -> nn.Module:
 
 def checkpointed(**overrides: Any) -> nn.Module:
     model = llama(**overrides)
-    model.gradient_checkpointing_enable()
+    model.activation_checkpointing_enable()
     return model
 
 

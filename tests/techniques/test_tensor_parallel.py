@@ -259,6 +259,19 @@ def test_a_hard_coded_number_of_heads_is_refused_naming_the_line(strategy: Any) 
     assert "Let it take the number of heads from the tensors it gets" in said
 
 
+@pytest.mark.parametrize(
+    ("column", "reason"),
+    [
+        ("norm of each head", "q_norm.norms.2.bias would never be used"),
+        ("counting features", "linspace runs over 24 elements where the whole block has 48"),
+        ("penalised", "gradients cannot be differentiated again"),
+        ("out of bounds", "is out of bounds: there are 64 rows in the embedding"),
+    ],
+)
+def test_what_would_train_otherwise_is_refused(column: str, reason: str) -> None:
+    assert reason in refused(column, 2, TP2)
+
+
 @pytest.mark.parametrize("strategy", [TP2, WHOLE_SEQUENCE])
 def test_a_number_of_heads_in_an_attribute_is_this_ranks(strategy: Any) -> None:
     check_parity("counting", 2, strategy, max_epochs=1, gradient_clip_val=0.5)
@@ -269,6 +282,25 @@ def test_a_block_that_mixes_positions_gets_the_whole_sequence() -> None:
     said = "".join(run_on_ranks(2, warnings_of, "mixes positions"))
     assert "The sequence stays whole between regions" in said
     assert "mean runs over (8,) elements where the whole block has (16,)" in said
+
+
+@pytest.mark.parametrize("column", ["shifting", "counting positions", "encoding"])
+def test_positions_that_a_block_means_are_those_of_the_whole_sequence(column: str) -> None:
+    check_parity(column, 2, TP2, max_epochs=1)
+
+
+@pytest.mark.parametrize("column", ["between", "recomputing", "distilling"])
+def test_what_happens_between_blocks_sees_the_whole_sequence(column: str) -> None:
+    check_parity(column, 2, TP2, max_epochs=1, data={"length": 15})
+
+
+@pytest.mark.parametrize("strategy", [TP2, WHOLE_SEQUENCE])
+def test_layers_that_recompute_themselves(strategy: Any) -> None:
+    check("checkpointed", 2, strategy, max_epochs=1, model={"num_hidden_layers": 2})
+
+
+def test_what_hooks_within_a_block_see_is_whole() -> None:
+    check("mixtral", 2, TP2, max_epochs=1, model={"num_hidden_layers": 2, "output_router_logits": True})
 
 
 def warnings_of(column: str) -> str:
