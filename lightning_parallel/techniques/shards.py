@@ -227,7 +227,6 @@ class _Leaf:
             self._listens = True
             _leaves.append(self)
 
-    @torch.no_grad()
     def _move_gradient(self, tensor: Tensor) -> None:
         gradient: Any = tensor.grad
         tensor.grad, parameter = None, self.parameter
@@ -235,7 +234,7 @@ class _Leaf:
             wrap = cast(Callable[..., Tensor], DTensor)  # `from_local` costs five times as much
             parameter.grad = wrap(gradient, parameter._spec, requires_grad=False)
         else:
-            local(parameter.grad).add_(gradient)
+            local(parameter.grad).add_(gradient.detach())
         for hook in (parameter._post_accumulate_grad_hooks or {}).values():
             hook(parameter)
 

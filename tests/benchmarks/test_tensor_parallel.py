@@ -17,11 +17,19 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from lightning_parallel import ParallelMesh, ParallelPlan, TensorParallel
 from lightning_parallel.mesh import AXES
 from lightning_parallel.techniques.technique import Step
+from tests.ranks import run_on_ranks
 from tests.techniques.test_wire import world
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.filterwarnings("ignore")]
@@ -54,11 +62,11 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, ranks: int = 1) -> None:
+    def __init__(self, ranks: int = 1, width: int = WIDTH) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.attention = Attention(WIDTH, WIDTH // HEAD // ranks)
-        self.mlp = FeedForward(WIDTH, 4 * WIDTH // ranks)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention = Attention(width, width // HEAD // ranks)
+        self.mlp = FeedForward(width, 4 * width // ranks)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
@@ -144,12 +152,27 @@ class SplitByHand(Block):
         return x + Scatter.apply(self.mlp(Gather.apply(self.norm2(x))))
 
 
+RECIPE = {
+    **dict.fromkeys(("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.up"), ColwiseParallel()),
+    **dict.fromkeys(("attention.o_proj", "mlp.down"), RowwiseParallel()),
+}
+
+
+ENTER = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+SPLIT_RECIPE = {
+    **RECIPE,
+    **dict.fromkeys(("norm1", "norm2"), SequenceParallel()),
+    **dict.fromkeys(("attention", "mlp"), ENTER),
+    **dict.fromkeys(("attention.o_proj", "mlp.down"), RowwiseParallel(output_layouts=Shard(1))),
+}
+
+
+def mesh_of_ranks() -> ParallelMesh:
+    return ParallelMesh({**dict.fromkeys(AXES, 1), "tp": RANKS}, "cpu")
+
+
 def runs() -> dict[str, Callable[[], float]]:
-    mesh = ParallelMesh({**dict.fromkeys(AXES, 1), "tp": RANKS}, "cpu")
-    recipe = {
-        name: ColwiseParallel() for name in ("attention.q_proj", "attention.k_proj", "attention.v_proj", "mlp.up")
-    }
-    recipe |= {name: RowwiseParallel() for name in ("attention.o_proj", "mlp.down")}
+    mesh = mesh_of_ranks()
     return {
         "by hand": backward_of(ByHand()),
         "by hand again": backward_of(ByHand()),
@@ -157,18 +180,22 @@ def runs() -> dict[str, Callable[[], float]]:
         "not divided": backward_of(Block()),
         "TensorParallel(sequence_parallel=False)": ours(mesh, sequence_parallel=False),
         "TensorParallel()": ours(mesh),
-        "DTensor's recipe": backward_of(parallelize_module(Block(), mesh["tp"], recipe)),
+        "DTensor's recipe": backward_of(parallelize_module(Block(), mesh["tp"], RECIPE)),
     }
 
 
 def ours(mesh: ParallelMesh, **options: Any) -> Callable[[], float]:
+    return backward_of(divided(mesh, [Block() for _ in range(3)], **options), blocks=3)
+
+
+def divided(mesh: ParallelMesh, blocks: list[Block], **options: Any) -> nn.Module:
     model = nn.Module()
-    model.blocks = nn.ModuleList(Block() for _ in range(3))
+    model.blocks = nn.ModuleList(blocks)
     plan = ParallelPlan(blocks="blocks.*")
     technique = TensorParallel(RANKS, **options).prepare(model, mesh, plan, lambda: pytest.fail("no sample is needed"))
     technique.parallelize(model, mesh, plan)
     technique.wrap_step(Step(), model, mesh, plan)
-    return backward_of(nn.Sequential(*model.blocks), blocks=3)
+    return nn.Sequential(*model.blocks)
 
 
 def backward_of(block: nn.Module, positions: int = 8, blocks: int = 1) -> Callable[[], float]:
@@ -204,3 +231,66 @@ def test_host_cost_of_a_block(world: None, capsys: pytest.CaptureFixture[str]) -
             low, *_, high = statistics.quantiles(ratios, n=10)
             said = f"{statistics.median(ratios):.2f} [{low:.2f}, {high:.2f}], best {min(times) / min(costs[base]):.2f}"
             print(f"{name:42} {statistics.median(times):7.0f} us   {said}")
+
+
+# ---------------------------------------------------------------- steps of two ranks that really talk
+
+HIDDEN, TOKENS, LAYERS, STEPS = 256, (4, 128), 4, 5
+RECIPES = "DTensor's recipe", "DTensor's recipe, split sequence"
+
+
+def steps_on_gloo() -> list[dict[str, float]]:
+    """CPU time of a step of this rank, all threads, in each round."""
+    torch.manual_seed(0)
+    mesh = mesh_of_ranks()
+    whole, part = TOKENS[1], TOKENS[1] // RANKS
+    steps = {
+        "TensorParallel(sequence_parallel=False)": step_of(divided(mesh, tower(), sequence_parallel=False), whole),
+        RECIPES[0]: step_of(by_recipe(mesh, RECIPE), whole),
+        "the recipe again": step_of(by_recipe(mesh, RECIPE), whole),
+        "TensorParallel()": step_of(divided(mesh, tower()), whole),
+        RECIPES[1]: step_of(by_recipe(mesh, SPLIT_RECIPE), part),
+    }
+    rounds = [{name: timed(steps[name]) for name in list(steps)[:: -1 if r % 2 else 1]} for r in range(ROUNDS + 1)]
+    return rounds[1:]
+
+
+def by_recipe(mesh: ParallelMesh, recipe: dict[str, Any]) -> nn.Module:
+    return nn.Sequential(*(parallelize_module(block, mesh["tp"], recipe) for block in tower()))
+
+
+def tower() -> list[Block]:
+    return [Block(width=HIDDEN) for _ in range(LAYERS)]
+
+
+def step_of(model: nn.Module, positions: int) -> Callable[[], None]:
+    x = torch.randn(TOKENS[0], positions, HIDDEN)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)
+
+    def step() -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def timed(step: Callable[[], None]) -> float:
+    dist.barrier()
+    start = time.process_time()
+    for _ in range(STEPS):
+        step()
+    return (time.process_time() - start) / STEPS
+
+
+def test_steps_of_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = run_on_ranks(RANKS, steps_on_gloo, limit=400)
+    rounds = [{name: statistics.mean(r[k][name] for r in ranks) for name in ranks[0][k]} for k in range(ROUNDS)]
+    with capsys.disabled():
+        print()
+        for name in rounds[0]:
+            base = RECIPES[name == "TensorParallel()"]
+            ratios = [each[name] / each[base] for each in rounds]
+            low, *_, high = statistics.quantiles(ratios, n=10)
+            ms = 1e3 * statistics.median(each[name] for each in rounds)
+            print(f"{name:42} {ms:7.1f} ms   {statistics.median(ratios):.2f} [{low:.2f}, {high:.2f}]")
