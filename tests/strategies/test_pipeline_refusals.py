@@ -21,7 +21,7 @@ from lightning_parallel import (
 )
 from tests.further.handwritten import Handwritten
 from tests.models import PlainBlock, points
-from tests.ranks import run_on_ranks
+from tests.ranks import RanksFailed, run_on_ranks
 from tests.trainers import trainer
 
 STEPS = itertools.count(1)
@@ -173,4 +173,5 @@ def test_callbacks_that_need_whole_parameters() -> None:
     ],
 )
 def test_during_a_step(make: Any, said: str) -> None:
-    assert any(re.search(said, message) for message in refused(make, PP2))
+    with pytest.raises(RanksFailed, match=said):
+        run_on_ranks(2, run, make, PP2)
