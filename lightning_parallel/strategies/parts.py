@@ -8,7 +8,7 @@ every rank logs and keeps these, in the same hook.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ from typing_extensions import Self
 from lightning_parallel.strategies.kept_values import Change, KeptValues, Path, keep, merged
 from lightning_parallel.strategies.logging import StepLog
 from lightning_parallel.strategies.metrics import BatchMetric, Tentative
+from lightning_parallel.techniques.pipeline_parallel.means import is_among
 from lightning_parallel.techniques.pipeline_parallel.microbatches import batch_size
 from lightning_parallel.techniques.technique import Run
 
@@ -28,13 +29,30 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Noted:
-    """One call of `self.log`; a metric is noted by its name in the module, also where its value was logged."""
+    """One call of `self.log`; a metric is noted by its name in the module, also where its value was logged.
+
+    Attributes:
+        name: under which it was logged.
+        value: of the metric of which name.
+        options: those of the call.
+        samples: how many.
+        metric: the name of a metric whose value was logged.
+        origin: the tensor that was logged.
+        weight: what the value counts for in a mean.
+    """
 
     name: str
     value: Tensor | str
     options: dict[str, Any]
-    weight: float
+    samples: float
     metric: str | None = None
+    origin: Tensor | None = None
+    weight: float = 0.0
+
+    def counting(self, share: float, means: Sequence[Tensor]) -> Noted:
+        """Its weight: `share` if it is one of the means, or else its samples."""
+        is_mean = self.origin is not None and is_among(self.origin, means)
+        return replace(self, weight=share if is_mean else self.samples)
 
 
 @dataclass(frozen=True)
@@ -66,7 +84,7 @@ class PartsRun(Run[T]):
     ) -> None:
         super().__init__(step)
         self._module, self._log, self._rank = module, log, rank
-        self._noted: list[Noted] = []
+        self._noted: list[list[Noted]] = []  # of each call
         self._kept: list[dict[Path, Change]] = []
         self._sizes: list[int] = []
         self._names = {id(part): name for name, part in module.named_modules() if isinstance(part, Metric)}
@@ -87,7 +105,7 @@ class PartsRun(Run[T]):
                 metric.undo()
             raise
         else:
-            self._noted += noted
+            self._noted.append(noted)
             self._kept.append(kept.changes())
             self._sizes.append(size)
         finally:
@@ -101,7 +119,8 @@ class PartsRun(Run[T]):
             return Noted(name, self._names[id(value)], options, size)
         told = [metric for metric, batch in self._called.items() if batch.told is value]
         kept = torch.as_tensor(value).detach().cpu().reshape(())
-        return Noted(name, kept, options, options.get("batch_size") or size, told[0] if told else None)
+        origin = value if isinstance(value, Tensor) else None
+        return Noted(name, kept, options, options.get("batch_size") or size, told[0] if told else None, origin)
 
     def __enter__(self) -> Self:
         """Metrics that are called will tell their value for the whole batch in the end."""
@@ -115,12 +134,14 @@ class PartsRun(Run[T]):
 
     # ---------------------------------------------------------------- the whole batch
 
-    def notes(self) -> Notes:
+    def notes(self, shares: Sequence[float] = (), means: Sequence[Sequence[Tensor]] = ()) -> Notes:
         """See `Run.notes`."""
         by_name: dict[tuple[str, bool], list[Noted]] = {}
-        for noted in self._noted:
-            by_name.setdefault((noted.name, noted.options.get("add_dataloader_idx", True)), []).append(noted)
-        asked = {noted.metric or noted.value for noted in self._noted if noted.metric or isinstance(noted.value, str)}
+        for part, share, averaged in zip(self._noted, shares, means, strict=True):
+            for noted in (noted.counting(share * sum(self._sizes), averaged) for noted in part):
+                by_name.setdefault((noted.name, noted.options.get("add_dataloader_idx", True)), []).append(noted)
+        everything = [noted for part in self._noted for noted in part]
+        asked = {noted.metric or noted.value for noted in everything if noted.metric or isinstance(noted.value, str)}
         values = {name: self._called[name].value() for name in sorted(map(str, asked))}
         logged = [_combined(same, values) for same in by_name.values()]
         return Notes(logged, values, merged(self._kept, self._sizes), self._rank)
@@ -143,13 +164,13 @@ def _combined(same: Sequence[Noted], metrics: dict[str, Any]) -> Noted:
     first = same[0]
     options = dict(first.options)
     if options.get("batch_size") is not None:
-        options["batch_size"] = int(sum(noted.weight for noted in same))
+        options["batch_size"] = int(sum(noted.samples for noted in same))
     if first.metric is not None:
-        return Noted(first.name, metrics[first.metric].detach().cpu(), options, first.weight)
+        return Noted(first.name, metrics[first.metric].detach().cpu(), options, first.samples)
     values = [noted.value for noted in same if isinstance(noted.value, Tensor)]
     if not values:
-        return Noted(first.name, first.value, options, first.weight)
-    return Noted(first.name, _reduced(values, [noted.weight for noted in same], options), options, first.weight)
+        return Noted(first.name, first.value, options, first.samples)
+    return Noted(first.name, _reduced(values, [noted.weight for noted in same], options), options, first.samples)
 
 
 def _reduced(values: Sequence[Tensor], weights: Sequence[float], options: dict[str, Any]) -> Tensor:

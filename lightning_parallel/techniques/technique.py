@@ -50,8 +50,13 @@ class Run(Generic[T_co]):
     def __exit__(self, *_: object) -> None:
         """After the last one."""
 
-    def notes(self) -> Any:
-        """What was noted during the calls, to be sent to ranks that did not see the step to its end."""
+    def notes(self, shares: Sequence[float] = (), means: Sequence[Sequence[Tensor]] = ()) -> Any:
+        """What was noted during the calls, to be sent to ranks that did not see the step to its end.
+
+        Args:
+            shares: what the loss of each call counts for in that of the batch.
+            means: of each call, its losses, and what else is to be averaged as they are.
+        """
 
     def replay(self, notes: Any) -> None:
         """Does on this rank once what was noted, perhaps on another one."""

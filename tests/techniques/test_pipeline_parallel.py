@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_parallel import (
     DataParallel,
@@ -14,6 +15,7 @@ from lightning_parallel import (
     LayerParallelStrategy,
     PipelineParallel,
     PipelineParallelStrategy,
+    TensorParallel,
     Zero,
 )
 from lightning_parallel.techniques.pipeline_parallel.schedules import SCHEDULES
@@ -83,3 +85,24 @@ def test_any_number_of_microbatches_gives_the_same_curve(microbatches):
 
 def test_stages_of_given_sizes():
     check_parity("Direct", 2, partial(PipelineParallelStrategy, 2, split=(1, 3)), **SHORT)
+
+
+@pytest.mark.parametrize(
+    ("column", "ranks", "strategy"),
+    [
+        ("llama", 2, partial(PipelineParallelStrategy, 2, microbatches=8)),
+        ("qwen3", 2, partial(PipelineParallelStrategy, 2, microbatches=3)),
+        ("llama", 4, partial(PipelineParallelStrategy, 4, schedule="interleaved_zero_bubble", stages_per_rank=1)),
+        ("llama", 4, partial(HybridStrategy, PipelineParallel(2, microbatches=8), TensorParallel(2))),
+    ],
+)
+def test_ignored_targets_count_nowhere(column, ranks, strategy):
+    """Also where all targets of a microbatch are ignored: the loss is the mean over those of the batch."""
+    data = {"samples": 32, "val_samples": 12, "ignored": 0.9}
+    model = {"optimizer": partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)}
+    check_parity(column, ranks, strategy, max_epochs=1, data=data, model=model)
+
+
+def test_weights_of_classes_and_smoothed_labels():
+    strategy = partial(PipelineParallelStrategy, 2, microbatches=8)
+    check_parity("weighted", 2, strategy, max_epochs=1, data={"samples": 32, "val_samples": 12, "ignored": 0.5})

@@ -21,6 +21,7 @@ from lightning_parallel.techniques.pipeline_parallel.exchange import (
     shape_of,
 )
 from lightning_parallel.techniques.pipeline_parallel.gradients import Enter, Gradients, Saved, save
+from lightning_parallel.techniques.pipeline_parallel.means import Means, Shares
 from lightning_parallel.techniques.pipeline_parallel.nested import map_tensors
 from lightning_parallel.techniques.pipeline_parallel.stages import Handed, Stages
 
@@ -36,16 +37,28 @@ class Work:
         steps: run the user's step on each microbatch.
         signatures: what the shapes of each microbatch are recognised by.
         loss_of: finds the loss in what a step returned; None for a step without one.
-        seeds: by what the loss of each microbatch is multiplied before backward; none for forward only.
+        scale: by what the loss of the batch is multiplied before backward; None for forward only.
+        shares: what the loss of each microbatch counts for in that of the batch.
         gradients: per stage, those of the parameters it uses.
     """
 
     steps: Sequence[Callable[[], Any]]
     signatures: Sequence[Hashable]
     loss_of: Callable[[Any], Tensor | None]
-    seeds: Sequence[float]
+    scale: float | None
+    shares: Shares
     gradients: dict[int, Gradients]
     outputs: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def backward(self) -> bool:
+        """Whether gradients are wanted."""
+        return self.scale is not None
+
+    def means_of(self, microbatch: int) -> list[Tensor]:
+        """What counts in the batch by the share of a microbatch: means over targets, and the loss of training."""
+        loss = self.loss_of(self.outputs[microbatch]) if self.backward else None
+        return [*self.shares.means.get(microbatch, []), *([] if loss is None else [loss])]
 
 
 class Executor:
@@ -84,7 +97,7 @@ class Executor:
         """Works through this rank's actions; forward only where the work has no seeds."""
         forward = (Kind.F, Kind.SEND_F, Kind.RECV_F)
         for action in actions:
-            if self._work.seeds or action.kind in forward:
+            if self._work.backward or action.kind in forward:
                 self._do[action.kind]((action.stage, action.microbatch))
         self._exchange.lane.finish()
 
@@ -94,13 +107,16 @@ class Executor:
         stage, microbatch = place
         inputs: list[Tensor] = []
         received = self._received(place)
-        if self._work.seeds:
+        if self._work.backward:
             received = map_tensors(lambda tensor: _entering(tensor, inputs), received)
-        output = self._stages.run(stage, received, self._work.steps[microbatch])
+        means = Means() if stage == self._last and len(self._work.steps) > 1 else None
+        output = self._stages.run(stage, received, self._work.steps[microbatch], means)
         if isinstance(output, Handed):
             self._keep_returned(place, inputs, output.value)
         else:
             self._keep_result(place, inputs, output)
+        if means is not None:
+            self._work.shares.add(microbatch, means)
 
     def _received(self, place: Place) -> Any:
         stage, _ = place
@@ -114,7 +130,7 @@ class Executor:
     def _keep_returned(self, place: Place, inputs: list[Tensor], value: Any) -> None:
         stage, microbatch = place
         outputs = floating(value)
-        if self._work.seeds:
+        if self._work.backward:
             self._shapes[place] = [shape_of(tensor) for tensor in outputs]
             self._saved[place] = save(inputs, outputs, self._splits)
         if self._is_here(stage + 1):
@@ -125,7 +141,7 @@ class Executor:
     def _keep_result(self, place: Place, inputs: list[Tensor], output: Any) -> None:
         _, microbatch = place
         self._work.outputs[microbatch] = _detached(output)
-        if self._work.seeds:
+        if self._work.backward:
             loss = self._work.loss_of(output)
             self._saved[place] = save(inputs, [] if loss is None else [loss], self._splits)
 
@@ -153,8 +169,8 @@ class Executor:
     def _seeds(self, place: Place, saved: Saved) -> list[Tensor | None]:
         stage, microbatch = place
         if stage == self._last:
-            scale, device = self._work.seeds[microbatch], self._exchange.lane.device
-            return [_seed_of(self._work.outputs[microbatch], self._work, scale, device) for _ in saved.outputs]
+            seed = _seed_of(self._work, microbatch, self._exchange.lane.device)
+            return [seed for _ in saved.outputs]
         if place in self._handed_back:
             return self._handed_back.pop(place)
         return [arriving.wait() for arriving in self._arriving_back.pop(place)]
@@ -201,9 +217,10 @@ def _entering(tensor: Tensor, inputs: list[Tensor]) -> Tensor:
     return entered
 
 
-def _seed_of(output: Any, work: Work, scale: float, device: torch.device) -> Tensor | None:
-    loss = work.loss_of(output)
-    return None if loss is None else torch.full_like(loss, scale, device=device)
+def _seed_of(work: Work, microbatch: int, device: torch.device) -> Tensor | None:
+    loss, share = work.loss_of(work.outputs[microbatch]), work.shares.seed(microbatch)
+    assert work.scale is not None
+    return None if loss is None else torch.ones_like(loss, device=device) * (share * work.scale)
 
 
 def _detached(value: Any) -> Any:

@@ -87,7 +87,7 @@ def _merged_tensors(outputs: Sequence[Tensor], sizes: Sequence[int]) -> Any:
     return outputs[0]
 
 
-def weighted_mean(values: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+def weighted_mean(values: Sequence[Tensor], sizes: Sequence[float]) -> Tensor:
     """The mean over samples of what are means over so many of them."""
     weights = [size / sum(sizes) for size in sizes]
     return torch.stack([value * weight for value, weight in zip(values, weights, strict=True)]).sum(0)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut
+from lightning_parallel.techniques.pipeline_parallel.means import Means
 from lightning_parallel.techniques.pipeline_parallel.nested import map_leaves, map_tensors
 from lightning_parallel.techniques.pipeline_parallel.shapes_only import ShapesOnly, zeros_for_shapes
 from lightning_parallel.techniques.pipeline_parallel.traversal import Call
@@ -38,6 +39,7 @@ class _Now:
     result: Any = None
     calls: Counter[str] = field(default_factory=Counter)
     depth: int = 0  # within parts
+    means: Means | None = None
 
 
 @dataclass(frozen=True)
@@ -71,24 +73,28 @@ class Stages:
         for module in self._redirected:
             restore_call(module)
 
-    def run(self, stage: int, received: Any, step: Callable[[], Any]) -> Any:
+    def run(self, stage: int, received: Any, step: Callable[[], Any], means: Means | None = None) -> Any:
         """Runs the user's step for one stage.
 
         Args:
             stage: which one; this rank holds it.
             received: what the stage before handed on; anything for the first stage.
             step: runs the user's step on a microbatch.
+            means: watches what follows the blocks.
 
         Returns:
             What the step returned, or `Handed` if there is a stage after this one.
         """
         self._now = _Now(stage, *(received if stage else (None, {})))
+        self._now.means = means
         try:
             output = step()
         except StageEndedError:
             carried = {c: value for c, value in self._now.carried.items() if self.cut.carried[c].last > stage}
             return Handed((self._now.result, carried))
         finally:
+            if means is not None:
+                means.end()
             self._now = None
         if stage < self.cut.stages - 1:
             raise RuntimeError(
@@ -116,9 +122,14 @@ class Stages:
                 return self._carried(now, (name, 0)) if (name, 0) in now.carried else _zeros_like(now.received)
             now.result = call(*args, **kwargs)
             self._keep(now, (name, 0), now.result)
+            self._watch_after(now, number)
             return now.result
 
         return run
+
+    def _watch_after(self, now: _Now, number: int) -> None:
+        if now.means is not None and number == len(self.cut.seen.blocks) - 1:
+            now.means.begin()
 
     def _require_order(self, now: _Now, number: int) -> None:
         if now.position != 2 * number:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -17,6 +17,7 @@ from lightning_parallel.techniques.pipeline_parallel.cut import Cut
 from lightning_parallel.techniques.pipeline_parallel.exchange import Exchange
 from lightning_parallel.techniques.pipeline_parallel.executor import Executor, Work
 from lightning_parallel.techniques.pipeline_parallel.gradients import Gradients, HandOver
+from lightning_parallel.techniques.pipeline_parallel.means import Shares, is_among
 from lightning_parallel.techniques.pipeline_parallel.nested import map_tensors, tensors_of
 from lightning_parallel.techniques.pipeline_parallel.schedules import Schedule
 from lightning_parallel.techniques.pipeline_parallel.stages import Stages
@@ -83,12 +84,12 @@ class PipelineStep(WrappedStep):
         Executor(self._stages, self._exchange, schedule.splits_backward, work).run(
             schedule.with_communication()[self._rank]
         )
-        output, notes = self._shared(work, sizes, run)
+        output, notes, correction = self._shared(work, sizes, run)
         run.replay(notes)
         loss = _loss_of(output)
-        if not work.seeds or loss is None:
+        if work.scale is None or loss is None:
             return cast(T, output)
-        return cast(T, _with_loss(output, self._handed_over(loss, work, learning)))
+        return cast(T, _with_loss(output, self._handed_over(loss, work, learning, work.scale / correction)))
 
     # ---------------------------------------------------------------- before
 
@@ -100,12 +101,12 @@ class PipelineStep(WrappedStep):
         count = min(self._schedule.microbatches, size)
         parts, sizes = microbatches.split(batch, count), microbatches.part_sizes(size, count)
         training = torch.is_grad_enabled()
-        seeds = [self._scale * n / size for n in sizes] if training else []
         work = Work(
             steps=[partial(run, part, *rest, **kwargs) for part in parts],
             signatures=[(training, *_signature(part)) for part in parts],
             loss_of=_loss_of,
-            seeds=seeds,
+            scale=self._scale if training else None,
+            shares=Shares(sizes),
             gradients={stage: Gradients(self._of_stage(stage, learning)) for stage in self._here},
         )
         return work, sizes
@@ -115,18 +116,21 @@ class PipelineStep(WrappedStep):
 
     # ---------------------------------------------------------------- after
 
-    def _shared(self, work: Work, sizes: Sequence[int], run: Run[Any]) -> tuple[Any, Any]:
-        """The output and the notes of the rank that ran the last stage, on all ranks."""
+    def _shared(self, work: Work, sizes: Sequence[int], run: Run[Any]) -> tuple[Any, Any, float]:
+        """What the rank of the last stage says, on all: the output, the notes, the correction of gradients."""
         last = self._schedule.rank_of(self._schedule.stages - 1)
         said = None
         if self._rank == last:
             outputs = [work.outputs[number] for number in range(len(sizes))]
-            _require_all_or_none(outputs, bool(work.seeds))
-            said = (map_tensors(Tensor.cpu, microbatches.merge(outputs, sizes)), run.notes())
-        output, notes = share_object(said, last, self._group, self._lane.device)
-        return map_tensors(lambda tensor: tensor.to(self._lane.device), output), notes
+            _require_all_or_none(outputs, work.backward)
+            shares, correction = work.shares.final()
+            means = {number: work.means_of(number) for number in work.outputs}
+            merged = map_tensors(Tensor.cpu, _merged(outputs, sizes, shares, means))
+            said = merged, run.notes([shares[number] for number in means], list(means.values())), correction
+        output, notes, correction = share_object(said, last, self._group, self._lane.device)
+        return map_tensors(lambda tensor: tensor.to(self._lane.device), output), notes, correction
 
-    def _handed_over(self, loss: Tensor, work: Work, learning: dict[str, nn.Parameter]) -> Tensor:
+    def _handed_over(self, loss: Tensor, work: Work, learning: dict[str, nn.Parameter], scale: float) -> Tensor:
         sums: dict[str, Tensor | None] = dict.fromkeys(learning)
         names = {id(parameter): name for name, parameter in learning.items()}
         for gradients in work.gradients.values():
@@ -137,9 +141,7 @@ class PipelineStep(WrappedStep):
                 sums[name] = before if gradient is None else sums[name]
         self._sum_ties(sums, learning)
         always = torch.zeros((), requires_grad=True)  # a stage may have no parameter that learns
-        handed: Tensor = HandOver.apply(
-            loss, list(sums.values()), self._scale, always, *map(leaf_of, learning.values())
-        )  # type: ignore[no-untyped-call]
+        handed: Tensor = HandOver.apply(loss, list(sums.values()), scale, always, *map(leaf_of, learning.values()))  # type: ignore[no-untyped-call]
         return handed
 
     def _sum_ties(self, sums: dict[str, Tensor | None], learning: dict[str, nn.Parameter]) -> None:
@@ -182,6 +184,19 @@ def _signature(part: Any) -> tuple[Hashable, ...]:
 def _loss_of(output: Any) -> Tensor | None:
     loss = output.get("loss") if isinstance(output, dict) else output
     return loss if isinstance(loss, Tensor) else None
+
+
+def _merged(
+    outputs: Sequence[Any], sizes: Sequence[int], shares: Sequence[float], means: Mapping[int, Sequence[Tensor]]
+) -> Any:
+    """The output for the batch; a loss in it counts by shares."""
+    output, losses = (
+        microbatches.merge(outputs, sizes),
+        [loss for each in outputs if (loss := _loss_of(each)) is not None],
+    )
+    if len(losses) < len(outputs) or not all(is_among(loss, means[number]) for number, loss in enumerate(losses)):
+        return output
+    return _with_loss(output, microbatches.weighted_mean(losses, shares))
 
 
 def _with_loss(output: Any, loss: Tensor) -> Any:
