@@ -22,6 +22,7 @@ LAYOUTS = {
     "zero3 on 4": (4, partial(ZeroStrategy, stage=3)),
     "hsdp 2x2": (4, partial(ZeroStrategy, 2, replicate=2)),
 }
+TWO_BLOCKS = {"gpt": {"n_layers": 2}, "llama": {"num_hidden_layers": 2}, "gpt2": {"n_layer": 2}, "plain": {"blocks": 2}}
 STEPS = {
     "max_epochs": 2,
     "accumulate_grad_batches": 2,
@@ -34,7 +35,7 @@ STEPS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_layout_trains_as_one_process_does(layout, column):
     ranks, strategy = LAYOUTS[layout]
-    check_parity(column, ranks, strategy, data_ranks=ranks, **STEPS)
+    check_parity(column, ranks, strategy, data_ranks=ranks, model=TWO_BLOCKS[column], **STEPS)
 
 
 @pytest.mark.parametrize("column", COLUMNS)

@@ -66,7 +66,8 @@ AS_MANY_KEYS_AS_RANKS = {name: {"num_key_value_heads": 4} for name in ("llama", 
 def test_a_layout_trains_as_one_process_does(layout: str, column: str) -> None:
     n, strategy, data_ranks = LAYOUTS[layout]
     model = AS_MANY_KEYS_AS_RANKS.get(column, {}) if layout == "tp4" else {}
-    check(column, n, strategy, data_ranks, model=model, max_epochs=2 if n == 2 else 1)
+    run = {"max_epochs": 2} if n == 2 else {"max_epochs": 1, "data": {"samples": 32, "val_samples": 8}}
+    check(column, n, strategy, data_ranks, model=model, **run)
 
 
 def compiled() -> HybridStrategy:
@@ -92,7 +93,8 @@ def compiled() -> HybridStrategy:
     ids=lambda value: str(value.args) if isinstance(value, partial) else str(value),
 )
 def test_beside_other_techniques(column: str, n: int, strategy: Any, data_ranks: int) -> None:
-    check(column, n, strategy, data_ranks, max_epochs=1, model={"n_layer": 4} if column == "gpt2" else {})
+    data = {"samples": 32, "val_samples": 8}
+    check(column, n, strategy, data_ranks, max_epochs=1, data=data, model={"n_layer": 4} if column == "gpt2" else {})
 
 
 def test_compiled_blocks() -> None:
