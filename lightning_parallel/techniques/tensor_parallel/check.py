@@ -123,7 +123,7 @@ class BlockCheck:
                 wrong = [(trial.progress, p) for trial in trials if (p := trial.differs_from(whole))]
                 if not wrong:
                     partial = trials[0].trial.partial
-                    outputs = trials[0].split_outputs()
+                    outputs = trials[0].split_outputs(whole)
                     return Finding(start, level, frozenset(partial & self._all_whole()), outputs)
                 problems += wrong[:1]
         problem = max(problems, key=lambda tried: tried[0])[1]  # of the one that went furthest
@@ -224,6 +224,12 @@ class Trial:
         self.outputs = tree_leaves(result)
         return None
 
+    def returned_parameter(self) -> str | None:
+        """A parameter of whose gradient ranks have a summand, and the whole by what the block returns of it alone."""
+        origins = [self._origins.get(id(leaf)) for leaf in self.outputs]
+        names = frozenset().union(*(origin[1] for origin in origins if origin is not None)) & self.partial
+        return f"it returns what it computes from {min(names)} alone" if names else None
+
     def is_tainted(self, tensor: Tensor) -> bool:
         """Whether ranks have different ones."""
         return id(tensor) in self._tainted
@@ -273,9 +279,10 @@ class _Outcome:
         if unused:
             return f"{unused[0]} would never be used"
         return (
-            self._wrong_output(whole)
-            or _first_difference(whole.reductions, self.trial.reductions)
+            _first_difference(whole.reductions, self.trial.reductions)
             or wrong_place(whole.places, self.trial.places, self.length, self.own_length)
+            or self._wrong_output(whole)
+            or self.trial.returned_parameter()
         )
 
     def _wrong_output(self, whole: Trial) -> str | None:
@@ -284,22 +291,25 @@ class _Outcome:
             return "it returns no tensor" if not pairs else "it returns something else"
         for number, (wanted, got) in enumerate(pairs):
             shape = self._expected(wanted, got)
-            if list(got.shape) != shape and (number == 0 or wanted.dim() <= 3 or self.own_length is not None):
+            if list(got.shape) != shape and (number == 0 or wanted.dim() <= 3):  # others: weights of a rank's heads
                 return f"its output has the shape {tuple(got.shape)} instead of {tuple(shape)}"
         return None
 
     def _expected(self, wanted: Tensor, got: Tensor) -> list[int]:
         shape = list(wanted.shape)
         if self.own_length is not None and self.trial.is_tainted(got):
-            if len(shape) <= self.dim:
+            if len(shape) <= self.dim or shape[self.dim] != self.length:
                 return [*shape, -1]  # ranks would have different ones
             shape[self.dim] = self.own_length
         return shape
 
-    def split_outputs(self) -> frozenset[int]:
+    def split_outputs(self, whole: Trial) -> frozenset[int]:
         """Which leaves of the results run along the split sequence."""
-        found = enumerate(self.trial.outputs)
-        return frozenset(k for k, leaf in found if isinstance(leaf, Tensor) and self.trial.is_tainted(leaf))
+        pairs = enumerate(zip(whole.outputs, self.trial.outputs, strict=True))
+        return frozenset(k for k, (w, got) in pairs if isinstance(got, Tensor) and self._is_split(w, got))
+
+    def _is_split(self, wanted: Tensor, got: Tensor) -> bool:
+        return self.trial.is_tainted(got) and list(got.shape) == self._expected(wanted, got)
 
 
 def _first_difference(whole: list[tuple[Any, ...]], divided: list[tuple[Any, ...]]) -> str | None:
