@@ -6,7 +6,7 @@ A step that runs in parts, on several ranks, keeps its values once: `KeptValues`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,6 +23,8 @@ Path = tuple[Any, ...]
 
 PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 SMALL = 2**16  # elements; a step that changes a larger tensor in place changes it for good, on its rank
+
+LARGE_TABLE = 1000  # entries of a dict; a table of tokens would take long to look through in every part
 
 
 @dataclass(frozen=True)
@@ -50,22 +52,24 @@ class KeptValues:
     def __init__(self, module: LightningModule) -> None:
         self._attributes = vars(module)
         self._before = {name: _copied(value) for name, value in self._plain()}
+        self._stay: set[Path] = set()  # changes that cannot be sent
 
     def _plain(self) -> Iterator[tuple[str, Any]]:
-        """Objects of other kinds stay as a part leaves them, on its rank."""
+        """Objects of other kinds, and large tables, stay as a part leaves them, on its rank."""
         attributes = list(self._attributes.items())
-        return ((name, value) for name, value in attributes if name not in _lightnings_own() and _can_be_sent(value))
+        return ((name, value) for name, value in attributes if name not in _lightnings_own() and _is_watched(value))
 
     def changes(self) -> dict[Path, Change]:
         """What has changed since."""
         found: dict[Path, Change] = {}
         for name, value in self._plain():
             _compare((name,), self._before.get(name), value, found)
-        return found
+        self._stay = {path for path, change in found.items() if not _can_be_sent(change.value)}
+        return {path: change for path, change in found.items() if path not in self._stay}
 
     def undo(self) -> None:
         """Puts everything back, in the same lists and dicts."""
-        _put_back(dict(self._plain()), self._before, self._attributes)
+        _put_back((), self._before, self._attributes, self._stay)
 
 
 @cache
@@ -99,26 +103,50 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+@dataclass(frozen=True)
+class _Lists:
+    """A list of lists or dicts, as of one for each loader."""
+
+    items: list[Any]
+    copies: list[Any]
+
+
 def _copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _copied(item) for key, item in value.items()}
+    if _is_nested(value):
+        return _Lists(list(value), [_copied(item) for item in value])
     if type(value) is list:
         return list(value)
     return _Held.of(value) if isinstance(value, Tensor) else value
+
+
+def _is_nested(value: Any) -> bool:
+    return type(value) is list and 0 < len(value) <= LARGE_TABLE and isinstance(value[0], (list, dict))
 
 
 def _compare(path: Path, before: Any, now: Any, found: dict[Path, Change]) -> None:
     if isinstance(now, dict) and (isinstance(before, dict) or before is None):
         for key, item in now.items():
             _compare((*path, key), (before or {}).get(key), item, found)
+    elif isinstance(before, _Lists) and type(now) is list and len(now) == len(before.copies):
+        for number, (old, item) in enumerate(zip(before.copies, now, strict=True)):
+            _compare((*path, number), old, item, found)
     elif type(now) is list and (type(before) is list or before is None):
-        old = before or []
-        if len(now) < len(old) or any(a is not b for a, b in zip(old, now, strict=False)):
-            found[path] = Change(list(now))
-        elif len(now) > len(old):
-            found[path] = Change(now[len(old) :], grew=True)
+        _compare_lists(path, before or [], now, found)
     elif _changed(before, now):
         found[path] = Change(now.clone() if isinstance(now, Tensor) else now, before)
+
+
+def _compare_lists(path: Path, before: list[Any], now: list[Any], found: dict[Path, Change]) -> None:
+    try:
+        begins_alike = now[: len(before)] == before  # which looks at identity first, so tensors are not compared
+    except (RuntimeError, ValueError, TypeError):  # unless another one is in the place of one
+        begins_alike = False
+    if not begins_alike:
+        found[path] = Change(list(now))
+    elif len(now) > len(before):
+        found[path] = Change(now[len(before) :], grew=True)
 
 
 def _changed(before: Any, now: Any) -> bool:
@@ -127,18 +155,39 @@ def _changed(before: Any, now: Any) -> bool:
     return before is not now and (type(before) is not type(now) or not isinstance(now, PLAIN) or before != now)
 
 
-def _put_back(now: dict[Any, Any], before: dict[Any, Any], held: dict[Any, Any]) -> None:
-    """Gives a dict, of which `now` is the part that was looked at, its earlier values."""
-    for key in now.keys() - before.keys():
-        del held[key]
+def _put_back(path: Path, before: dict[Any, Any], held: dict[Any, Any], stay: Collection[Path]) -> None:
+    """Gives what is watched in a dict its earlier values."""
+    for key in [key for key, value in held.items() if key not in before and _may_change(path, key, value)]:
+        if (*path, key) not in stay:
+            del held[key]
     for key, old in before.items():
-        new = held.get(key)
-        if isinstance(old, dict) and isinstance(new, dict):
-            _put_back(new, old, new)
-        elif type(old) is list and type(new) is list:
-            new[:] = old
-        else:
-            held[key] = old.restored() if isinstance(old, _Held) else old
+        if (*path, key) not in stay and (key not in held or _is_watched(held[key])):
+            held[key] = _earlier((*path, key), old, held.get(key), stay)
+
+
+def _may_change(path: Path, key: Any, value: Any) -> bool:
+    return bool(path) or (key not in _lightnings_own() and _is_watched(value))
+
+
+def _earlier(path: Path, before: Any, now: Any, stay: Collection[Path]) -> Any:
+    """A value as it was, in the same list or dict."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        _put_back(path, before, now, stay)
+        return now
+    if isinstance(before, _Lists):
+        for number, copy in enumerate(before.copies):
+            before.items[number] = _earlier((*path, number), copy, before.items[number], stay)
+        before = before.items
+    if type(before) is list and type(now) is list:
+        now[:] = before
+        return now
+    return before.restored() if isinstance(before, _Held) else before
+
+
+def _is_watched(value: Any) -> bool:
+    if isinstance(value, dict):
+        return len(value) <= LARGE_TABLE
+    return type(value) is list or isinstance(value, (Tensor, tuple, *PLAIN))
 
 
 def _can_be_sent(value: Any) -> bool:
@@ -235,9 +284,13 @@ def keep(module: LightningModule, changes: dict[Path, Change]) -> None:
     for (*way, last), change in changes.items():
         held: Any = vars(module)
         for key in way:
-            held = held.setdefault(key, {})
+            held = _entry(held, key, {})
         value = map_leaves(arrived, change.value)
         if change.grew:
-            held.setdefault(last, []).extend(value)
+            _entry(held, last, []).extend(value)
         else:
             held[last] = value
+
+
+def _entry(held: Any, key: Any, new: Any) -> Any:
+    return held[key] if isinstance(held, list) else held.setdefault(key, new)

@@ -200,6 +200,9 @@ class Keeping(Plain):
         self.outputs: dict[str, list[Any]] = {"logits": [], "classes": []}
         self.steps, self.samples, self.average, self.largest = 0, 0, 0.0, torch.zeros(2)
         self.calls: dict[str, int] = {}
+        self.by_loader: list[list[Tensor]] = [[], []]
+        self.table = {str(number): number for number in range(3)}
+        self.note: Any = None
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.calls["train"] = self.calls.get("train", 0) + 1  # before the blocks
@@ -210,6 +213,8 @@ class Keeping(Plain):
         self.steps, self.samples = self.steps + 1, self.samples + len(batch[0])
         self.average = 0.9 * self.average + 0.1 * output["loss"].item()
         self.last, self.largest[0] = output["loss"].detach(), 1.0
+        self.by_loader[batch_idx % 2].append(output["loss"].detach())
+        self.note = object()  # of no kind that could be sent: it stays where it is made
         return output
 
     def on_train_epoch_end(self) -> None:
@@ -227,7 +232,8 @@ def kept(strategy: MakeStrategy | None) -> Any:
     run = trainer(made(strategy), max_epochs=2)
     run.fit(model, *loaders("plain", 8, samples=22, val_samples=8))  # the last batch has 6, its microbatches 2 or 1
     values = {name: float(value) for name, value in run.callback_metrics.items()}
-    return values, model.steps, model.samples, model.average, model.last, model.largest, model.calls, len(model.losses)
+    numbers = model.steps, model.samples, model.average, model.last, model.largest, model.calls, len(model.losses)
+    return values, numbers, model.by_loader, model.table
 
 
 @pytest.mark.parametrize("strategy", [PIPELINE, ZBV], ids=["1f1b", "zbv"])

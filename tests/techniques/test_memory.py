@@ -133,11 +133,11 @@ AFTER_STEP: dict[str, tuple[Callable[[int], Technique | None], Callable[[int], A
 }
 
 
-CELLS = [("one device", 1), *((row, d) for row in AFTER_STEP for d in (2, 4) if row != "one device")]
+ONE = [("one device", 1, 1), ("one device", 1, 2)]
+CELLS = [*ONE, *((row, d, accumulate) for row in AFTER_STEP for d, accumulate in ((2, 2), (4, 1)) if row != ONE[0][0])]
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize(("row", "d"), CELLS)
+@pytest.mark.parametrize(("row", "d", "accumulate"), CELLS)
 def test_after_a_step(row: str, d: int, accumulate: int) -> None:
     technique, table = AFTER_STEP[row]
     for counts in run_on_ranks(d, held, technique(d), accumulate):
