@@ -48,7 +48,7 @@ def gather_parts(x: Tensor, dim: int, length: int, group: dist.ProcessGroup, kee
 def gather_parts_again(node: Any) -> Tensor:
     """What `gather_parts(..., keep=True)` returned, from the node that it left in the graph."""
     (x,) = node.saved_tensors
-    return _gathered(x, node.dim, node.length, node.group)
+    return whole_of_parts(x, node.dim, node.length, node.group)
 
 
 def sum_to_parts(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
@@ -77,7 +77,7 @@ class _Copy(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        _require_first_order()
+        require_first_order()
         return summed(gradient, ctx.group), None
 
 
@@ -88,7 +88,7 @@ class _Sum(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        _require_first_order()
+        require_first_order()
         return gradient, None
 
 
@@ -98,24 +98,24 @@ class _Gather(Function):
         ctx.dim, ctx.length, ctx.group = dim, length, group
         if keep:
             ctx.save_for_backward(x)
-        return _gathered(x, dim, length, group)
+        return whole_of_parts(x, dim, length, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        _require_first_order()
-        return _summed_to_parts(gradient, ctx.dim, ctx.group), None, None, None, None
+        require_first_order()
+        return part_of_sum(gradient, ctx.dim, ctx.group), None, None, None, None
 
 
 class _SumToParts(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim, ctx.length, ctx.group = dim, x.shape[dim], group
-        return _summed_to_parts(x, dim, group)
+        return part_of_sum(x, dim, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        _require_first_order()
-        return _gathered(gradient, ctx.dim, ctx.length, ctx.group), None, None
+        require_first_order()
+        return whole_of_parts(gradient, ctx.dim, ctx.length, ctx.group), None, None
 
 
 class _OwnPart(Function):
@@ -126,23 +126,23 @@ class _OwnPart(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        _require_first_order()
-        return _gathered(gradient, ctx.dim, ctx.length, ctx.group), None, None
+        require_first_order()
+        return whole_of_parts(gradient, ctx.dim, ctx.length, ctx.group), None, None
 
 
 class _Join(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, length: int, group: dist.ProcessGroup) -> Tensor:
         ctx.dim, ctx.group = dim, group
-        return _gathered(x, dim, length, group)
+        return whole_of_parts(x, dim, length, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        _require_first_order()
+        require_first_order()
         return _part(gradient, ctx.dim, ctx.group), None, None, None
 
 
-def _require_first_order() -> None:
+def require_first_order() -> None:
     """The collectives of a backward pass are no part of a graph: a second derivative would silently lack them."""
     if torch.is_grad_enabled():
         raise RuntimeError(
@@ -155,13 +155,15 @@ def _require_first_order() -> None:
 # Ranks exchange what is contiguous: (ranks, ...) with each rank's part in one piece.
 
 
-def _gathered(x: Tensor, dim: int, length: int, group: dist.ProcessGroup) -> Tensor:
+def whole_of_parts(x: Tensor, dim: int, length: int, group: dist.ProcessGroup) -> Tensor:
+    """All parts of a divided tensor, without a gradient of its own."""
     parts = gathered(x, group)  # (ranks, ..., part, ...)
     joined = parts.movedim(0, dim).flatten(dim, dim + 1)
     return joined if joined.shape[dim] == length else joined.narrow(dim, 0, length).contiguous()
 
 
-def _summed_to_parts(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+def part_of_sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part of the sum of what ranks computed, without a gradient of its own."""
     padded = _padded(x, dim, group.size())
     shape = (*padded.shape[:dim], group.size(), -1, *padded.shape[dim + 1 :])
     return scattered(padded.reshape(shape).movedim(dim, 0), group)

@@ -20,9 +20,9 @@ class TensorParallelStrategy(MeshStrategy):
         *,
         sequence_parallel: bool = True,
         regather: bool = False,
+        overlap: bool = False,
         plan: ParallelPlan | None = None,
         **lightning: Any,
     ) -> None:
-        super().__init__(
-            [TensorParallel(size, sequence_parallel=sequence_parallel, regather=regather)], plan, **lightning
-        )
+        technique = TensorParallel(size, sequence_parallel=sequence_parallel, regather=regather, overlap=overlap)
+        super().__init__([technique], plan, **lightning)

@@ -1,10 +1,12 @@
 """What no pipeline can run is refused on every rank before the first step, with the rule and the remedy."""
 
 import itertools
+import random
 import re
 from functools import partial
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from lightning.pytorch import LightningModule
@@ -69,6 +71,14 @@ class Tables(CountingBlock):
         if "table" not in vars(self):
             self.table = torch.linspace(0, 1, x.shape[-1])
         return super().forward(x * self.table)
+
+
+class Drawing(CountingBlock):
+    """Leaves itself out now and then."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = random.random() < 0.5, bool(torch.rand(()) < 0.5), numpy.random.rand() < 0.5
+        return x + sum(kept) * super().forward(x)
 
 
 def shares(kind: type[CountingBlock]) -> Handwritten:
@@ -156,8 +166,9 @@ def test_before_the_first_step(make: Any, strategy: Any, said: str) -> None:
         assert re.search(said, message), message
 
 
-def test_tables_of_a_blocks_own_are_no_state() -> None:
-    run_on_ranks(2, run, partial(shares, Tables), PP2)
+@pytest.mark.parametrize("kind", [Tables, Drawing])
+def test_tables_of_a_blocks_own_and_random_numbers_are_no_state(kind: type[CountingBlock]) -> None:
+    run_on_ranks(2, run, partial(shares, kind), PP2)
 
 
 def test_callbacks_that_need_whole_parameters() -> None:

@@ -7,9 +7,11 @@ import logging.handlers
 import warnings
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor, nn
 
 from lightning_parallel import (
@@ -23,9 +25,10 @@ from lightning_parallel import (
     TensorParallelStrategy,
     Zero,
 )
+from lightning_parallel.collectives import overlap
 from lightning_parallel.techniques.technique import Technique
 from tests import models
-from tests.curves import check_parity
+from tests.curves import Curve, check_parity, compare, reference, train
 from tests.models import VOCABULARY, build, loaders
 from tests.ranks import ranks, run_on_ranks
 from tests.trainers import trainer
@@ -95,6 +98,35 @@ def compiled() -> HybridStrategy:
 def test_beside_other_techniques(column: str, n: int, strategy: Any, data_ranks: int) -> None:
     data = {"samples": 32, "val_samples": 8}
     check(column, n, strategy, data_ranks, max_epochs=1, data=data, model={"n_layer": 4} if column == "gpt2" else {})
+
+
+# What torch itself says that its operations on symmetric memory compute.
+BY_REFERENCE = {
+    "fused_all_gather_matmul": symmetric_memory._fused_all_gather_matmul_fallback,
+    "fused_matmul_reduce_scatter": symmetric_memory._fused_matmul_reduce_scatter_fallback,
+}
+
+
+def overlapping(column: str, fused: bool, **options: Any) -> tuple[Curve, int]:
+    """Trains; with torch's operations where `fused`, as on GPUs, and tells how often they were called."""
+    calls: list[str] = []
+
+    def symmetric(name: str) -> Any:
+        calls.append(name)
+        return BY_REFERENCE[name]
+
+    with mock.patch.multiple(overlap, reaches_memory=lambda _: fused, symmetric=symmetric):
+        return train(column, partial(TensorParallelStrategy, 2, overlap=True), **options), len(calls)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("column", ["gpt", "llama", "plain"])
+def test_products_that_overlap_with_collectives(column: str, fused: bool) -> None:
+    model = TWO_BLOCKS[column] | ({} if column == "plain" else {"optimizer": adamw})
+    options = STEPS | {"max_epochs": 1, "model": model, "data": {"samples": 32, "val_samples": 8}}
+    for got, calls in run_on_ranks(2, overlapping, column, fused, **options):
+        compare(reference(column, **options), got)
+        assert bool(calls) is (fused and column != "plain")  # whose hidden state has no sequence
 
 
 def test_compiled_blocks() -> None:

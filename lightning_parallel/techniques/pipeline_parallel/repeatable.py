@@ -7,6 +7,7 @@ a block keeps for itself, would have other values there.
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
@@ -50,7 +51,7 @@ class Repeatable:
     def __init__(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._call = call
         self._arguments = map_tensors(Tensor.clone, [list(args), kwargs])  # a block may change what it gets
-        self._random = torch.get_rng_state(), random.getstate()
+        self._random = _random_state()
 
     def settles(self, first: Operations, noted: Callable[[Callable[[], Any]], Operations]) -> bool:
         """Whether a further call does what the first one did, or at least what a third one does.
@@ -61,7 +62,7 @@ class Repeatable:
             first: what the first call did.
             noted: runs something and tells its operations.
         """
-        after = torch.get_rng_state(), random.getstate()
+        after = _random_state()
         try:
             second = noted(self._once)
             return second == first or second == noted(self._once)
@@ -76,6 +77,13 @@ class Repeatable:
         self._call(*args, **kwargs)
 
 
-def _set_random(state: tuple[Tensor, Any]) -> None:
+def _random_state() -> tuple[Any, ...]:
+    numpy = sys.modules.get("numpy")
+    return torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.random.get_state()
+
+
+def _set_random(state: tuple[Any, ...]) -> None:
     torch.set_rng_state(state[0])
     random.setstate(state[1])
+    if state[2] is not None:
+        sys.modules["numpy"].random.set_state(state[2])

@@ -22,6 +22,7 @@ from lightning_parallel.collectives.conjugate import (
     sum_over_ranks,
     sum_to_parts,
 )
+from lightning_parallel.collectives.overlap import gather_and_multiply, multiply_and_scatter
 from lightning_parallel.techniques.tensor_parallel.randomness import OwnRandomness
 from lightning_parallel.techniques.tensor_parallel.regather import Regathered
 
@@ -33,16 +34,21 @@ class Activations:
         group: the ranks of the axis tp.
         sequence_dim: the dimension of the hidden state that runs along the sequence.
         regathers: whether backward gathers the inputs of regions again, to keep only parts of them.
+        overlaps: whether products overlap with the collectives of a split sequence.
     """
 
     _regathered: Regathered | None
+    _overlaps = False
 
-    def __init__(self, group: dist.ProcessGroup, sequence_dim: int, regathers: bool = False) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, sequence_dim: int, regathers: bool = False, overlaps: bool = False
+    ) -> None:
         self.group, self.ranks, self.rank = group, group.size(), group.rank()
         self.sequence_dim = sequence_dim
         self.length: int | None = None
         """The length of the whole sequence while it is split between regions."""
         self._regathers, self._regathered = regathers, None
+        self._overlaps = overlaps
         self._drops = False
         self._randomness = OwnRandomness(self.rank)
         self._inside = False
@@ -98,6 +104,31 @@ class Activations:
                 self._randomness.end()
             return sum_over_ranks(y, self.group)
         return sum_to_parts(y, self.sequence_dim, self.group)
+
+    def may_overlap(self, x: Tensor, enters: bool) -> bool:
+        """Whether the product of a map with this input may overlap with the collective before or after it.
+
+        Args:
+            x: the input.
+            enters: whether the map is colwise, and `x` a hidden state that may not have entered yet.
+        """
+        if not self._overlaps or self.length is None or self.length % self.ranks or x.dim() != 3:
+            return False
+        entered = self._inside or (self._entered is not None and self._entered[0] is x)
+        return not (torch.compiler.is_compiling() or (enters and (entered or self._regathers)))
+
+    def enter_and_multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Enters a region, and begins with its first map."""
+        part = _in_autocast_dtype(x)
+        entered, product = gather_and_multiply(part, weight.to(part.dtype), self.sequence_dim, self.group)
+        self._entered = (x, entered)
+        return product
+
+    def multiply_and_leave(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Ends a region with its last map."""
+        self.forget()
+        x = _in_autocast_dtype(x)
+        return multiply_and_scatter(x, weight.to(x.dtype), self.sequence_dim, self.group)
 
     @contextmanager
     def inside(self) -> Iterator[None]:

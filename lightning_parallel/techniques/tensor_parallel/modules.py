@@ -41,9 +41,13 @@ def divided_forward(divided: Divided, activations: Activations, forward: Forward
 
 
 def _colwise(divided: Divided, activations: Activations, forward: Forward) -> Forward:
-    compute = _linear(divided.module, forward)
+    compute, parameters = _linear(divided.module, forward), divided.module._parameters
+    plain = _is_plain(divided.module)
 
     def run(x: Tensor) -> Tensor:
+        if plain and activations.may_overlap(x, enters=True):
+            y, bias = activations.enter_and_multiply(x, _weight(parameters)), _bias(parameters, True)
+            return y if bias is None else y + bias.to(y.dtype)
         entered = activations.enter(x)
         if activations.attended:
             return activations.attend(lambda: compute(entered, True))
@@ -54,9 +58,14 @@ def _colwise(divided: Divided, activations: Activations, forward: Forward) -> Fo
 
 def _rowwise(divided: Divided, activations: Activations, forward: Forward) -> Forward:
     compute, parameters = _linear(divided.module, forward), divided.module._parameters
+    plain = _is_plain(divided.module)
 
     def run(x: Tensor) -> Tensor:
-        y, bias = activations.leave(compute(x, False)), parameters.get("bias")
+        if plain and activations.may_overlap(x, enters=False):
+            y = activations.multiply_and_leave(x, _weight(parameters))
+        else:
+            y = activations.leave(compute(x, False))
+        bias = parameters.get("bias")
         return y if bias is None else y + bias.to(y.dtype)
 
     return run
@@ -130,9 +139,13 @@ def _linear(module: nn.Module, forward: Forward) -> Compute:
     parameters = module._parameters
     if is_transposed(module):
         return lambda x, biased: _conv1d(x, parameters, biased)
-    if type(module).forward is nn.Linear.forward:
+    if _is_plain(module):
         return partial(_plain_linear, parameters)
     return lambda x, biased: _as_written(module, forward, x, biased)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    return type(module).forward is nn.Linear.forward
 
 
 def _plain_linear(parameters: Any, x: Tensor, biased: bool) -> Tensor:
@@ -145,6 +158,10 @@ def _conv1d(x: Tensor, parameters: Any, biased: bool) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     y = torch.mm(rows, weight) if bias is None else torch.addmm(bias, rows, weight)
     return y.view(*x.shape[:-1], weight.shape[1])
+
+
+def _weight(parameters: Any) -> Tensor:
+    return leaf_of(parameters["weight"])
 
 
 def _bias(parameters: Any, biased: bool) -> Tensor | None:

@@ -48,6 +48,7 @@ class Partition:
         sequence_dim: of the hidden state.
         splits_sequence: whether the sequence is split between regions.
         regathers: whether backward gathers what enters regions again.
+        overlaps: whether products overlap with the collectives of a split sequence.
     """
 
     def __init__(
@@ -58,9 +59,10 @@ class Partition:
         sequence_dim: int,
         splits_sequence: bool,
         regathers: bool = False,
+        overlaps: bool = False,
     ) -> None:
         self.group = group
-        self.activations = Activations(group, sequence_dim, regathers)
+        self.activations = Activations(group, sequence_dim, regathers, overlaps)
         self._splits = splits_sequence
         self._undo: list[Undo] = [_without_fused_layers()]
         self._handles: list[RemovableHandle] = []
