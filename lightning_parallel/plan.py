@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -27,6 +27,9 @@ class ParallelPlan:
         positions: the name of the batch's (or the model's) position input, None if the model makes its own.
         experts: patterns of the modules that hold experts.
         source: where the plan came from, for messages.
+
+    Raises:
+        ValueError: something that is no pattern, no style or no dimension.
     """
 
     blocks: tuple[str, ...] | str = ()
@@ -38,8 +41,17 @@ class ParallelPlan:
 
     def __post_init__(self) -> None:
         for name in ("blocks", "experts"):
-            value = getattr(self, name)
-            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+            object.__setattr__(self, name, _patterns(name, getattr(self, name)))
+        if not isinstance(self.styles, Mapping) or not all(isinstance(s, str) for s in self.styles.values()):
+            raise ValueError(
+                f"ParallelPlan(styles={self.styles!r}): styles maps patterns to names of styles, as in "
+                "{'net.layers.*.up': 'colwise', 'net.layers.*.down': 'rowwise'}"
+            )
+        _patterns("styles", list(self.styles))
+        if type(self.sequence_dim) is not int or self.sequence_dim < 0:
+            raise ValueError(
+                f"ParallelPlan(sequence_dim={self.sequence_dim!r}): sequence_dim is a dimension, counted from 0"
+            )
 
     def check(self, model: nn.Module) -> None:
         """Raises for every pattern that names no module of `model`: a typo must not train something else.
@@ -80,6 +92,16 @@ class ParallelPlan:
         return f"ParallelPlan({', '.join(f'{key}={value!r}' for key, value in shown.items() if value)})"
 
 
+def _patterns(name: str, value: object) -> tuple[str, ...]:
+    patterns = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else (None,)
+    if not all(isinstance(pattern, str) and pattern for pattern in patterns):
+        raise ValueError(
+            f"ParallelPlan({name}={value!r}): {name} are names of modules in which '*' stands for one component, as in "
+            "'net.layers.*'"
+        )
+    return patterns
+
+
 def matching(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
     """The modules of `model` on this rank whose FQN matches `pattern`, `*` standing for exactly one component."""
     expression = re.compile(r"[^.]+".join(re.escape(part) for part in pattern.split("*")))
@@ -98,9 +120,16 @@ def find_plan(module: nn.Module, given: ParallelPlan | None = None) -> ParallelP
         return given
     own = getattr(module, "parallel_plan", None)
     if callable(own):
-        plan: ParallelPlan = own()
-        return replace(plan, source=f"{type(module).__name__}.parallel_plan()")
+        source = f"{type(module).__name__}.parallel_plan()"
+        return replace(require_plan(own(), source), source=source)
     return from_metadata(module) or infer(module)
+
+
+def require_plan(plan: object, source: str) -> ParallelPlan:
+    """The plan, or an error that says who gave something else."""
+    if not isinstance(plan, ParallelPlan):
+        raise TypeError(f"{source} gives {plan!r}, which is no plan; give ParallelPlan(blocks='net.layers.*')")
+    return plan
 
 
 def from_metadata(module: nn.Module) -> ParallelPlan | None:

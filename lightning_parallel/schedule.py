@@ -5,7 +5,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_parallel.techniques.pipeline_parallel.picture import draw
-from lightning_parallel.techniques.pipeline_parallel.schedules import SCHEDULES, Schedule, file_sizes, make_schedule
+from lightning_parallel.techniques.pipeline_parallel.schedules import (
+    SCHEDULES,
+    Schedule,
+    file_sizes,
+    is_file,
+    make_schedule,
+)
 from lightning_parallel.techniques.pipeline_parallel.simulate import Cost, Timeline, simulate
 
 
@@ -51,7 +57,7 @@ def schedule_of(line: argparse.Namespace) -> Schedule:
     """
     name, v = line.schedule, line.stages_per_rank
     ranks, microbatches = line.ranks, line.microbatches
-    if name.lower().endswith(".csv"):
+    if is_file(name):
         found = file_sizes(name)
         ranks, microbatches = ranks or found[0], microbatches or found[1]
     elif line.stages is not None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parallel.collectives.functional import broadcast_tensors
-from lightning_parallel.plan import ParallelPlan, find_plan
+from lightning_parallel.plan import ParallelPlan, find_plan, require_plan
 from lightning_parallel.strategies import materialise, refusals
 from lightning_parallel.strategies.agreement import fingerprint_model, gather, require_same
 from lightning_parallel.strategies.batches import Batches
@@ -65,8 +65,8 @@ class MeshStrategy(RankStrategy):
         self, techniques: Sequence[Technique] = (), plan: ParallelPlan | None = None, **lightning: Any
     ) -> None:
         super().__init__(techniques, **lightning)
-        refusals.refuse_split_backward(self.techniques)
-        self._given_plan = plan
+        refusals.refuse_combinations(self.techniques)
+        self._given_plan = None if plan is None else require_plan(plan, "plan=")
         self._plan: ParallelPlan | None = None
         self._divides_data: bool | None = None
         self._begin()

@@ -71,6 +71,11 @@ class RankStrategy(ParallelStrategy):
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         if start_method not in ("popen", "spawn", "fork"):
             raise ValueError(f"start_method={start_method!r} is none of 'popen', 'spawn', 'fork'")
+        known = dist.Backend.backend_list
+        if any(part.rpartition(":")[2] not in known for part in str(process_group_backend or "gloo").split(",")):
+            raise ValueError(f"process_group_backend={process_group_backend!r} is none of {', '.join(known)}")
+        if not (timeout is None or isinstance(timeout, timedelta)):
+            raise TypeError(f"timeout={timeout!r} is no time; pass datetime.timedelta(minutes=10), or None")
         self.techniques = tuple(sorted(techniques, key=lambda technique: technique.phase))
         self.num_nodes = 1
         self._backend = process_group_backend

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
@@ -32,9 +32,23 @@ def refuse_manual_optimization(module: LightningModule, mesh: ParallelMesh) -> N
         )
 
 
-def refuse_split_backward(techniques: Iterable[Technique]) -> None:
+def refuse_combinations(techniques: Sequence[Technique]) -> None:
+    """Raises for techniques that cannot be in one strategy; those that claim one axis, `resolve_sizes` refuses."""
+    _refuse_repetition(techniques)
+    _refuse_split_backward(techniques)
+
+
+def _refuse_repetition(techniques: Sequence[Technique]) -> None:
+    """Raises where a technique without an axis is there twice."""
+    seen: dict[type[Technique], Technique] = {}
+    for technique in techniques:
+        if not technique.axes and type(technique) in seen:
+            raise ValueError(f"{seen[type(technique)]!r} and {technique!r} would both act on every block; keep one")
+        seen[type(technique)] = technique
+
+
+def _refuse_split_backward(techniques: Sequence[Technique]) -> None:
     """Raises where one technique computes a backward in two halves, and another one cannot."""
-    techniques = list(techniques)
     for splitting in techniques:
         for whole in techniques:
             if splitting.splits_backward and whole.keeps_backward_whole is not None:

@@ -18,7 +18,7 @@ class ZeroStrategy(MeshStrategy):
         size: Size = "auto",
         *,
         stage: Literal[1, 2, 3] = 3,
-        replicate: int = 1,
+        replicate: Size = 1,
         offload: bool = False,
         **lightning: Any,
     ) -> None:

@@ -16,10 +16,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from lightning_parallel.arguments import one_of
 from lightning_parallel.mesh import Axis, ParallelMesh, Size
 from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.techniques.redirect import Forward, redirect_forward
-from lightning_parallel.techniques.technique import Phase, Technique, one_of
+from lightning_parallel.techniques.technique import Phase, Technique
 
 aten = torch.ops.aten
 EXPENSIVE = frozenset(

@@ -12,6 +12,7 @@ from typing import ClassVar, cast
 import torch
 from torch import nn
 
+from lightning_parallel.arguments import one_of, true_or_false
 from lightning_parallel.mesh import Axis, ParallelMesh, Size
 from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.techniques.redirect import Forward, redirect_forward
@@ -29,7 +30,7 @@ class Compile(Technique):
         mode: an inductor mode such as "max-autotune".
 
     Raises:
-        ValueError: an unknown backend, or (when training starts) a model without blocks.
+        ValueError: an unknown backend, a mode that it does not have, or (when training starts) a model without blocks.
     """
 
     backend: str = "inductor"
@@ -43,6 +44,12 @@ class Compile(Technique):
         known = torch.compiler.list_backends(exclude_tags=())
         if self.backend not in known:
             raise ValueError(f"Compile(backend={self.backend!r}): the backends here are {', '.join(sorted(known))}")
+        true_or_false("Compile", fullgraph=self.fullgraph)
+        one_of("Compile", "dynamic", self.dynamic, (None, True, False))
+        if self.mode is not None and self.backend != "inductor":
+            raise ValueError(f"Compile({self.backend!r}, mode={self.mode!r}): modes are inductor's; leave mode out")
+        if self.mode is not None:
+            one_of("Compile", "mode", self.mode, (None, *torch._inductor.list_mode_options()))
 
     @property
     def keeps_backward_whole(self) -> str:

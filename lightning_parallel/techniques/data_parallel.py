@@ -6,16 +6,18 @@ PowerSGD: T. Vogels et al., NeurIPS 2019.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import nn
 
+from lightning_parallel.arguments import one_of
 from lightning_parallel.mesh import Axis, ParallelMesh, Size
 from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.techniques.gradient_average import Compression, average_gradients
-from lightning_parallel.techniques.technique import Phase, Step, Technique, one_of
+from lightning_parallel.techniques.technique import Phase, Step, Technique
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,9 @@ class DataParallel(Technique):
 
     def __post_init__(self) -> None:
         one_of("DataParallel", "compression", self.compression, (None, "bf16", "fp16", "powersgd"))
-        if self.bucket_mb <= 0:
-            raise ValueError(f"DataParallel(bucket_mb={self.bucket_mb}): a bucket holds more than 0 MB")
+        number = isinstance(self.bucket_mb, (int, float)) and not isinstance(self.bucket_mb, bool)
+        if not number or not 0 < self.bucket_mb < math.inf:
+            raise ValueError(f"DataParallel(bucket_mb={self.bucket_mb!r}): bucket_mb is a number greater than 0")
 
     @property
     def axes(self) -> Mapping[Axis, Size]:

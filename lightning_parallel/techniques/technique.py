@@ -195,9 +195,3 @@ class Technique(ABC):
         `model` is what this technique's `parallelize` returned.
         """
         return step
-
-
-def one_of(owner: str, name: str, value: object, choices: tuple[object, ...]) -> None:
-    """Raises ValueError with the value, the choices and the owner unless `value` is one of `choices`."""
-    if value not in choices:
-        raise ValueError(f"{owner}({name}={value!r}): {name} is one of {', '.join(map(repr, choices))}")

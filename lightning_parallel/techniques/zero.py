@@ -11,11 +11,12 @@ from typing import ClassVar, Literal
 
 from torch import nn
 
+from lightning_parallel.arguments import one_of, true_or_false
 from lightning_parallel.mesh import Axis, ParallelMesh, Size
 from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.techniques.gradient_average import average_gradients
 from lightning_parallel.techniques.shards import has_no_rows
-from lightning_parallel.techniques.technique import Phase, Step, Technique, one_of
+from lightning_parallel.techniques.technique import Phase, Step, Technique
 from lightning_parallel.techniques.zero_parameters import Root, ShardedParametersStep, shard_parameters, unshardable
 from lightning_parallel.techniques.zero_states import ShardedStatesStep
 
@@ -27,23 +28,24 @@ class Zero(Technique):
     Args:
         size: number of ranks that share one copy; "auto" takes the ranks that no other technique claims.
         stage: 1 shards optimizer states, 2 also gradients, 3 also parameters.
-        replicate: how many such copies there are.
+        replicate: how many such copies there are; "auto" makes as many as there are ranks for.
         offload: keeps optimizer states (stage 3: the shards of parameters too) in host memory.
 
     Raises:
-        ValueError: a stage other than 1, 2, 3.
+        ValueError: a stage other than 1, 2, 3, or an `offload` that is no bool.
     """
 
     size: Size = "auto"
     _: KW_ONLY
     stage: Literal[1, 2, 3] = 3
-    replicate: int = 1
+    replicate: Size = 1
     offload: bool = False
 
     phase: ClassVar[Phase] = Phase.SHARD
 
     def __post_init__(self) -> None:
         one_of("Zero", "stage", self.stage, (1, 2, 3))
+        true_or_false("Zero", offload=self.offload)
 
     @property
     def axes(self) -> Mapping[Axis, Size]:

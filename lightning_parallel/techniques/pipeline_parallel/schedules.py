@@ -23,7 +23,9 @@ __all__ = [
     "Kind",
     "Rule",
     "Schedule",
+    "check_stages_per_rank",
     "file_sizes",
+    "is_file",
     "make_schedule",
     "nearest_legal_microbatches",
 ]
@@ -189,18 +191,32 @@ def make_schedule(name_or_csv_path: str, ranks: int, microbatches: int, stages_p
     ):
         if value < 1:
             raise ValueError(f"{what}={value} must be at least 1")
-    if name_or_csv_path.lower().endswith(".csv"):
+    check_stages_per_rank(name_or_csv_path, stages_per_rank)
+    if is_file(name_or_csv_path):
         return _read(name_or_csv_path, ranks, microbatches, stages_per_rank)
+    rule = _rule(name_or_csv_path)
+    _check_microbatches(name_or_csv_path, ranks, microbatches)
+    v = stages_per_rank or rule.stages_per_rank
+    dense = [rule.order(rank, ranks, microbatches, v) for rank in range(ranks)]
+    return _laid_out(name_or_csv_path, ranks * v, microbatches, dense)
+
+
+def is_file(name_or_csv_path: str) -> bool:
+    """Whether this is the path of a CSV file, and no name of `SCHEDULES`."""
+    return isinstance(name_or_csv_path, str) and name_or_csv_path.lower().endswith(".csv")
+
+
+def check_stages_per_rank(name_or_csv_path: str, stages_per_rank: int | None) -> None:
+    """Raises ValueError for a schedule or file that does not exist, and for stages that the schedule does not have."""
+    if is_file(name_or_csv_path):
+        _rows(name_or_csv_path)
+        return
     rule = _rule(name_or_csv_path)
     if rule.fixed and stages_per_rank not in (None, rule.stages_per_rank):
         raise ValueError(
             f"{name_or_csv_path} runs {_stages(rule.stages_per_rank)} per rank, not {stages_per_rank}; leave "
             f"stages_per_rank out, or take one of {[name for name, other in SCHEDULES.items() if not other.fixed]}"
         )
-    _check_microbatches(name_or_csv_path, ranks, microbatches)
-    v = stages_per_rank or rule.stages_per_rank
-    dense = [rule.order(rank, ranks, microbatches, v) for rank in range(ranks)]
-    return _laid_out(name_or_csv_path, ranks * v, microbatches, dense)
 
 
 def _stages(number: int) -> str:
@@ -209,9 +225,9 @@ def _stages(number: int) -> str:
 
 def _rule(name: str) -> Rule:
     if name not in SCHEDULES:
-        near = difflib.get_close_matches(name, SCHEDULES, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"{name!r} is no schedule; {hint}Take one of {list(SCHEDULES)}, or the path of a .csv file")
+        near = difflib.get_close_matches(str(name).lower(), SCHEDULES, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}? Otherwise " if near else ""
+        raise ValueError(f"{name!r} is no schedule; {hint}take one of {list(SCHEDULES)}, or the path of a .csv file")
     return SCHEDULES[name]
 
 

@@ -7,20 +7,23 @@ Clusters, SC 2021; P. Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
+from lightning_parallel.arguments import whole_number
 from lightning_parallel.mesh import Axis, ParallelMesh, Size
 from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.techniques import boundaries, elsewhere
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut, cut, names_elsewhere
 from lightning_parallel.techniques.pipeline_parallel.schedules import (
-    SCHEDULES,
     Schedule,
+    check_stages_per_rank,
+    file_sizes,
+    is_file,
     make_schedule,
     nearest_legal_microbatches,
 )
@@ -37,8 +40,9 @@ class PipelineParallel(Technique):
         size: number of ranks; "auto" takes the ranks that no other technique claims.
         schedule: a name (gpipe, 1f1b, interleaved_1f1b, looped_bfs, interleaved_zero_bubble, zbv, dualpipev), or the
             path of a CSV file.
-        microbatches: into how many parts a rank's batch is divided; "auto" takes four for each rank, or as many as
-            the batch has samples. Batches with fewer samples than that have a microbatch for each.
+        microbatches: into how many parts a rank's batch is divided; "auto" takes the number that a CSV file has, else
+            four for each rank, or as many as the batch has samples. Batches with fewer samples than that have a
+            microbatch for each.
         stages_per_rank: for schedules that give each rank several stages; None takes the schedule's own number.
         split: how many blocks each stage has, in the order of the model; None balances the stages by their work.
 
@@ -57,12 +61,13 @@ class PipelineParallel(Technique):
     phase: ClassVar[Phase] = Phase.SPLIT
 
     def __post_init__(self) -> None:
+        whole_number("PipelineParallel", "microbatches", self.microbatches, "auto")
+        whole_number("PipelineParallel", "stages_per_rank", self.stages_per_rank, None)
         if self.split is not None:
-            object.__setattr__(self, "split", tuple(self.split))
-        if isinstance(self.size, int) and isinstance(self.microbatches, int) and self.size > 0:
+            object.__setattr__(self, "split", _block_counts(self.split))
+        check_stages_per_rank(self.schedule, self.stages_per_rank)
+        if self.microbatches != "auto" and isinstance(self.size, int) and self.size > 0:
             make_schedule(self.schedule, self.size, self.microbatches, self.stages_per_rank)
-        elif not self.schedule.endswith(".csv") and self.schedule not in SCHEDULES:
-            make_schedule(self.schedule, 1, 1)  # raises with the choices
 
     @property
     def axes(self) -> Mapping[Axis, Size]:
@@ -72,7 +77,8 @@ class PipelineParallel(Technique):
     @property
     def splits_backward(self) -> bool:
         """See `Technique.splits_backward`."""
-        return make_schedule(self.schedule, 2, 4).splits_backward if self.schedule in SCHEDULES else True
+        sizes = file_sizes(self.schedule) if is_file(self.schedule) else (2, 4)
+        return make_schedule(self.schedule, *sizes).splits_backward
 
     def prepare(
         self, model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan, sample: Callable[[], Sample]
@@ -89,8 +95,8 @@ class PipelineParallel(Technique):
         """How many microbatches, where "auto" is to decide."""
         if self.microbatches != "auto":
             return self.microbatches
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"{self!r}: a schedule from a file needs microbatches=<the number it has>, not 'auto'")
+        if is_file(self.schedule):
+            return file_sizes(self.schedule)[1]
         ranks = mesh.sizes["pp"]
         return nearest_legal_microbatches(self.schedule, ranks, min(4 * ranks, max(1, samples)))[0]
 
@@ -123,6 +129,15 @@ class PipelineParallel(Technique):
         assert self.microbatches != "auto"
         schedule = make_schedule(self.schedule, mesh.sizes["pp"], self.microbatches, self.stages_per_rank)
         return cut(self.seen, schedule.stages, self.split), schedule
+
+
+def _block_counts(split: object) -> tuple[int, ...]:
+    counts = tuple(split) if isinstance(split, Sequence) else ()
+    if not counts or not all(type(count) is int and count >= 1 for count in counts):
+        raise ValueError(
+            f"PipelineParallel(split={split!r}): split is a positive whole number of blocks for each stage, as (3, 5)"
+        )
+    return counts
 
 
 def _shape_of(tensor: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch import nn
 
+from lightning_parallel.arguments import true_or_false
 from lightning_parallel.mesh import Axis, ParallelMesh, Size
 from lightning_parallel.plan import ParallelPlan, starred
 from lightning_parallel.styles import find_styles
@@ -45,7 +46,8 @@ class TensorParallel(Technique):
             them, on GPUs that reach each other's memory. Elsewhere it changes nothing but rounding.
 
     Raises:
-        ValueError: (when training starts) a model without a known way to divide it, or sizes that do not divide.
+        ValueError: switches that contradict each other, or (when training starts) a model without a known way to divide
+            it, or sizes that do not divide.
     """
 
     size: Size = "auto"
@@ -57,6 +59,16 @@ class TensorParallel(Technique):
 
     phase: ClassVar[Phase] = Phase.PARTITION
     ends_last: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        switches = {name: getattr(self, name) for name in ("sequence_parallel", "regather", "overlap")}
+        true_or_false("TensorParallel", **switches)
+        alone = [f"{name}=True" for name in ("regather", "overlap") if switches[name]]
+        if alone and not self.sequence_parallel:
+            raise ValueError(
+                f"TensorParallel(sequence_parallel=False, {', '.join(alone)}): only a split sequence can do that; "
+                "leave sequence_parallel at True, or the other at False"
+            )
 
     @property
     def axes(self) -> Mapping[Axis, Size]:
