@@ -232,6 +232,8 @@ def test_a_file_of_pytorch_with_overlapped_actions(tmp_path: Path) -> None:
         ("0F0,0B0\n1F0,1X0\n", "row 2: '1X0' is no action: write"),
         ("0F0,0SEND_F0,0B0\n1F0,1B0\n", "'0SEND_F0' is no action"),
         ("0F0,0F0,0B0\n1F0,1B0\n", "0F0 stands in it twice"),
+        ("", "it holds no actions; write a row per rank"),
+        ("\N{DEGREE SIGN}", "is no action: write"),
         ("0F0,0B0\n2F0,2B0\n", r"its stages are \[0, 2\]; number them 0 to 1"),
         ("0F0,1B0\n1F0,0B0\n", "stage 1 runs on ranks 0 and 1; a stage lies on one rank"),
         ("0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1\n", r"runs microbatches \[0, 1\], but the batch has 1, 0 to 0"),
@@ -243,7 +245,7 @@ def test_a_file_of_pytorch_with_overlapped_actions(tmp_path: Path) -> None:
 )
 def test_a_wrong_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "wrong.csv"
-    file.write_text(text)
+    file.write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=message):
         make_schedule(str(file), ranks=2, microbatches=1)
 

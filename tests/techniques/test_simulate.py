@@ -87,5 +87,7 @@ def test_impossible_costs_are_refused() -> None:
     schedule = make_schedule("1f1b", 2, 2)
     with pytest.raises(ValueError, match="3 costs were given for 2 stages; give one per stage"):
         simulate(schedule, [Cost()] * 3)
-    with pytest.raises(ValueError, match=r"the times \[-1, .*\] make no timeline"):
+    with pytest.raises(ValueError, match=r"the times 0, -1, 1 make no timeline"):
         simulate(schedule, Cost(-1, 1, 1))
+    with pytest.raises(ValueError, match=r"the times nan, 1 make no timeline"):
+        simulate(schedule, latency=float("nan"))

@@ -280,11 +280,14 @@ def _rows(path: str) -> list[list[Action]]:
     if not file.is_file():
         raise ValueError(f"there is no file {path}; give the path of a .csv file, or one of {list(SCHEDULES)}")
     dense: list[list[Action]] = []
-    for number, row in enumerate(csv.reader(io.StringIO(file.read_text())), 1):
+    text = file.read_bytes().decode(errors="replace")
+    for number, row in enumerate(csv.reader(io.StringIO(text, newline="")), 1):
         try:
             dense.append([action for cell in row for action in parse(cell)])
         except ValueError as problem:
             raise ValueError(f"{path}: row {number}: {problem}") from problem
+    if not any(dense):
+        raise ValueError(f"{path}: it holds no actions; write a row per rank with cells like 0F0")
     return dense
 
 

@@ -1,5 +1,6 @@
 """How long a schedule takes and how many activations it keeps, computed from what the stages cost."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -107,8 +108,9 @@ def simulate(schedule: Schedule, costs: Cost | Sequence[Cost] = Cost(), latency:
     times = [latency] + [
         time for cost in per_stage for time in (cost.forward, cost.input_gradient, cost.weight_gradient)
     ]
-    if min(times) < 0 or max(times) <= 0:
-        raise ValueError(f"the times {sorted(set(times))} make no timeline; give costs above 0 and no negative latency")
+    if not all(0 <= time < math.inf for time in times) or not any(times[1:]):
+        shown = ", ".join(f"{time:g}" for time in dict.fromkeys(times))
+        raise ValueError(f"the times {shown} make no timeline; give finite costs above 0 and no negative latency")
     done = run(
         schedule.computations,
         schedule.stages,
