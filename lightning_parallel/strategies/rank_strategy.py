@@ -213,7 +213,7 @@ class RankStrategy(ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """This rank failed: nobody may wait for it, and nobody it launched may stay behind."""
-        if isinstance(self._launcher, _SubprocessScriptLauncher) and self.is_distributed:
+        if isinstance(self._launcher, (_SubprocessScriptLauncher, _MultiProcessingLauncher)) and self.is_distributed:
             end_children(self._launcher.procs)
 
     # ---------------------------------------------------------------- what is there

@@ -43,7 +43,7 @@ def take_sample(trainer: Trainer) -> Sample:
     combined: Any = loop._combined_loader
     with _same_randomness(combined.flattened):
         batch = _prepared(trainer, module, _batch_of(combined))
-    arguments = [batch, *(0 for name in ("batch_idx", "dataloader_idx") if _takes(step, name))]
+    arguments = [batch, *([0] if _takes_index(step) else []), *([0] if _names_loader(combined) else [])]
 
     def run() -> Any:
         with _same_randomness([]), _without_traces(module), trainer.precision_plugin.forward_context():
@@ -52,8 +52,14 @@ def take_sample(trainer: Trainer) -> Sample:
     return Sample(run, _size_of(batch))
 
 
-def _takes(step: Callable[..., Any], name: str) -> bool:
-    return is_param_in_hook_signature(step, name, explicit=True)
+def _takes_index(step: Callable[..., Any]) -> bool:
+    """Whether Lightning gives the step the batch's index, whatever the step calls it."""
+    return is_param_in_hook_signature(step, "batch_idx", min_args=2)
+
+
+def _names_loader(combined: Any) -> bool:
+    """Whether Lightning gives a step the loader's index: it does where loaders are read one after the other."""
+    return combined._mode == "sequential" and len(combined.flattened) > 1
 
 
 def _loop_and_step(trainer: Trainer, module: LightningModule) -> tuple[Any, Callable[..., Any]]:

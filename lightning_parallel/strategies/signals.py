@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -99,11 +100,20 @@ def is_launched_child(local_rank: int, start_method: str) -> bool:
     return local_rank > 0 if start_method == "popen" else multiprocessing.parent_process() is not None
 
 
-def end_children(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def end_children(processes: Sequence[subprocess.Popen[bytes] | BaseProcess]) -> None:
     """Waits a little for launched processes to end by themselves, so that one can print the cause, then kills them."""
     deadline = time.monotonic() + GRACE_SECONDS
     for process in processes:
-        try:
-            process.wait(timeout=max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
+        if not _ended(process, max(0.0, deadline - time.monotonic())):
             process.kill()
+
+
+def _ended(process: subprocess.Popen[bytes] | BaseProcess, seconds: float) -> bool:
+    if isinstance(process, BaseProcess):
+        process.join(seconds)
+        return process.exitcode is not None
+    try:
+        process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    return True

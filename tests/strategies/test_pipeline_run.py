@@ -424,3 +424,33 @@ def test_files_of_every_layout_resume_in_every_other(tmp_path: Path) -> None:
     expected, found = (torch.load(tmp_path / layout / "4.ckpt", weights_only=True) for layout in ("one", "zbv"))
     assert list(expected["state_dict"]) == list(found["state_dict"])
     assert expected["optimizer_states"][0]["state"].keys() == found["optimizer_states"][0]["state"].keys()
+
+
+# ---------------------------------------------------------------- the names of a step's arguments
+
+
+class Terse(Plain):
+    """Steps whose arguments have names of their own, which Lightning gives by their places."""
+
+    def training_step(self, rows: Any, _: int) -> Any:
+        return super().training_step(rows, _)
+
+    def validation_step(self, rows: Any, i: int, dataloader_idx: int) -> None:
+        errors = self.score(rows)[1]
+        self.log("error", errors.square().mean() + 10 * dataloader_idx + i)
+
+
+def tersely(strategy: MakeStrategy | None) -> Any:
+    torch.manual_seed(0)
+    module = Terse()
+    train, val = loaders("plain", 8, samples=16, val_samples=16)
+    fitting = trainer(made(strategy), max_epochs=1)
+    fitting.fit(module, train, [val, val])
+    fitted = {name: float(value) for name, value in fitting.callback_metrics.items()}
+    return fitted, trainer(made(strategy)).validate(module, [val, val], verbose=False)
+
+
+def test_a_step_may_call_its_arguments_anything() -> None:
+    expected, found = on_one_and_two(tersely)
+    for rank in found:
+        require_like(expected, rank)

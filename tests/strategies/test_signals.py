@@ -1,7 +1,11 @@
 """Signals to one rank are answered by all, between the same two batches."""
 
+import multiprocessing
 import os
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -10,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_parallel import ZeroStrategy
+from lightning_parallel.strategies.signals import end_children
 from tests.ranks import run_on_ranks
 
 
@@ -73,3 +78,14 @@ def test_a_request_to_requeue_saves_between_batches_and_training_goes_on(tmp_pat
 def test_a_request_to_stop_ends_all_ranks_before_the_same_batch(tmp_path, rank):
     for trained, _, code in run_on_ranks(2, under_slurm, str(tmp_path), signal.SIGTERM, rank):
         assert (trained, code) == (3, 143)
+
+
+def test_processes_that_do_not_end_are_killed_however_they_were_started() -> None:
+    script = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    forked = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(60,))
+    forked.start()
+    began = time.monotonic()
+    end_children([script, forked])
+    forked.join(10)
+    assert (script.wait(10), forked.exitcode) == (-signal.SIGKILL, -signal.SIGKILL)
+    assert time.monotonic() - began < 10
