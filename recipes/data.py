@@ -24,6 +24,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import DataLoader, Sampler
 
+from recipes import checks
 from recipes.corpus import CorpusError, find_files, read_documents, split_documents
 from recipes.tokens import TokenFile, Windows, id_dtype, load_tokenizer, pack, train_tokenizer
 
@@ -85,9 +86,9 @@ class TokenisedData(LightningDataModule, ABC):
         num_workers: int = 0,
     ) -> None:
         super().__init__()
-        for name, value in (("vocab_size", vocab_size), ("seq_len", seq_len), ("batch_size", batch_size)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"data.{name}={value} must be a whole number, 1 or more")
+        checks.whole(1, data__vocab_size=vocab_size, data__seq_len=seq_len, data__batch_size=batch_size)
+        checks.whole(0, data__seed=seed, data__num_workers=num_workers)
+        checks.number(0, 1, data__val_fraction=val_fraction)
         self.vocab_size = vocab_size
         self.seq_len = seq_len
         self.batch_size = batch_size
@@ -162,6 +163,8 @@ class TextData(TokenisedData):
         **options: object,
     ) -> None:
         super().__init__(**options)  # type: ignore[arg-type]
+        checks.whole(1, data__tokenizer_bytes=tokenizer_bytes)
+        checks.flag(data__skip_unreadable=skip_unreadable)
         self.path = path
         self.exclude = exclude
         self.skip_unreadable = skip_unreadable
@@ -266,7 +269,7 @@ class TokenData(TokenisedData):
     def _check_ids(self, file: Path) -> None:
         try:
             ids = TokenFile(file, self.dtype).open()
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise CorpusError(f"{file} cannot be read as {self.dtype} ids ({error}); correct data.dtype") from error
         if ids.dtype.kind not in "iu" or ids.ndim != 1:
             raise CorpusError(f"{file} holds {ids.dtype} of shape {ids.shape}; store one row of integers")

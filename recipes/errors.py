@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from hydra.errors import HydraException
+from omegaconf import DictConfig
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, MissingMandatoryValue
 
+from recipes import checks
 from recipes.corpus import CorpusError
 
 
@@ -18,7 +20,7 @@ def explained() -> Iterator[None]:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # else Hydra prints and exits by itself, without the choices
     try:
         yield
-    except (HydraException, MissingMandatoryValue, CorpusError) as error:
+    except (HydraException, MissingMandatoryValue, checks.ConfigurationError, CorpusError) as error:
         raise SystemExit(explain(error)) from error
 
 
@@ -36,6 +38,24 @@ def _unknown_key(error: ConfigAttributeError | ConfigKeyError) -> str:
     place = f"'{parent}'" if parent else "the configuration"
     known = sorted(str(name) for name in error.parent_node or () if not str(name).startswith("_"))
     return f"{place} has no key '{key}'; " + (f"choose one of: {', '.join(known)}" if known else "it holds one value")
+
+
+def check_techniques(config: DictConfig) -> None:
+    """Refuse techniques that the chosen strategy would not look at."""
+    strategy = config.strategy._target_.rpartition(".")[2]
+    if config.techniques and "_args_" not in config.strategy:
+        raise checks.ConfigurationError(
+            f"techniques={list(config.techniques)} need strategy=hybrid; {strategy} takes none"
+        )
+    if "technique" in config:
+        raise checks.ConfigurationError("a technique has a name, as zero in '+technique@techniques.zero=zero'")
+
+
+def check_sample(config: DictConfig) -> None:
+    """Refuse at the beginning what would fail at the end."""
+    checks.whole(1, sample__count=config.sample.count)
+    checks.number(0, sample__temperature=config.sample.temperature)
+    checks.whole(0, seed=config.seed)
 
 
 def check_vocabulary(data: int, model: int) -> None:

@@ -18,6 +18,8 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
+from recipes import checks
+
 IGNORED = -100  # the label of a position that has no target
 
 
@@ -51,9 +53,10 @@ class GPTConfig:
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "context", "dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name}={value} must be a whole number, 1 or more")
+            checks.whole(1, **{name: getattr(self, name)})
+        checks.flag(tied_head=self.tied_head)
+        checks.number(1, rope_theta=self.rope_theta)
+        checks.number(0, norm_eps=self.norm_eps)
         if self.dim % (2 * self.n_heads):
             choices = [n for n in _divisors(self.dim) if self.dim // n % 2 == 0]
             raise ValueError(
@@ -256,6 +259,10 @@ class GPTModule(LightningModule):
         fused: bool = False,
     ) -> None:
         super().__init__()
+        checks.number(0, learning_rate=learning_rate, weight_decay=weight_decay, final_lr=final_lr)
+        checks.number(0, 1, **{f"betas__{place}": beta for place, beta in enumerate(betas)})
+        checks.whole(0, warmup_steps=warmup_steps)
+        checks.flag(fused=fused)
         self.config = config if isinstance(config, GPTConfig) else GPTConfig(**config)
         self.save_hyperparameters(ignore="config")
         # Plain values, so that a checkpoint can be read without running code from it.

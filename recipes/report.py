@@ -59,10 +59,11 @@ def draw_curves(log: Path, picture: Path) -> None:
 
 
 def print_report(metrics: Mapping[str, float], sample: str | None, checkpoint: Path, picture: Path) -> None:
-    """Print the end of the story."""
+    """Print the end of the story, with the files that there are."""
     print(f"\nvalidation loss  {metrics['val_loss']:.4f}")
     print(f"perplexity       {metrics['val_perplexity']:.2f}")
     if sample is not None:
         print("sample           " + sample.replace("\n", "\n                 "))
-    print(f"checkpoint       {checkpoint}")
-    print(f"loss curves      {picture}", flush=True)
+    for name, file in (("checkpoint", checkpoint), ("loss curves", picture)):
+        if file.exists():
+            print(f"{name:<16} {file}", flush=True)

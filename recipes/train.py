@@ -28,6 +28,8 @@ warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec.*")
 
 def train(config: DictConfig) -> None:
     """Fit, validate and report."""
+    errors.check_techniques(config)
+    errors.check_sample(config)
     seed_everything(config.seed, verbose=False)
     data: TokenisedData = instantiate(config.data)
     model: GPTModule = instantiate(config.model)
@@ -36,7 +38,7 @@ def train(config: DictConfig) -> None:
         config.trainer,
         strategy=instantiate(config.strategy),
         callbacks=[callback for callback in instantiate(config.callbacks).values() if callback is not None],
-        logger=instantiate(config.logger),
+        logger=instantiate(config.logger) or False,
     )
     data.prepare_data()  # before other ranks start, so that a mistake in the data is told once and stops nobody midway
     data.setup("fit")
@@ -51,7 +53,9 @@ def report(
 ) -> None:
     """Print what came out, and draw it."""
     folder = Path(config.output_dir)
-    draw_curves(folder / "log" / "metrics.csv", folder / "curves.png")
+    log = folder / "log" / "metrics.csv"
+    if log.exists():
+        draw_curves(log, folder / "curves.png")
     tokenizer = data.tokenizer()
     sample = write_sample(model, tokenizer, context=model.config.context, **config.sample) if tokenizer else None
     print_report(metrics, sample, folder / "checkpoints" / "last.ckpt", folder / "curves.png")

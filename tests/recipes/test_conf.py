@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 
 from recipes import resolvers
-from recipes.errors import explained
+from recipes.errors import check_sample, check_techniques, explained
 from recipes.gpt import GPT, GPTModule
 
 CONF = Path(__file__).parents[2] / "conf"
@@ -122,6 +122,15 @@ def test_the_command_line_composes(tmp_path):
         ("strategy=zer", r"Could not find 'strategy/zer'(.|\n)*data_parallel(.|\n)*zero"),
         ("data=text", r"data.path has no default here; give it on the command line, data.path="),
         ("model.config.n_heads=5", r"n_heads=5 does not divide dim=128 .* choose one of(.|\n)*model.config"),
+        ("seed=x", r"seed=x must be a whole number, 0 or more"),
+        ("sample.temperature=-1", r"sample.temperature=-1 must be a number, 0 or more"),
+        ("data.val_fraction=2", r"data.val_fraction=2 must be a number, 0 or more and less than 1"),
+        ("data.skip_unreadable=no", r"data.skip_unreadable=no must be true or false"),
+        ("model.learning_rate=x", r"learning_rate=x must be a number, 0 or more"),
+        ("model.betas=[0.9,1.0]", r"betas.1=1.0 must be a number, 0 or more and less than 1"),
+        ("model.fused=no", r"fused=no must be true or false"),
+        ("+technique@techniques.ac=activation_checkpoint", r"techniques=\['ac'\] need strategy=hybrid; ZeroStrategy"),
+        ("+technique=zero", r"a technique has a name"),
         ("data.batch_size=0", r"data.batch_size=0 must be a whole number"),
         ("+data.foo=0", r"unexpected keyword argument 'foo'(.|\n)*full_key: data"),
     ],
@@ -135,5 +144,7 @@ def test_a_mistake_is_told_with_its_remedy(tmp_path, monkeypatch, override, mess
 @explained()
 def compose_and_build(tmp_path, override):
     config = composed(tmp_path, override)
+    check_techniques(config)
+    check_sample(config)
     instantiate(config.data)
     instantiate(config.model)

@@ -1,0 +1,35 @@
+"""Rules for the values of a configuration: what breaks one is told before anything is built or read."""
+
+from __future__ import annotations
+
+import math
+
+
+class ConfigurationError(ValueError):
+    """A value that cannot be; the message names the key and the rule."""
+
+
+def whole(at_least: int, **values: object) -> None:
+    """Raise ConfigurationError for a value that is no whole number, or too small."""
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+            raise ConfigurationError(f"{_dotted(name)}={value} must be a whole number, {at_least} or more")
+
+
+def number(at_least: float, below: float = math.inf, **values: object) -> None:
+    """Raise ConfigurationError for a value that is no number, or outside of the range."""
+    for name, value in values.items():
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not at_least <= value < below:
+            end = "" if below == math.inf else f" and less than {below:g}"
+            raise ConfigurationError(f"{_dotted(name)}={value} must be a number, {at_least:g} or more{end}")
+
+
+def flag(**values: object) -> None:
+    """Raise ConfigurationError for a value that is neither true nor false: the word "no" would count as true."""
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise ConfigurationError(f"{_dotted(name)}={value} must be true or false")
+
+
+def _dotted(name: str) -> str:
+    return name.replace("__", ".")
