@@ -193,6 +193,96 @@ class NormOfEachHead(nn.Module):
         return torch.stack([norm(head) for norm, head in zip(self.norms, q.unbind(1), strict=False)], 1)
 
 
+class FromItsInput(nn.Module):
+    """Attention that takes the width of a head from the shape of its input, as GPTs of many tutorials do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(32), NarrowAttention()
+        m = self.mlp = nn.ModuleDict({"up": nn.Linear(32, 48), "down": nn.Linear(48, 32)})
+        self.feed = lambda x: m.down(F.gelu(m.up(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        return x + self.feed(x)
+
+
+class NarrowAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_attn, self.c_proj = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.n_head, self.n_embd = 4, 32
+
+    def parts(self, x: Tensor) -> list[Tensor]:
+        b, t, c = x.size()
+        split = self.c_attn(x).split(self.n_embd, dim=2)
+        return [part.view(b, t, self.n_head, c // self.n_head).transpose(1, 2) for part in split]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.scaled_dot_product_attention(*self.parts(x), is_causal=True)
+        return self.c_proj(y.transpose(1, 2).reshape(x.shape))
+
+
+class SideBySide(FromItsInput):
+    """The query, the key and the value of each head lie side by side in the fused weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention.parts = self.parts
+
+    def parts(self, x: Tensor) -> list[Tensor]:
+        y = self.attention.c_attn(x).unflatten(-1, (self.attention.n_head, -1)).transpose(1, 2)
+        return list(y.chunk(3, -1))
+
+
+class Conditioned(Counting):
+    """Learns a scale from another input, a bias for pairs of positions, and its activation's slope."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modulation, self.up, self.down = nn.Linear(32, 64), nn.Linear(32, 48), nn.Linear(48, 32)
+        self.bias, self.slope = nn.Embedding(31, 1), nn.Parameter(torch.tensor(0.5))
+        self.register_buffer("floor", torch.tensor(0.1))
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        scale, shift = self.modulation(condition)[:, None].chunk(2, -1)
+        y = self.norm(x) * (1 + scale) + shift
+        maps = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (f(y).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for f in maps)
+        numbers = torch.arange(x.shape[1])
+        bias = self.bias((numbers[:, None] - numbers).clamp(-15, 15) + 15)[..., 0]
+        x = x + self.o_proj(F.scaled_dot_product_attention(q, k, v, bias).transpose(1, 2).flatten(2))
+        y = self.up(x)
+        return x + self.down(torch.where(y > 0, y, y * (self.floor + F.softplus(self.slope))))
+
+
+class Gating(nn.Module):
+    """One gate for all features, and one scale for what ranks divide and for what they have alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.gate, self.down = (
+            nn.LayerNorm(32),
+            nn.Linear(32, 48),
+            nn.Linear(32, 1),
+            nn.Linear(48, 32),
+        )
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        y = self.norm(x)
+        return self.scale * x + self.down(self.scale * F.gelu(self.up(y)) * self.gate(y).sigmoid())
+
+
+class WithCondition(Written):
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        x = self.network.embed(batch["input_ids"])
+        condition = x.mean(1)
+        for block in self.network.blocks:
+            x = block(x, condition)
+        return F.cross_entropy(self.network.head(x).flatten(0, 1), batch["labels"].flatten())
+
+
 class Distilling(LanguageModel):
     """Learns from a second model of its kind."""
 
@@ -262,6 +352,10 @@ MODELS = {
     "counting positions": lambda **_: Written(CountingPositions),
     "counting features": lambda **_: Written(CountingFeatures),
     "norm of each head": lambda **_: Written(NormsOfHeads),
+    "from its input": lambda **_: Written(FromItsInput),
+    "side by side": lambda **_: Written(SideBySide),
+    "conditioned": lambda **_: WithCondition(Conditioned),
+    "gating": lambda **_: WithCondition(Gating),
     "recomputing": lambda **_: Recomputing(),
     "distilling": lambda **_: Distilling(),
     "penalised": lambda **_: Penalised(Shifting),

@@ -284,20 +284,37 @@ def test_heads_that_do_not_divide() -> None:
     assert "1 heads, which 2 ranks cannot share evenly" in said
 
 
+@pytest.mark.parametrize(
+    ("column", "reason"),
+    [
+        ("hard coded", "bmm runs over 4 elements where the whole block has 8"),
+        ("norm of each head", "q_norm.norms.2.bias would never be used"),
+        ("counting features", "linspace runs over 24 elements where the whole block has 48"),
+        ("side by side", "attention.c_attn has its features in another order than colwise 4:4:4 says"),
+    ],
+)
+def test_where_heads_or_features_cannot_be_divided_ranks_compute_all_of_them(column: str, reason: str) -> None:
+    check_parity(column, 2, TP2, max_epochs=1)
+    said = "".join(run_on_ranks(2, warnings_of, column))
+    assert "tensor-parallel ranks compute all heads and features" in said
+    assert reason in said
+
+
 @pytest.mark.parametrize("strategy", [TP2, WHOLE_SEQUENCE])
-def test_a_hard_coded_number_of_heads_is_refused_naming_the_line(strategy: Any) -> None:
-    said = refused("hard coded", 2, strategy)
-    assert "runs over 4 elements where the whole block has 8" in said
-    assert "tests/further/language.py:" in said
-    assert "F.scaled_dot_product_attention(q, k, v)" in said
-    assert "Let it take the number of heads from the tensors it gets" in said
+def test_attention_that_takes_its_width_from_its_input(strategy: Any) -> None:
+    check_parity("from its input", 2, strategy, max_epochs=1, gradient_clip_val=0.5)
+    assert not any(run_on_ranks(2, warnings_of, "from its input"))
+
+
+@pytest.mark.parametrize("strategy", [TP2, WHOLE_SEQUENCE])
+@pytest.mark.parametrize("column", ["conditioned", "gating"])
+def test_gradients_of_what_ranks_have_alike_and_what_they_divide_meets(column: str, strategy: Any) -> None:
+    check_parity(column, 2, strategy, max_epochs=1, gradient_clip_val=0.5)
 
 
 @pytest.mark.parametrize(
     ("column", "reason"),
     [
-        ("norm of each head", "q_norm.norms.2.bias would never be used"),
-        ("counting features", "linspace runs over 24 elements where the whole block has 48"),
         ("penalised", "gradients cannot be differentiated again"),
         ("out of bounds", "is out of bounds: there are 64 rows in the embedding"),
     ],

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import ceil
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,23 @@ from lightning_parallel.collectives.conjugate import (
 from lightning_parallel.collectives.overlap import gather_and_multiply, multiply_and_scatter
 from lightning_parallel.techniques.tensor_parallel.randomness import OwnRandomness
 from lightning_parallel.techniques.tensor_parallel.regather import Regathered
+
+Entry = Literal["linear", "parent", "face"]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How a block runs.
+
+    Args:
+        entry: where the hidden state enters a region: at its colwise modules; at the module that holds them; or there,
+            and what looks at the shape of attention's input sees as many features as a rank's heads have.
+        gathered: the regions whose colwise modules give all features and whose rowwise modules get them, by the name
+            of the module that holds them in the block.
+    """
+
+    entry: Entry = "linear"
+    gathered: frozenset[str] = frozenset()
 
 
 class Activations:
@@ -53,6 +72,10 @@ class Activations:
         self._randomness = OwnRandomness(self.rank)
         self._inside = False
         self._entered: tuple[Tensor, Tensor] | None = None
+        self._face: tuple[Tensor, Tensor] | None = None
+        self.mode = Mode()
+        self.form: tuple[int, ...] | None = None
+        """The shape of the block's hidden state on this rank, but for its first dimension."""
 
     @property
     def own_length(self) -> int | None:
@@ -61,16 +84,23 @@ class Activations:
 
     # ---------------------------------------------------------------- blocks
 
-    def begin_block(self, length: int | None) -> None:
-        """A block starts, on a part of a sequence of this length, or on what is whole."""
-        self.length, self._drops = length, False
+    def begin_block(self, length: int | None, mode: Mode, hidden: Tensor | None) -> None:
+        """A block starts.
+
+        Args:
+            length: of the sequence of which it gets a part; None for what is whole.
+            mode: how it runs.
+            hidden: what it gets.
+        """
+        self.length, self._drops, self.mode = length, False, mode
+        self.form = None if hidden is None else tuple(hidden.shape[1:])
 
     def resume_in_backward(self, output: Tensor) -> None:
         """When backward reaches this result of a block, what the block recomputes finds all as it was."""
-        state = self.length, self._drops
+        state = self.length, self._drops, self.mode, self.form
 
         def resume(_: Tensor) -> None:
-            self.length, self._drops = state
+            self.length, self._drops, self.mode, self.form = state
 
         if output.requires_grad:
             output.register_hook(resume)  # type: ignore[no-untyped-call]
@@ -79,6 +109,8 @@ class Activations:
 
     def enter(self, x: Tensor) -> Tensor:
         """Hidden state -> input of a colwise module; the same for all modules that get the same hidden state."""
+        if self._face is not None and self._face[0] is x:
+            return self._face[1]
         if self._inside:
             return x
         if self._entered is not None and self._entered[0] is x:
@@ -114,7 +146,7 @@ class Activations:
         """
         if not self._overlaps or self.length is None or self.length % self.ranks or x.dim() != 3:
             return False
-        entered = self._inside or (self._entered is not None and self._entered[0] is x)
+        entered = self._inside or any(kept is not None and kept[0] is x for kept in (self._entered, self._face))
         return not (torch.compiler.is_compiling() or (enters and (entered or self._regathers)))
 
     def enter_and_multiply(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -138,6 +170,20 @@ class Activations:
             yield
         finally:
             self._inside = before
+
+    @contextmanager
+    def facing(self, face: Tensor, entered: Tensor) -> Iterator[None]:
+        """Inside, colwise modules that get the face get what entered."""
+        before, self._face = self._face, (face, entered)
+        try:
+            yield
+        finally:
+            self._face = before
+
+    def face_of(self, entered: Tensor) -> Tensor:
+        """Has the shape of what entered, with a rank's share of the features, and neither values nor memory."""
+        shape = (*entered.shape[:-1], entered.shape[-1] // self.ranks)
+        return entered.new_full((), torch.nan).expand(shape)
 
     def forget(self) -> None:
         """Lets go of the input of the last region."""
@@ -175,12 +221,19 @@ class Activations:
 
     # ---------------------------------------------------------------- features
 
-    def join_features(self, y: Tensor, features: int) -> Tensor:
-        """All features of a colwise module, alike on all ranks."""
-        return join_parts(y, y.dim() - 1, features, self.group)
+    def join_features(self, y: Tensor, features: int, parts: tuple[int, ...] = ()) -> Tensor:
+        """All features of a colwise module, alike on all ranks; `parts` are the sizes of those of a fused one."""
+        self._randomness.end()
+        joined = join_parts(y, y.dim() - 1, features, self.group)
+        if len(parts) < 2:
+            return joined
+        pieces = torch.split(joined, [part // self.ranks for _ in range(self.ranks) for part in parts], -1)
+        return torch.cat([piece for number in range(len(parts)) for piece in pieces[number :: len(parts)]], -1)
 
     def own_features(self, x: Tensor) -> Tensor:
         """This rank's features of what all ranks have alike."""
+        if self._drops and self.length is not None:
+            self._randomness.begin()
         part = own_part(x, x.dim() - 1, self.group)
         chunk = ceil(x.shape[-1] / self.ranks)
         kept = max(0, min(chunk, x.shape[-1] - self.rank * chunk))

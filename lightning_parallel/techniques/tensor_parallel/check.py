@@ -7,34 +7,31 @@ that reshapes by the number of heads of the whole model would otherwise fail lat
 
 from __future__ import annotations
 
-import copy
-import logging
-import traceback
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from lightning_parallel.techniques.shards import bounds
+from lightning_parallel.techniques.tensor_parallel.activations import Entry, Mode
 from lightning_parallel.techniques.tensor_parallel.dry import DryActivations
-from lightning_parallel.techniques.tensor_parallel.entries import Entry, enter_in_parents, replace_hidden
+from lightning_parallel.techniques.tensor_parallel.entries import enter_in_parents, hidden_of, replace_hidden
+from lightning_parallel.techniques.tensor_parallel.features import wrong_read
 from lightning_parallel.techniques.tensor_parallel.heads import LEVELS, set_local_sizes
 from lightning_parallel.techniques.tensor_parallel.hidden import FIRST
-from lightning_parallel.techniques.tensor_parallel.layout import Divided
+from lightning_parallel.techniques.tensor_parallel.layout import Divided, parent_of
 from lightning_parallel.techniques.tensor_parallel.modules import divided_forward
-from lightning_parallel.techniques.tensor_parallel.places import Places, is_model, line, places_of, told, wrong_place
-
-log = logging.getLogger(__name__)
+from lightning_parallel.techniques.tensor_parallel.places import told, wrong_place
+from lightning_parallel.techniques.tensor_parallel.skeleton import skeleton_of
+from lightning_parallel.techniques.tensor_parallel.trial import Trial
 
 CACHES = ("past_key_values", "past_key_value", "layer_past")
-
-
-ENTRIES: tuple[Entry, ...] = ("linear", "parent")
+ENTRIES: Mapping[bool, tuple[Entry, ...]] = {False: ("linear", "face", "parent"), True: ("linear", "parent", "face")}
+"""Ways into regions in the order in which they are tried, by whether the sequence is split."""
 
 
 @dataclass(frozen=True)
@@ -42,34 +39,22 @@ class Finding:
     """How a block is to be run.
 
     Args:
-        entry: where activations enter its regions.
+        mode: where activations enter its regions, and which regions compute whole features.
         level: which of its sizes are set to this rank's.
         partial: the parameters, by their names in the block, of whose gradient each rank has a summand.
         outputs: which leaves of its results run along the split sequence.
-        unchecked: why it could not be tried without values, None where it could.
+        reason: why regions compute whole features, None where none does.
     """
 
-    entry: Entry
+    mode: Mode
     level: int
     partial: frozenset[str]
     outputs: frozenset[int] | None = FIRST
-    unchecked: str | None = None
+    reason: str | None = None
 
 
 class RefusedBlockError(ValueError):
     """A block that cannot be divided as the plan says."""
-
-
-def skeleton_of(block: nn.Module) -> nn.Module:
-    """The block without values or hooks."""
-    memo: dict[int, Any] = {}
-    for tensor in (*block.parameters(), *block.buffers()):
-        twin = tensor.detach().to("meta")
-        memo[id(tensor)] = nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
-    for module in block.modules():
-        for hooks in (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks):
-            memo[id(hooks)] = OrderedDict()
-    return copy.deepcopy(block, memo)
 
 
 class BlockCheck:
@@ -98,10 +83,11 @@ class BlockCheck:
         Raises:
             RefusedBlockError: it cannot be run divided; names the line where that shows.
         """
-        key = split, _kinds((args, kwargs))
+        learning = learning_of(args, kwargs)
+        key = split, learning, _kinds((args, kwargs))
         if key not in self._found:
             try:
-                self._found[key] = self._find(*_as_meta((args, kwargs)), split)
+                self._found[key] = self._find(*_as_meta((args, kwargs)), learning, split)
             except RefusedBlockError as refused:
                 self._found[key] = refused
         found = self._found[key]
@@ -109,29 +95,62 @@ class BlockCheck:
             raise found
         return found
 
-    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any], split: bool) -> Finding:
-        whole = Trial(self._skeleton)
-        error = whole.run(args, kwargs, frozenset())
+    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any], learning: frozenset[int], split: bool) -> Finding:
+        whole = Trial(skeleton_of(self._skeleton))
+        whole.watch(self._colwise())
+        error = whole.run(args, kwargs)
         if error is not None:
-            log.info("%s cannot be run without values (%s), so that dividing it is not checked", self._name, error)
-            entry: Entry = "parent" if split else "linear"
-            return Finding(entry, 0, self._all_whole() if split else frozenset(), unchecked=error)
+            return self._gathered(split, f"it cannot be tried without values ({error})")
         problems: list[tuple[int, str]] = []
-        for level in LEVELS:
-            for start in ENTRIES if split else ENTRIES[:1]:
-                trials = [self._divided_trial(rank, level, start, args, kwargs, split) for rank in self._distinct()]
-                wrong = [(trial.progress, p) for trial in trials if (p := trial.differs_from(whole))]
+        for gathered in self._choices_of_gathered(split):
+            for level, entry in product(LEVELS, ENTRIES[split]):
+                mode = Mode(entry, gathered)
+                inputs = args, kwargs, learning
+                trials = [self._divided_trial(rank, level, mode, inputs, split) for rank in self._distinct()]
+                wrong = [(t.progress, p) for t in trials if (p := t.differs_from(whole) or self._misread(whole, t))]
                 if not wrong:
-                    partial = trials[0].trial.partial
-                    outputs = trials[0].split_outputs(whole)
-                    return Finding(start, level, frozenset(partial & self._all_whole()), outputs)
-                problems += wrong[:1]
-        problem = max(problems, key=lambda tried: tried[0])[1]  # of the one that went furthest
-        raise RefusedBlockError(
-            f"{self._name} ({type(self._skeleton).__name__}) cannot be divided over {self._ranks} tensor-parallel "
-            f"ranks: {problem}. Let it take the number of heads from the tensors it gets, leave its modules out of the "
-            "plan's styles" + (", or set sequence_parallel=False" if split else "")
+                    reason = self._told(gathered, _furthest(problems)) if gathered else None
+                    partial, outputs = self._partial(trials[0].trial, split), trials[0].split_outputs(whole)
+                    return Finding(mode, level, partial, outputs, reason)
+                problems += wrong[:1] if not gathered else []
+        return self._gathered(split, _furthest(problems))
+
+    def _gathered(self, split: bool, reason: str) -> Finding:
+        """Every divided map gives all of its features, so that the block computes what it always does."""
+        if split:
+            raise RefusedBlockError(
+                f"{self._name} ({type(self._skeleton).__name__}) cannot work on parts of the sequence on {self._ranks} "
+                f"tensor-parallel ranks: {reason}"
+            )
+        regions = frozenset(self._regions())
+        return Finding(Mode("linear", regions), 0, frozenset(), reason=self._told(regions, reason))
+
+    def _told(self, gathered: frozenset[str], reason: str) -> str:
+        names = ", ".join(sorted(f"{self._name}.{region}".rstrip(".") for region in gathered))
+        return (
+            f"{names}: all {self._ranks} tensor-parallel ranks compute all heads and features, and divide only the "
+            f"products into and out of them, because {reason}. To divide these too, let "
+            f"{type(self._skeleton).__name__} take their number from the tensors it gets"
         )
+
+    def _misread(self, whole: Trial, found: _Outcome) -> str | None:
+        return wrong_read(whole.reads, found.trial.reads, self._divided, self._ranks, found.rank)
+
+    def _regions(self) -> list[str]:
+        return sorted({parent_of(name) for name in self._divided})
+
+    def _colwise(self) -> list[str]:
+        return [name for name, each in self._divided.items() if each.style.kind.startswith("colwise")]
+
+    def _choices_of_gathered(self, split: bool) -> Iterator[frozenset[str]]:
+        yield frozenset()
+        if not split and len(self._regions()) > 1:
+            yield from (frozenset({region}) for region in self._regions())
+
+    def _partial(self, trial: Trial, split: bool) -> frozenset[str]:
+        """Those of whose use nothing was seen, as that of experts, get parts of a sequence like all others."""
+        unseen = self._all_whole() - trial.used if split else frozenset()
+        return frozenset(trial.partial & self._all_whole()) | unseen
 
     def _distinct(self) -> list[int]:
         """Ranks that have different sizes; all of them look at the same ones, so that all decide alike."""
@@ -152,23 +171,45 @@ class BlockCheck:
         return frozenset(name for name, _ in self._skeleton.named_parameters()) - mine
 
     def _divided_trial(
-        self, rank: int, level: int, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any], split: bool
+        self,
+        rank: int,
+        level: int,
+        mode: Mode,
+        inputs: tuple[tuple[Any, ...], dict[str, Any], frozenset[int]],
+        split: bool,
     ) -> _Outcome:
+        args, kwargs, learning = inputs
         block = skeleton_of(self._skeleton)
         trial = Trial(block)
-        activations = DryActivations(self._ranks, rank, self._dim, trial.taint)
+        activations = DryActivations(self._ranks, rank, self._dim, trial)
         here = {name: d.on(block.get_submodule(name)) for name, d in self._divided.items()}
-        set_local_sizes(block, here, self._ranks, level)
-        for each in here.values():
+        set_local_sizes(block, without(here, mode.gathered), self._ranks, level)
+        for name, each in here.items():
             _make_local(each, self._ranks, rank)
-            vars(each.module)["forward"] = divided_forward(each, activations, each.module.forward)
-        if entry == "parent":
-            enter_in_parents(block, here, activations)
+            vars(each.module)["forward"] = divided_forward(each, activations, each.module.forward, parent_of(name))
+        enter_in_parents(block, here, activations)
+        trial.watch(self._colwise())
+        for number, leaf in enumerate(tree_leaves((args, kwargs))):
+            if number in learning:
+                trial.mark_activation(leaf)
+        hidden = hidden_of(args, kwargs)
         if split:
-            args, kwargs = replace_hidden(args, kwargs, activations.split)
-        tainted = frozenset(id(leaf) for leaf in tree_leaves((args, kwargs)) if leaf is activations.hidden)
-        error = trial.run(args, kwargs, tainted)
-        return _Outcome(trial, error, activations.length, activations.own_length, self._dim)
+            args, kwargs = replace_hidden(args, kwargs, lambda x: trial.taint(activations.split(x)))
+        elif hidden is not None:
+            trial.mark_activation(hidden)
+        activations.begin_block(activations.length, mode, hidden_of(args, kwargs))
+        error = trial.run(args, kwargs)
+        return _Outcome(trial, rank, error, activations.length, activations.own_length, self._dim)
+
+
+def _furthest(problems: list[tuple[int, str]]) -> str:
+    """The problem of the trial that went furthest, and of those the last, which set most sizes."""
+    return max(reversed(problems), key=lambda tried: tried[0])[1]
+
+
+def without(divided: Mapping[str, Divided], regions: frozenset[str]) -> dict[str, Divided]:
+    """Those that lie in other regions."""
+    return {name: each for name, each in divided.items() if parent_of(name) not in regions}
 
 
 def _make_local(divided: Divided, ranks: int, rank: int) -> None:
@@ -183,11 +224,16 @@ def _make_local(divided: Divided, ranks: int, rank: int) -> None:
 
 
 def _as_meta(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    args, kwargs = inputs
-    kwargs = {name: None if name in CACHES else value for name, value in kwargs.items()}
+    args = tuple(None if _is_cache(value) else value for value in inputs[0])
+    kwargs = {name: None if name in CACHES or _is_cache(value) else value for name, value in inputs[1].items()}
     as_meta = tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta", requires_grad=False), (args, kwargs))
     result: tuple[tuple[Any, ...], dict[str, Any]] = as_meta
     return result
+
+
+def _is_cache(value: Any) -> bool:
+    """Keys and values of earlier positions: a trial must not add to them."""
+    return type(value).__name__.endswith("Cache")
 
 
 def _kinds(inputs: Any) -> tuple[Any, ...]:
@@ -196,71 +242,16 @@ def _kinds(inputs: Any) -> tuple[Any, ...]:
     return str(shape), *(leaf.dim() if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
 
 
-@dataclass
-class Trial:
-    """One run of a block on meta tensors: what it reduces over, and which parameters met divided activations."""
-
-    block: nn.Module
-    reductions: list[tuple[Any, ...]] = field(default_factory=list)
-    partial: set[str] = field(default_factory=set)
-    places: list[Places] = field(default_factory=list)
-    used: set[str] = field(default_factory=set)
-    outputs: list[Any] = field(default_factory=list)
-    _tainted: dict[int, Tensor] = field(default_factory=dict)
-    _origins: dict[int, tuple[Tensor, frozenset[str]]] = field(default_factory=dict)
-
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], tainted: frozenset[int]) -> str | None:
-        """Runs the block; returns what went wrong, with the line of the model where it did."""
-        for name, parameter in self.block.named_parameters():
-            self._origins[id(parameter)] = (parameter, frozenset({name}))
-        for leaf in tree_leaves((args, kwargs)):
-            if id(leaf) in tainted:
-                self.taint(leaf)
-        try:
-            with torch.no_grad(), torch.device("meta"), _Watch(self):
-                result = self.block(*args, **kwargs)
-        except Exception as exception:  # whatever the model raises, it cannot be run like this
-            return told_error(exception)
-        self.outputs = tree_leaves(result)
-        return None
-
-    def returned_parameter(self) -> str | None:
-        """A parameter of whose gradient ranks have a summand, and the whole by what the block returns of it alone."""
-        origins = [self._origins.get(id(leaf)) for leaf in self.outputs]
-        names = frozenset().union(*(origin[1] for origin in origins if origin is not None)) & self.partial
-        return f"it returns what it computes from {min(names)} alone" if names else None
-
-    def is_tainted(self, tensor: Tensor) -> bool:
-        """Whether ranks have different ones."""
-        return id(tensor) in self._tainted
-
-    def taint(self, tensor: Tensor) -> Tensor:
-        """From here on ranks have different activations."""
-        self._tainted[id(tensor)] = tensor  # held, so that no other tensor gets its id
-        return tensor
-
-    def follow(self, function: Any, args: tuple[Any, ...], inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        """Notes one operation."""
-        tainted = any(id(tensor) in self._tainted for tensor in inputs)
-        origins = [self._origins.get(id(tensor)) for tensor in inputs]
-        names = frozenset().union(*(origin[1] for origin in origins if origin is not None))
-        self.used |= names
-        if tainted:
-            self.partial |= names
-        for tensor in outputs:
-            if tainted:
-                self.taint(tensor)
-            elif inputs and all(origin is not None for origin in origins):
-                self._origins[id(tensor)] = (tensor, names)
-        if (sizes := _reduced_sizes(function, args, inputs, bool(names))) is not None:
-            self.reductions.append(sizes)
-        if (places := places_of(function, args, inputs, outputs)) is not None:
-            self.places.append(replace(places, divided=tainted))
+def learning_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int]:
+    """Which of the leaves have gradients, besides the hidden state."""
+    hidden, leaves = hidden_of(args, kwargs), enumerate(tree_leaves((args, kwargs)))
+    return frozenset(n for n, leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad and leaf is not hidden)
 
 
 @dataclass(frozen=True)
 class _Outcome:
     trial: Trial
+    rank: int
     error: str | None
     length: int | None
     own_length: int | None
@@ -282,7 +273,8 @@ class _Outcome:
             _first_difference(whole.reductions, self.trial.reductions)
             or wrong_place(whole.places, self.trial.places, self.length, self.own_length)
             or self._wrong_output(whole)
-            or self.trial.returned_parameter()
+            or self.trial.wrong
+            or self.trial.in_both_ways()
         )
 
     def _wrong_output(self, whole: Trial) -> str | None:
@@ -317,61 +309,3 @@ def _first_difference(whole: list[tuple[Any, ...]], divided: list[tuple[Any, ...
         if wanted[:2] != found[:2]:
             return f"{found[0]} runs over {found[1]} elements where the whole block has {wanted[1]} ({told(found[2])})"
     return None if len(whole) == len(divided) else "it runs other operations than the whole block"
-
-
-class _Watch(TorchDispatchMode):
-    def __init__(self, trial: Trial) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._trial = trial
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        self._trial.follow(function, args, inputs, outputs)
-        return result
-
-
-# Operations that mix elements of a dimension.
-ALONG_DIM = {"_softmax", "_log_softmax", "cumsum", "cumprod", "sort", "topk", "logsumexp", "flip", "roll", "glu",
-             "mean", "sum", "amax", "amin", "var", "std", "var_mean", "prod", "argmax", "argmin", "linalg_vector_norm",
-             "max", "min", "median", "cummax", "logcumsumexp"}  # fmt: skip
-PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "matmul", "dot", "mv"}
-WHOLE_SHAPE = {"native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm", "convolution", "native_group_norm",
-               "unfold", "max_pool2d_with_indices", "avg_pool2d"}  # fmt: skip
-
-
-NORMS = {"native_layer_norm", "rms_norm", "_fused_rms_norm"}
-
-
-def _reduced_sizes(
-    function: Any, args: tuple[Any, ...], inputs: list[Tensor], with_parameters: bool
-) -> tuple[Any, ...] | None:
-    """The operation, the sizes over which it runs, and where the model calls it; None for those on single elements."""
-    name: str = function._opname
-    if name in NORMS:
-        return name, tuple(args[1]), line()
-    if name in WHOLE_SHAPE:
-        return name, tuple(inputs[0].shape), line()
-    if with_parameters:
-        return None
-    if "scaled_dot_product" in name:
-        return name, (inputs[0].shape[-1], inputs[1].shape[-2]), line()
-    if name in PRODUCTS:
-        left = inputs[1] if name in ("addmm", "baddbmm") else inputs[0]
-        return name, left.shape[-1], line()
-    return (name, _sizes_along(args, inputs[0]), line()) if name in ALONG_DIM else None
-
-
-def _sizes_along(args: tuple[Any, ...], tensor: Tensor) -> tuple[int, ...]:
-    dims = next((arg for arg in args[1:] if isinstance(arg, int | list) and not isinstance(arg, bool)), None)
-    if dims is None or not tensor.dim():
-        return tuple(tensor.shape)
-    return tuple(tensor.shape[dim] for dim in (dims if isinstance(dims, list) else [dims]))
-
-
-def told_error(exception: Exception) -> str:
-    """The error with the line of the model where it was raised."""
-    lines = [frame for frame in traceback.extract_tb(exception.__traceback__) if is_model(frame.filename)]
-    where = f" at {lines[-1].filename}:{lines[-1].lineno} ({lines[-1].line})" if lines else ""
-    return f"{type(exception).__name__}: {exception}{where}"

@@ -2,52 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from lightning_parallel.techniques.shards import bounds
-from lightning_parallel.techniques.tensor_parallel.activations import Activations
+from lightning_parallel.techniques.tensor_parallel.activations import Activations, Mode
 from lightning_parallel.techniques.tensor_parallel.randomness import OwnRandomness
-
-Taint = Callable[[Tensor], Tensor]
-"""Marks a tensor of which ranks have different ones."""
+from lightning_parallel.techniques.tensor_parallel.trial import Trial
 
 
 class DryActivations(Activations):
-    """Enters and leaves regions in shape only."""
+    """Enters and leaves regions in shape only, and tells a trial what ranks have alike and what they divide."""
 
-    def __init__(self, ranks: int, rank: int, sequence_dim: int, taint: Taint) -> None:
+    def __init__(self, ranks: int, rank: int, sequence_dim: int, trial: Trial) -> None:
         self.ranks, self.rank, self.sequence_dim = ranks, rank, sequence_dim
-        self.length = None
+        self.length, self.mode, self.form = None, Mode(), None
         self._drops = False
         self._randomness = OwnRandomness(rank)
-        self.hidden: Tensor | None = None
-        self._inside, self._entered, self._taint = False, None, taint
+        self._inside, self._entered, self._face, self._trial = False, None, None, trial
         self._regathers, self._regathered = False, None
 
+    def enter(self, x: Tensor) -> Tensor:  # noqa: D102
+        entered = super().enter(x)
+        if entered is x and self._trial.is_activation(x):
+            raise RuntimeError("an activation that ranks have alike gets into a region by a way that sums no gradient")
+        return entered if self._trial.is_tainted(entered) else self._trial.taint(_fresh(x, tuple(x.shape)))
+
     def _enter(self, x: Tensor) -> Tensor:
-        return self._taint(self._resized(x, self.length))
+        if self.length is not None and not (self._trial.is_tainted(x) and self._is_part(x)):
+            raise RuntimeError(f"what enters a region, of shape {tuple(x.shape)}, is no part of the split sequence")
+        self._trial.take(x)
+        return self._trial.taint(self._resized(x, self.length))
+
+    def _is_part(self, x: Tensor) -> bool:
+        return x.dim() > self.sequence_dim and x.shape[self.sequence_dim] == self.own_length
 
     def leave(self, y: Tensor) -> Tensor:  # noqa: D102
         self.forget()
         if self.length is not None and y.shape[self.sequence_dim] != self.length:
             raise RuntimeError(f"a rowwise module gets {y.shape[self.sequence_dim]} of {self.length} positions")
         hidden = self._resized(y, self.own_length)
-        return self._taint(hidden) if self.length is not None else hidden
+        return self._trial.taint(hidden) if self.length is not None else self._trial.mark_activation(hidden)
 
-    def join_features(self, y: Tensor, features: int) -> Tensor:  # noqa: D102
-        return _fresh(y, (*y.shape[:-1], features))
+    def join_features(self, y: Tensor, features: int, parts: tuple[int, ...] = ()) -> Tensor:  # noqa: D102
+        return self._trial.mark_activation(_fresh(y, (*y.shape[:-1], features)))
 
     def own_features(self, x: Tensor) -> Tensor:  # noqa: D102
         start, stop = bounds(x.shape[-1], self.ranks, self.rank)
-        return self._taint(_fresh(x, (*x.shape[:-1], stop - start)))
+        self._trial.take(x)
+        return self._trial.taint(_fresh(x, (*x.shape[:-1], stop - start)))
 
     def split(self, hidden: Tensor) -> Tensor:  # noqa: D102
         self.length = hidden.shape[self.sequence_dim]
-        self.hidden = self._resized(hidden, self.own_length)
-        return self.hidden
+        return self._resized(hidden, self.own_length)
+
+    def face_of(self, entered: Tensor) -> Tensor:  # noqa: D102
+        if entered.shape[-1] % self.ranks:
+            raise RuntimeError(f"{entered.shape[-1]} features are not the same number on all ranks")
+        return self._trial.mark_face(super().face_of(entered))
 
     def _resized(self, x: Tensor, length: int | None) -> Tensor:
         shape = list(x.shape)

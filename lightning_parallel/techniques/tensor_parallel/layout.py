@@ -34,6 +34,11 @@ class Style:
 
     KINDS: ClassVar = ("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input", "vocabulary")
 
+    @property
+    def told(self) -> str:
+        """As it is written in a plan."""
+        return f"{self.kind} {':'.join(map(str, self.ratio))}" if len(self.ratio) > 1 else self.kind
+
     @classmethod
     def parse(cls, text: str) -> Style:
         """Reads "colwise", "rowwise", ... and "colwise 4:2:2".

@@ -28,16 +28,36 @@ Compute = Callable[[Tensor, bool], Tensor]
 Maker = Callable[[Divided, Activations, Forward], Forward]
 
 
-def divided_forward(divided: Divided, activations: Activations, forward: Forward) -> Forward:
-    """The forward of a divided module, by its style."""
+def divided_forward(divided: Divided, activations: Activations, forward: Forward, region: str = "") -> Forward:
+    """The forward of a divided module, by its style.
+
+    Args:
+        divided: the module and its style.
+        activations: how its regions are entered and left.
+        forward: as its class has it.
+        region: the name of the module that holds it in its block.
+    """
     makers: dict[str, Maker] = {
-        "colwise": _colwise,
-        "rowwise": _rowwise,
+        "colwise": partial(_in_region, region, _colwise, _colwise_gather_output),
+        "rowwise": partial(_in_region, region, _rowwise, _rowwise_split_input),
         "colwise_gather_output": _colwise_gather_output,
         "rowwise_split_input": _rowwise_split_input,
         "vocabulary": _embedding if isinstance(divided.module, nn.Embedding) else _head,
     }
     return makers[divided.style.kind](divided, activations, forward)
+
+
+def _in_region(
+    region: str, apart: Maker, whole: Maker, divided: Divided, activations: Activations, forward: Forward
+) -> Forward:
+    """In most regions ranks compute with their own features; in those that the block's mode gathers, with all."""
+    run_apart, run_whole = apart(divided, activations, forward), whole(divided, activations, forward)
+
+    def run(x: Tensor) -> Tensor:
+        y: Tensor = (run_whole if region in activations.mode.gathered else run_apart)(x)
+        return y
+
+    return run
 
 
 def _colwise(divided: Divided, activations: Activations, forward: Forward) -> Forward:
@@ -72,10 +92,10 @@ def _rowwise(divided: Divided, activations: Activations, forward: Forward) -> Fo
 
 
 def _colwise_gather_output(divided: Divided, activations: Activations, forward: Forward) -> Forward:
-    compute, features = _colwise(divided, activations, forward), divided.features
+    compute, features, parts = _colwise(divided, activations, forward), divided.features, divided.parts
 
     def run(x: Tensor) -> Tensor:
-        return activations.join_features(compute(x), features)
+        return activations.join_features(compute(x), features, parts)
 
     return run
 

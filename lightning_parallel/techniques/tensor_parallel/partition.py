@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,19 +21,21 @@ from lightning_parallel.techniques.tensor_parallel.check import (
     BlockCheck,
     Finding,
     RefusedBlockError,
-    skeleton_of,
-    told_error,
+    learning_of,
+    without,
 )
 from lightning_parallel.techniques.tensor_parallel.entries import enter_in_parents, hidden_of, replace_hidden
 from lightning_parallel.techniques.tensor_parallel.heads import Undo, set_local_sizes
 from lightning_parallel.techniques.tensor_parallel.hidden import DividedHidden, on_split, whole_hidden
-from lightning_parallel.techniques.tensor_parallel.layout import Divided
+from lightning_parallel.techniques.tensor_parallel.layout import Divided, parent_of
 from lightning_parallel.techniques.tensor_parallel.modules import divided_forward
 from lightning_parallel.techniques.tensor_parallel.randomness import draws
+from lightning_parallel.techniques.tensor_parallel.skeleton import skeleton_of
 
 log = logging.getLogger(__name__)
 
 BLOCK_STYLES = ("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input")
+WHOLE = "The sequence stays whole between regions"
 LENGTH = "tensor_parallel_length"
 """The argument by which a block learns the length of the whole sequence; a recomputation gets it again."""
 
@@ -74,10 +76,16 @@ class Partition:
             made = [_Block(*named, divided, checks, group.size(), sequence_dim) for named in run.items()]
             self._surround(made)
             self._blocks += made
-        inside = {id(each.module) for block in self._blocks for each in block.divided.values()}
+        inside: set[int] = set()
+        for block in self._blocks:
+            for name, each in block.divided.items():
+                here = partial(divided_forward, each, self.activations, region=parent_of(name))
+                redirect_forward(each.module, here)
+                inside.add(id(each.module))
+            enter_in_parents(block.module, block.divided, self.activations)
         for each in divided:
-            here = self.activations if id(each.module) in inside else outside
-            redirect_forward(each.module, partial(divided_forward, each, here))
+            if id(each.module) not in inside:
+                redirect_forward(each.module, partial(divided_forward, each, outside))
 
     @property
     def partial(self) -> list[str]:
@@ -96,7 +104,7 @@ class Partition:
         """Takes back what is not a forward; `restore_forward` does the rest."""
         for handle in self._handles:
             handle.remove()
-        for undo in reversed(self._undo):
+        for undo in (*self._undo, *(undo for block in self._blocks for undo in reversed(block.undo))):
             undo()
         forget_leaves()
 
@@ -132,7 +140,7 @@ class Partition:
             return False
         watched = block.watched()
         if watched:
-            self._warn(f"a hook on {watched} looks at what it returns")
+            self._warn(f"{WHOLE}: a hook on {watched} looks at what it returns")
         return not watched
 
     def _can_split(self, block: _Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -141,38 +149,51 @@ class Partition:
         except RefusedBlockError as refused:
             block.splits = False
             self._prepare(block, args, kwargs, False)
-            self._warn(str(refused))
+            self._warn(f"{WHOLE}: {refused}")
         return block.splits
 
     def _warn(self, reason: str) -> None:
         if reason not in self._warned:
             self._warned.add(reason)
-            log.warning("The sequence stays whole between regions: %s", reason)
+            log.warning(reason)
 
     def _prepare(self, block: _Block, args: tuple[Any, ...], kwargs: dict[str, Any], split: bool) -> None:
         block.is_split = split
-        if split in block.findings:
+        key = split, learning_of(args, kwargs)
+        if key not in block.findings:
+            found = block.findings[key] = block.check.find(args, kwargs, split)
+            if found.reason is not None:
+                self._warn(found.reason)
+        self._run_as(block, block.findings[key])
+
+    def _run_as(self, block: _Block, finding: Finding) -> None:
+        """Gives the block the sizes with which it runs as was found."""
+        before, block.finding = block.finding, finding
+        sizes = finding.level, finding.mode.gathered
+        if before is not None and sizes == (before.level, before.mode.gathered):
             return
-        finding = block.findings[split] = block.check.find(args, kwargs, split)
-        if len(block.findings) == 1:
-            self._undo += set_local_sizes(block.module, block.divided, self.group.size(), finding.level)
-        if finding.entry == "parent":
-            enter_in_parents(block.module, block.divided, self.activations)
+        for undo in reversed(block.undo):
+            undo()
+        here = without(block.divided, finding.mode.gathered)
+        block.undo = set_local_sizes(block.module, here, self.group.size(), finding.level)
 
     def _running(self, block: _Block, last: bool, forward: Forward) -> Forward:
         """The forward of a block: a whole sequence is split before it, and joined after the last one."""
         activations, drops = self.activations, draws(block.module)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            activations.begin_block(kwargs.pop(LENGTH, None))
+            finding = block.finding
+            assert finding is not None
+            activations.begin_block(kwargs.pop(LENGTH, None), finding.mode, hidden_of(args, kwargs))
             if activations.length is None and block.is_split:
                 args, kwargs = replace_hidden(args, kwargs, activations.split)
-            with activations.drawing() if drops and block.module.training else nullcontext(), block.explaining():
+                activations.begin_block(activations.length, finding.mode, hidden_of(args, kwargs))
+            with activations.drawing() if drops and block.module.training else nullcontext():
                 output = self._attended(forward(*args, **kwargs))
             activations.forget()
             if not last or activations.length is None:
                 return output
-            joined = on_split(output, block.findings[True].outputs, activations.join)
+            joined = on_split(output, finding.outputs, activations.join)
             activations.length = None
             return joined
 
@@ -190,10 +211,9 @@ class Partition:
         length, self.activations.length = self.activations.length, None
         if length is None:
             return None
+        assert block.finding is not None
         dim, group = self.activations.sequence_dim, self.group
-        return on_split(
-            output, block.findings[True].outputs, lambda own: DividedHidden.along_dim(own, dim, length, group)
-        )
+        return on_split(output, block.finding.outputs, lambda own: DividedHidden.along_dim(own, dim, length, group))
 
 
 def _without_fused_layers() -> Undo:
@@ -216,8 +236,10 @@ class _Block:
         sequence_dim: int,
     ) -> None:
         self.name, self.module = name, module
-        self.findings: dict[bool, Finding] = {}
-        self.splits, self.is_split, self._has_run = True, False, False
+        self.findings: dict[tuple[bool, frozenset[int]], Finding] = {}
+        self.finding: Finding | None = None  # of the last forward
+        self.undo: list[Undo] = []
+        self.splits, self.is_split = True, False
         self._parts = [(own, part) for own, part in module.named_modules() if own]
         mine = {each.name.removeprefix(f"{name}."): each for each in divided if each.name.startswith(f"{name}.")}
         self.divided: Mapping[str, Divided] = {k: v for k, v in mine.items() if v.style.kind in BLOCK_STYLES}
@@ -229,25 +251,8 @@ class _Block:
     @property
     def partial(self) -> list[str]:
         """The names of parameters of whose gradients ranks have summands after its last forward."""
-        finding = self.findings.get(self.is_split)
-        return [f"{self.name}.{name}" for name in sorted(finding.partial)] if finding else []
-
-    @contextmanager
-    def explaining(self) -> Iterator[None]:
-        """Inside, a block that could not be tried before runs for the first time."""
-        reason = self.findings[self.is_split].unchecked
-        if reason is None or self._has_run:
-            yield
-            return
-        try:
-            yield
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:
-            raise RefusedBlockError(
-                f"{self.name} ({type(self.module).__name__}) fails when it is divided among tensor-parallel ranks: "
-                f"{told_error(error)}. It could not be tried before, as it needs values ({reason}). Leave its modules "
-                "out of the plan's styles; each rank then computes them whole"
-            ) from error
-        self._has_run = True
+        found = self.finding
+        return [f"{self.name}.{name}" for name in sorted(found.partial)] if found else []
 
     def watched(self) -> str:
         """The first module in it that a hook looks at, if any: what it sees must not be a part of a sequence."""
