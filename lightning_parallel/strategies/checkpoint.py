@@ -89,7 +89,7 @@ def whole_state_dict(module: nn.Module, keep: bool) -> dict[str, Any]:
 
     The other ranks get the same names too, because users' `on_save_checkpoint` hooks look them up everywhere.
     """
-    with torch.no_grad(), _united_metrics(module):
+    with torch.no_grad(), elsewhere.unshown(module), _united_metrics(module):
         return {
             name: gathered(value, keep) if isinstance(value, Tensor) else value
             for name, value in module.state_dict().items()
@@ -126,9 +126,9 @@ def keep_sums_on_first(module: nn.Module, first: bool) -> None:
 
 def load_whole_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
     """Loads whole tensors into a module whose parameters may be sharded, without communication."""
-    own = dict(module.named_parameters(remove_duplicate=False))
     others = elsewhere.hidden_tensors(module)
-    with torch.no_grad():
+    with torch.no_grad(), elsewhere.unshown(module):
+        own = dict(module.named_parameters(remove_duplicate=False))
         parts = {name: _part_for(own.get(name), value) for name, value in state.items() if name not in others}
         module.load_state_dict(parts, strict=strict)
 

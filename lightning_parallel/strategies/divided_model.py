@@ -43,6 +43,7 @@ class DividedModel:
         self._host = host
         self._names = list(module.state_dict())
         self._divided: list[tuple[Technique, nn.Module]] = []
+        self._made: dict[str, Tensor] = {}
 
     def divide(self, techniques: Iterable[Technique], plan: ParallelPlan) -> None:
         """Lets every technique keep its part of the model."""
@@ -82,11 +83,16 @@ class DividedModel:
 
     def shown(self) -> AbstractContextManager[None]:
         """Inside, the module's tree is whole; what other ranks hold is there without memory."""
-        return elsewhere.shown(self.module, elsewhere.without_memory(self.mesh.device))
+        return elsewhere.shown(self.module, elsewhere.without_memory(self.mesh.device), self._made)
+
+    def held(self) -> set[nn.Parameter]:
+        """The parameters that this rank holds."""
+        with elsewhere.unshown(self.module):
+            return set(self.module.parameters())
 
     def forget_states_elsewhere(self, optimizers: Iterable[Optimizer]) -> None:
         """Optimizers drop states that they made at once (Adagrad does) for what another rank holds."""
-        held = set(self.module.parameters())
+        held = self.held()
         for optimizer in optimizers:
             for parameter in [p for p in optimizer.state if isinstance(p, nn.Parameter) and p not in held]:
                 del optimizer.state[parameter]

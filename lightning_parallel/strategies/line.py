@@ -86,6 +86,20 @@ class Line:
             names = [name for name in theirs if not any(name in before for before in map(set, holders[:source]))]
             broadcast_tensors([tensors[name] for name in names], self._group, self._device, source)
 
+    def shared(self, values: Mapping[str, tuple[Tensor, Any]]) -> dict[str, tuple[Tensor, Any]]:
+        """Tensors that any rank of the line has, each with what is to be known of it; the first that has one tells."""
+        merged: dict[str, tuple[Tensor, Any]] = {}
+        for source in range(self.ranks):
+            mine = {name: (_Shape.of(tensor), tensor.device.type, known) for name, (tensor, known) in values.items()}
+            told = share_object(mine, source, self._group, self._device)
+            told = {name: what for name, what in told.items() if name not in merged}
+            place = {name: shape.empty(self._device) for name, (shape, _, _) in told.items()}
+            if self.rank == source:
+                place = {name: values[name][0].detach().contiguous() for name in told}
+            broadcast_tensors(list(place.values()), self._group, self._device, source)
+            merged |= {name: (place[name].to(kind), known) for name, (_, kind, known) in told.items()}
+        return merged
+
     def _gathered(self, value: list[str]) -> list[list[str]]:
         if self.ranks == 1:
             return [value]

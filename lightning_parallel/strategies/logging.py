@@ -17,6 +17,7 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from lightning_parallel.collectives.functional import Pending
@@ -96,6 +97,7 @@ class StepLog:
         named = dict(zip(("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx"), args, strict=False)) | kwargs
         rest = dict(zip(("enable_graph", "sync_dist"), args[5:], strict=False)) if len(args) > 5 else {}
         options = {**named, **rest, "sync_dist": True}
+        value = value.full_tensor() if isinstance(value, DTensor) else value
         if self._divert is not None:
             return self._divert(name, value, options)
         if self._share == 0.0:

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 
 from lightning_parallel.strategies.batches import Batches
+from lightning_parallel.strategies.finetuning import adds_parameters, known_by_identity
 
 
 class MeshCallback(Callback):
@@ -34,6 +35,12 @@ class MeshCallback(Callback):
         self._show_whole, self._shown = show_whole, ExitStack()
         self._hidden: list[Callback] = []
 
+    def join(self, trainer: Trainer) -> None:
+        """Stands among callbacks that were put in the place of the trainer's, too, as Lightning's Tuner does."""
+        if self not in _callbacks(trainer):
+            _callbacks(trainer).append(self)  # Lightning's Tuner reads the first
+            self._shown.close()
+
     # ---------------------------------------------------------------- before a pass over the data
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -57,11 +64,15 @@ class MeshCallback(Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """See `on_fit_start`."""
+        self._shown.close()
         vars(trainer.fit_loop.epoch_loop.val_loop).pop("reset", None)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Before the loader's iterator is made: samplers on all ranks draw from the same state."""
         self._batches.begin_pass(trainer.fit_loop._combined_loader)
+        if adds_parameters(_callbacks(trainer)):
+            self._shown.enter_context(self._show_whole())
+            self._shown.enter_context(known_by_identity())
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """All ranks evaluate the same model."""
@@ -75,6 +86,7 @@ class MeshCallback(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Ranks agree on what they got."""
+        self._shown.close()
         is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         self._batches.begin(trainer.fit_loop._combined_loader, batch, batch_idx, 0, is_last)
 

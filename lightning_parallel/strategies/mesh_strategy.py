@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -42,6 +42,7 @@ from lightning_parallel.strategies.randomness import (
 )
 from lightning_parallel.strategies.rank_strategy import RankStrategy, world_group
 from lightning_parallel.strategies.signals import Signals
+from lightning_parallel.strategies.whole_gradients import AFTER_BACKWARD, WholeGradients
 from lightning_parallel.techniques.redirect import restore_forward
 from lightning_parallel.techniques.shards import is_sharded
 from lightning_parallel.techniques.stored_optimizer import StoredOptimizer
@@ -85,6 +86,7 @@ class MeshStrategy(RankStrategy):
         self._buffers: Buffers | None = None
         self._random: RankRandomness | None = None
         self._latest: PartsRun[Any] | None = None
+        self._gradients: WholeGradients | None = None
 
     # ---------------------------------------------------------------- before the model
 
@@ -115,7 +117,8 @@ class MeshStrategy(RankStrategy):
         in_parts = self._whole.in_parts
         sharded = in_parts or any(self._is_sharded(parameter) for parameter in module.parameters())
         refusals.refuse_callbacks(self._callbacks(), in_parts)
-        adapt_precision(self.precision_plugin, sharded, self._whole.holders())
+        gradients = self._gradients = WholeGradients(self._whole, self._callbacks(), self._host_group())
+        adapt_precision(self.precision_plugin, sharded, self._whole.holders(), gradients)
         if self.is_distributed:
             self._log = StepLog(module, self._mesh().data.get_group(), self._host_group(), lambda: self._weight)
             self._buffers = Buffers(module, self._mesh().data.get_group(), self._host_group())
@@ -180,6 +183,7 @@ class MeshStrategy(RankStrategy):
         """Makes the user's optimizers; where parameters are stored in shards, they step the shards."""
         with self._whole.shown():
             super().setup_optimizers(trainer)
+        refusals.refuse_optimizers(self.optimizers, self._mesh())
         self._whole.forget_states_elsewhere(self.optimizers)
         shards = any(self._is_sharded(parameter) for parameter in self._module().parameters())
         self._stored = {
@@ -219,6 +223,8 @@ class MeshStrategy(RankStrategy):
     def on_train_start(self) -> None:
         """A run resumed within an epoch has just made its loaders anew; the draws of that do not count."""
         trainer = self._module().trainer
+        if self._callback is not None:
+            self._callback.join(trainer)
         within = 0 < trainer.fit_loop.epoch_loop.batch_progress.current.ready < trainer.num_training_batches
         if self._random is not None and within:
             self._random.restore(self.root_device)
@@ -286,7 +292,9 @@ class MeshStrategy(RankStrategy):
         self._step.backward(lambda: plugin.backward(loss, module, optimizer, *args, **kwargs))
         if self._log is not None and module.automatic_optimization:
             self._log.settle()
-        return plugin.post_backward(closure_loss, module)
+        assert self._gradients is not None
+        with self._gradients.shown(AFTER_BACKWARD):
+            return plugin.post_backward(closure_loss, module)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """See `RankStrategy.reduce`; the values of a step that is being logged wait for each other."""
@@ -344,7 +352,7 @@ class MeshStrategy(RankStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Each rank takes its part of the states of one device."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            self._stored[id(optimizer)].load_state_dict(state, held=set(self._module().parameters()))
+            self._stored[id(optimizer)].load_state_dict(state, held=self._whole.held())
 
     # ---------------------------------------------------------------- the end
 
@@ -388,13 +396,3 @@ class MeshStrategy(RankStrategy):
 
     def _make_whole(self) -> bool:
         return not self._failed and self._whole.make_whole(self.num_processes)
-
-    # ---------------------------------------------------------------- what is there
-
-    def _callbacks(self) -> list[Callback]:
-        callbacks: list[Callback] = self._module().trainer.callbacks  # type: ignore[attr-defined]
-        return callbacks
-
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module

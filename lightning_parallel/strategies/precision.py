@@ -12,34 +12,41 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_parallel.strategies.whole_gradients import BEFORE_STEP, WholeGradients
 from lightning_parallel.techniques.clipping import clip_by_norm, clip_by_value
 from lightning_parallel.techniques.shards import local
 
 
-def adapt_precision(plugin: Precision, sharded: bool, holders: Callable[[Tensor], int]) -> None:
+def adapt_precision(
+    plugin: Precision, sharded: bool, holders: Callable[[Tensor], int], gradients: WholeGradients
+) -> None:
     """Makes a precision plugin clip by the norm over the mesh, and skip a step everywhere if one rank must.
 
     Args:
         plugin: the user's, or the one Lightning chose; kept, so that its own behaviour stays.
         sharded: whether gradients may be sharded.
         holders: how many ranks hold a parameter, or a part of it.
+        gradients: shown to hooks.
     """
     if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
         plugin.scaler = MeshGradScaler.like(plugin.scaler)
 
     def by_norm(optimizer: Optimizer, clip_val: float) -> None:
-        clip_by_norm(plugin.main_params(optimizer), clip_val, sharded, holders)
+        clip_by_norm(gradients.held(plugin.main_params(optimizer)), clip_val, sharded, holders)
 
     def by_value(optimizer: Optimizer, clip_val: float) -> None:
         clip_by_value(plugin.main_params(optimizer), clip_val)
 
-    replaced: dict[str, Callable[..., None]] = {"clip_grad_by_norm": by_norm, "clip_grad_by_value": by_value}
-    vars(plugin).update(replaced)
+    def after_closure(*args: Any, **kwargs: Any) -> None:
+        with gradients.shown(BEFORE_STEP):
+            type(plugin)._after_closure(plugin, *args, **kwargs)
+
+    vars(plugin).update(clip_grad_by_norm=by_norm, clip_grad_by_value=by_value, _after_closure=after_closure)
 
 
 def restore_precision(plugin: Precision) -> None:
     """Takes `adapt_precision` back; a scaler keeps its scale."""
-    for name in ("clip_grad_by_norm", "clip_grad_by_value"):
+    for name in ("clip_grad_by_norm", "clip_grad_by_value", "_after_closure"):
         vars(plugin).pop(name, None)
 
 

@@ -16,6 +16,7 @@ from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
 )
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
@@ -217,6 +218,14 @@ class RankStrategy(ParallelStrategy):
             end_children(self._launcher.procs)
 
     # ---------------------------------------------------------------- what is there
+
+    def _callbacks(self) -> list[Callback]:
+        callbacks: list[Callback] = self._module().trainer.callbacks  # type: ignore[attr-defined]
+        return callbacks
+
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
 
     def _readers(self) -> Readers:
         data = self._mesh().data

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from torch.optim import LBFGS, Optimizer
 
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.techniques.technique import Technique
@@ -30,6 +31,17 @@ def refuse_manual_optimization(module: LightningModule, mesh: ParallelMesh) -> N
             f"{type(module).__name__} optimizes manually, but a pipeline of {mesh.sizes['pp']} stages decides "
             "itself when backward runs; use automatic optimization, or a layout without a pipeline"
         )
+
+
+def refuse_optimizers(optimizers: Sequence[Optimizer], mesh: ParallelMesh) -> None:
+    """Raises for an optimizer that steps all parameters along one direction: a stage of a pipeline has its own only."""
+    for optimizer in optimizers:
+        if mesh.sizes["pp"] > 1 and isinstance(optimizer, LBFGS):
+            raise ValueError(
+                f"{type(optimizer).__name__} finds one direction for all parameters, but each of the "
+                f"{mesh.sizes['pp']} stages of a pipeline has its own; use AdamW or another optimizer that steps "
+                "parameters one by one, or a layout without a pipeline"
+            )
 
 
 def refuse_combinations(techniques: Sequence[Technique]) -> None:

@@ -90,23 +90,55 @@ def hidden_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 @contextmanager
-def shown(model: nn.Module, make: Make) -> Iterator[None]:
-    """Inside the tree is whole: `make` makes what stands for hidden tensors, except those tied to one that is held."""
-    attributes = _put_back(model, make)
+def shown(model: nn.Module, make: Make, made: dict[str, Tensor] | None = None) -> Iterator[None]:
+    """Inside the tree is whole: `make` makes what stands for hidden tensors, except those tied to one that is held.
+
+    What was `made` before stands for the same parameter again; whether it learns is remembered.
+    """
+    if any(_shown_tables(module) for module in model.modules()):
+        yield
+        return
+    attributes = _put_back(model, make, {} if made is None else made)
     try:
         yield
     finally:
         for module, values in attributes:
+            _remember_who_learns(module)
             for table in ("_parameters", "_buffers"):
                 for name in values:
                     getattr(module, table).pop(name, None)
             vars(module).update(values)
 
 
+@contextmanager
+def unshown(model: nn.Module) -> Iterator[None]:
+    """Inside the tree has what this rank holds, also where somebody is being shown the whole."""
+    tables = [table for module in model.modules() for table in _shown_tables(module)]
+    before = [dict(table) for table, _ in tables]
+    for table, names in tables:
+        for name in names:
+            del table[name]
+    try:
+        yield
+    finally:
+        for (table, names), whole in zip(tables, before, strict=True):
+            now = dict(table)
+            table.clear()
+            table.update({name: tensor if name in names else now.get(name, tensor) for name, tensor in whole.items()})
+
+
+def _shown_tables(module: nn.Module) -> list[tuple[dict[str, Any], list[str]]]:
+    """The module's tables in which hidden tensors are at the moment, with their names."""
+    hidden: _Hidden = vars(module).get(KEY, _Hidden())
+    tables = ((module._parameters, hidden.parameters), (module._buffers, hidden.buffers))
+    found = [(table, [name for name in kept if name in table]) for table, kept in tables]
+    return [(table, names) for table, names in found if names]
+
+
 def restore(model: nn.Module, make: Make) -> dict[str, Tensor]:
     """Puts the hidden tensors back for good, as `make` makes them, and returns those that were made by their FQN."""
     names = list(hidden_tensors(model))
-    _put_back(model, make)
+    _put_back(model, make, {})
     for module in model.modules():
         vars(module).pop(KEY, None)
         vars(module).pop(ELSEWHERE, None)
@@ -114,9 +146,15 @@ def restore(model: nn.Module, make: Make) -> dict[str, Tensor]:
     return {name: everything[name] for name in names}
 
 
-def _put_back(model: nn.Module, make: Make) -> list[tuple[nn.Module, dict[str, Any]]]:
+def _remember_who_learns(module: nn.Module) -> None:
+    for name, twin in vars(module)[KEY].parameters.items():
+        shown = module._parameters.get(name)
+        if shown is not None:
+            twin.requires_grad_(shown.requires_grad)
+
+
+def _put_back(model: nn.Module, make: Make, made: dict[str, Tensor]) -> list[tuple[nn.Module, dict[str, Any]]]:
     held = dict(model.named_parameters(remove_duplicate=False))
-    made: dict[str, Tensor] = {}
     taken: list[tuple[nn.Module, dict[str, Any]]] = []
     for prefix, module in model.named_modules():
         hidden: _Hidden | None = vars(module).get(KEY)
