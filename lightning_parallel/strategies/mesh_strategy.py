@@ -62,6 +62,8 @@ class MeshStrategy(RankStrategy):
         lightning: Lightning's own arguments, see `RankStrategy`.
     """
 
+    _gradients: WholeGradients
+
     def __init__(
         self, techniques: Sequence[Technique] = (), plan: ParallelPlan | None = None, **lightning: Any
     ) -> None:
@@ -73,7 +75,7 @@ class MeshStrategy(RankStrategy):
         self._begin()
 
     def _begin(self) -> None:
-        self._failed = False
+        self._failed = self._wrote = self._resumes = False
         self._step = Step()
         self._stored: dict[int, StoredOptimizer] = {}
         self._log: StepLog | None = None
@@ -86,7 +88,6 @@ class MeshStrategy(RankStrategy):
         self._buffers: Buffers | None = None
         self._random: RankRandomness | None = None
         self._latest: PartsRun[Any] | None = None
-        self._gradients: WholeGradients | None = None
 
     # ---------------------------------------------------------------- before the model
 
@@ -117,8 +118,8 @@ class MeshStrategy(RankStrategy):
         in_parts = self._whole.in_parts
         sharded = in_parts or any(self._is_sharded(parameter) for parameter in module.parameters())
         refusals.refuse_callbacks(self._callbacks(), in_parts)
-        gradients = self._gradients = WholeGradients(self._whole, self._callbacks(), self._host_group())
-        adapt_precision(self.precision_plugin, sharded, self._whole.holders(), gradients)
+        self._gradients = WholeGradients(self._whole, self._callbacks(), self._host_group())
+        adapt_precision(self.precision_plugin, sharded, self._whole.holders(), self._gradients)
         if self.is_distributed:
             self._log = StepLog(module, self._mesh().data.get_group(), self._host_group(), lambda: self._weight)
             self._buffers = Buffers(module, self._mesh().data.get_group(), self._host_group())
@@ -159,8 +160,7 @@ class MeshStrategy(RankStrategy):
         refusals.refuse_manual_optimization(module, mesh)
         divided = self._divided = DividedModel(module, mesh, self._host_group())
         divided.divide(self.techniques, plan)
-        on_host = any(technique.keeps_shards_on_host for technique in self.techniques)
-        shards = torch.device("cpu") if on_host else self.root_device
+        shards = torch.device("cpu") if any(t.keeps_shards_on_host for t in self.techniques) else self.root_device
         self._deferred.materialise(module, self.root_device, shards, self._host_group())
         if self._waiting_state is not None:
             self._waiting_state()
@@ -218,7 +218,8 @@ class MeshStrategy(RankStrategy):
             self._signals = Signals(self._module().trainer)
         if self._random is not None:
             self._random.restore(self.root_device)
-        resume(self._module().trainer.fit_loop)
+        if self._resumes:
+            resume(self._module().trainer.fit_loop)
 
     def on_train_start(self) -> None:
         """A run resumed within an epoch has just made its loaders anew; the draws of that do not count."""
@@ -292,14 +293,12 @@ class MeshStrategy(RankStrategy):
         self._step.backward(lambda: plugin.backward(loss, module, optimizer, *args, **kwargs))
         if self._log is not None and module.automatic_optimization:
             self._log.settle()
-        assert self._gradients is not None
         with self._gradients.shown(AFTER_BACKWARD):
             return plugin.post_backward(closure_loss, module)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """See `RankStrategy.reduce`; the values of a step that is being logged wait for each other."""
-        waits = self._log is not None and self._log.defers
-        return tensor if waits else super().reduce(tensor, group, reduce_op)
+        return tensor if self._log is not None and self._log.defers else super().reduce(tensor, group, reduce_op)
 
     def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """Gradients of the batches inside are reduced with those of a later one."""
@@ -329,12 +328,15 @@ class MeshStrategy(RankStrategy):
         keep_randomness(checkpoint, gather(RankRandomness.now(self.root_device), self._host_group()))
         set_positions_aside(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
+        self._wrote = True
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Every rank opens the file that rank 0 chose."""
         checkpoint = super().load_checkpoint(self.broadcast(checkpoint_path), weights_only)
         put_positions_back(checkpoint)
-        self._random = kept_randomness(checkpoint, self.global_rank)
+        # the learning rate finder reads what this run wrote
+        self._resumes = self._module().trainer.state.fn == TrainerFn.FITTING and not self._wrote
+        self._random = kept_randomness(checkpoint, self.global_rank) if self._resumes else None
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

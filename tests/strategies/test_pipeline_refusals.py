@@ -35,6 +35,11 @@ class Manual(Handwritten):
         self.automatic_optimization = False
 
 
+class OneDirection(Handwritten):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
 class CountingBlock(PlainBlock):
     def __init__(self, state: dict[str, Any]) -> None:
         super().__init__(7, 13)
@@ -150,6 +155,7 @@ def zbv_with(technique: Any) -> Any:
     ("make", "strategy", "said"),
     [
         (Manual, PP2, "Manual optimizes manually"),
+        (OneDirection, PP2, "LBFGS finds one direction for all parameters"),
         (partial(shares, Counter), PP2, r"the block blocks\.0, called again .* depends on Python state"),
         (partial(shares, Global), PP2, r"the block blocks\.0, called again .* depends on Python state"),
         (partial(shares, Flips), PP2, r"the block blocks\.0, called again .* depends on Python state"),

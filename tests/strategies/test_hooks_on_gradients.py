@@ -1,0 +1,138 @@
+"""Hooks that look at gradients, and callbacks that act on parameters, find on every rank what one device has."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import BaseFinetuning, LearningRateFinder
+from lightning.pytorch.utilities import grad_norm
+
+from lightning_parallel import (
+    HybridStrategy,
+    PipelineParallel,
+    PipelineParallelStrategy,
+    TensorParallelStrategy,
+    Zero,
+    ZeroStrategy,
+)
+from tests.curves import Curve, Recorder, compare
+from tests.models import Plain, loaders
+from tests.ranks import run_on_ranks
+from tests.strategies.test_pipeline_run import made, require_like
+from tests.trainers import trainer
+
+PIPELINE = partial(PipelineParallelStrategy, 2, microbatches=2)
+LAYOUTS = {
+    "zero 2": (2, 2, partial(ZeroStrategy, stage=2)),
+    "zero 3": (2, 2, partial(ZeroStrategy, stage=3)),
+    "tensor parallel": (2, 1, partial(TensorParallelStrategy, 2)),
+    "pipeline": (2, 1, PIPELINE),
+    "zero 2 beside": (4, 2, lambda: HybridStrategy(Zero(2, stage=2), PipelineParallel(2, microbatches=2))),
+}
+
+
+def check(run: Any, layout: str, **options: Any) -> None:
+    n, data_ranks, strategy = LAYOUTS[layout]
+    expected, *others = run_on_ranks(1, run, None, 8, **options)[0]
+    for rank, (got, *found) in enumerate(run_on_ranks(n, run, strategy, 8 // data_ranks, **options)):
+        compare(expected, got, where=f"rank {rank}: ")
+        require_like(others, found)
+
+
+def fitted(
+    model: LightningModule, strategy: Any, batch_size: int, callbacks: Any = (), shuffle: bool = True, **options: Any
+) -> Curve:
+    torch.manual_seed(0)
+    recorder = Recorder()
+    run = trainer(made(strategy), callbacks=[recorder, *callbacks], **options)
+    run.fit(model, *loaders("plain", batch_size, samples=24, val_samples=8, shuffle=shuffle))
+    recorder.curve.weights.update({name: value.detach().clone() for name, value in model.state_dict().items()})
+    return recorder.curve
+
+
+def small(kind: type[Plain]) -> Any:
+    torch.manual_seed(0)
+    return kind(partial(torch.optim.SGD, lr=0.1, momentum=0.9), blocks=2)
+
+
+class Looking(Plain):
+    """Reads, replaces, changes and clips gradients, as users write it."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.largest: list[float] = []
+
+    def on_after_backward(self) -> None:
+        gradients = torch.cat([parameter.grad.flatten() for parameter in self.parameters()])
+        self.largest.append(gradients.abs().max().item())
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, norm_type=2))
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:  # gradient centralisation
+                parameter.grad.sub_(parameter.grad.mean(1, keepdim=True))
+            if name == "blocks.1.up.bias":
+                parameter.grad = parameter.grad.clone().clamp(-0.01, 0.01)
+            parameter.grad *= 0.9
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.log("norm", torch.nn.utils.clip_grad_norm_(self.parameters(), 0.5))
+        self.clip_gradients(optimizer, gradient_clip_val=0.4, gradient_clip_algorithm="norm")
+
+
+def looking(strategy: Any, batch_size: int) -> Any:
+    model = small(Looking)
+    return fitted(model, strategy, batch_size, max_epochs=2), model.largest
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_look_whole_to_hooks(layout: str) -> None:
+    check(looking, layout)
+
+
+class Unfreezing(BaseFinetuning):
+    """Adds the stem in epoch 1 and the first block, of which biases are zero as others are, in epoch 2."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze([pl_module.stem, pl_module.blocks[0]])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch > 0:
+            added = pl_module.stem if epoch == 1 else pl_module.blocks[0]
+            self.unfreeze_and_add_param_group(added, optimizer, lr=0.05)
+
+
+class Tunable(Plain):
+    def configure_optimizers(self) -> Any:
+        self.lr = vars(self).get("lr", 0.1)
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.lr, momentum=0.9)
+
+
+def unfreezing(strategy: Any, batch_size: int) -> Any:
+    return (fitted(small(Tunable), strategy, batch_size, [Unfreezing()], max_epochs=3),)
+
+
+@pytest.mark.parametrize("layout", ["tensor parallel", "pipeline", "zero 2 beside"])
+def test_parameters_are_added_to_the_optimizer_on_all_ranks(layout: str) -> None:
+    check(unfreezing, layout)
+
+
+def finding(strategy: Any, batch_size: int, shuffle: bool) -> Any:
+    model = small(Tunable)
+    model.lr = 0.1
+    found = LearningRateFinder(min_lr=1e-3, max_lr=1.0, num_training_steps=5, early_stop_threshold=None)
+    got = fitted(model, strategy, batch_size, [found], shuffle, max_epochs=2)
+    return got, found.optimal_lr.results["loss"], model.lr
+
+
+@pytest.mark.parametrize(
+    ("layout", "shuffle"),
+    [
+        ("tensor parallel", True),
+        ("pipeline", False),  # it looks at data before the search, whose draws count then
+    ],
+)
+def test_a_learning_rate_is_sought_and_the_run_begins_as_if_it_had_been_known(layout: str, shuffle: bool) -> None:
+    check(finding, layout, shuffle=shuffle)
