@@ -148,6 +148,7 @@ class MeshStrategy(RankStrategy):
 
     def _parallelize(self, module: LightningModule) -> None:
         mesh = self._mesh()
+        refusals.refuse_module(module, mesh)
         plan = find_plan(module, self._given_plan)
         plan.check(module)
         if self.is_global_zero and plan != self._plan:
@@ -157,7 +158,6 @@ class MeshStrategy(RankStrategy):
         self._deferred.find(module)
         if self.is_distributed:
             broadcast_tensors(materialise.real_tensors(module), world_group(), self.root_device)
-        refusals.refuse_manual_optimization(module, mesh)
         divided = self._divided = DividedModel(module, mesh, self._host_group())
         divided.divide(self.techniques, plan)
         shards = torch.device("cpu") if any(t.keeps_shards_on_host for t in self.techniques) else self.root_device

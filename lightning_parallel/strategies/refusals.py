@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_parallel.mesh import ParallelMesh
+from lightning_parallel.techniques.elsewhere import hidden_tensors
 from lightning_parallel.techniques.technique import Technique
 
 NEED_WHOLE_PARAMETERS: tuple[type[Callback], ...] = (ModelPruning, StochasticWeightAveraging, WeightAveraging)
@@ -24,7 +26,22 @@ def refuse_callbacks(callbacks: list[Callback], parameters_are_sharded: bool) ->
             )
 
 
-def refuse_manual_optimization(module: LightningModule, mesh: ParallelMesh) -> None:
+def refuse_module(module: LightningModule, mesh: ParallelMesh) -> None:
+    """Raises for a module that cannot be divided on this mesh, whatever its plan."""
+    _refuse_divided(module)
+    _refuse_manual_optimization(module, mesh)
+
+
+def _refuse_divided(module: LightningModule) -> None:
+    """Raises for a module that an earlier run left divided."""
+    if hidden_tensors(module) or any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        raise ValueError(
+            f"{type(module).__name__} is divided already: a run before failed, or the host had no room for the whole "
+            "model; build it anew, and go on from a checkpoint"
+        )
+
+
+def _refuse_manual_optimization(module: LightningModule, mesh: ParallelMesh) -> None:
     """Raises for a module that runs its own backward: a pipeline runs it for each microbatch, in its own order."""
     if mesh.sizes["pp"] > 1 and not module.automatic_optimization:
         raise ValueError(

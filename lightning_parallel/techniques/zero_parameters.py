@@ -251,7 +251,25 @@ class ShardedParametersStep(WrappedStep):
     def close(self) -> None:
         """See `Step.close`."""
         self._backward.close()
+        _remove_hooks_of_state_dicts(self._root)
         self.inner.close()
+
+
+def _remove_hooks_of_state_dicts(root: nn.Module) -> None:
+    """What `fully_shard` put on the user's modules: it keeps shards alive, and fails where a whole model is loaded."""
+    for module in root.modules():
+        kinds: tuple[dict[int, Any], ...] = (
+            module._state_dict_pre_hooks,
+            module._load_state_dict_pre_hooks,
+            module._load_state_dict_post_hooks,
+        )
+        for hooks in kinds:
+            for key in [key for key, hook in hooks.items() if _is_of_fsdp(getattr(hook, "hook", hook))]:
+                del hooks[key]
+
+
+def _is_of_fsdp(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
 
 
 class _RequiresGrad:

@@ -1,5 +1,6 @@
 """Evaluation and prediction see every sample exactly once; the stages of a Trainer follow each other at will."""
 
+import pickle
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,8 @@ def many_stages(strategy: Any, batch_size: int) -> Any:
     module, used = Watched(), trainer(strategy, max_epochs=1)
     data = loader(9, batch_size, shuffle=True), loader(5, batch_size)
     used.fit(module, *data)
+    module.load_state_dict({name: value.clone() for name, value in module.state_dict().items()})
+    pickle.dumps(module)  # nothing of the run is left on it
     results = used.validate(module, data[1], verbose=False) + used.test(module, data[1], verbose=False)
     used.predict(module, data[1])
     used.fit_loop.max_epochs = 2
