@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,13 +45,18 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
         Raises:
             FileNotFoundError: there is no file at the path.
+            ValueError: there is one, but it is no checkpoint, or not a whole one.
         """
         if "://" in str(path):
             return super().load_checkpoint(path, map_location, weights_only)
         if not Path(path).exists():
             raise FileNotFoundError(f"there is no checkpoint at {path}")
         safe = True if weights_only is None else weights_only
-        loaded: dict[str, Any] = torch.load(path, map_location=map_location or "cpu", mmap=True, weights_only=safe)
+        mapped = zipfile.is_zipfile(path)  # files in torch's first format cannot be
+        try:
+            loaded: dict[str, Any] = torch.load(path, map_location or "cpu", mmap=mapped, weights_only=safe)
+        except (RuntimeError, EOFError, KeyError) as error:
+            raise ValueError(f"{path} is no checkpoint, or was cut off; take an earlier one ({error})") from error
         return loaded
 
 

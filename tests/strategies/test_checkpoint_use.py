@@ -197,6 +197,17 @@ def test_a_writer_that_fails_leaves_the_file_before(tmp_path: Path) -> None:
         io.load_checkpoint(tmp_path / "none.ckpt")
 
 
+def test_files_of_other_formats_are_read_or_refused(tmp_path: Path) -> None:
+    io, path = AtomicCheckpointIO(), tmp_path / "file.ckpt"
+    torch.save({"weights": torch.ones(3)}, path, _use_new_zipfile_serialization=False)  # as torch did at first
+    assert io.load_checkpoint(path)["weights"].tolist() == [1, 1, 1]
+    io.save_checkpoint({"weights": torch.ones(3)}, path)
+    for broken in (path.read_bytes()[:-100], b"hello", b""):
+        path.write_bytes(broken)
+        with pytest.raises(ValueError, match="is no checkpoint, or was cut off; take an earlier one"):
+            io.load_checkpoint(path)
+
+
 class Failing(Callback):
     """Raises on one rank, or on all."""
 
