@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -157,19 +157,33 @@ def _outermost(names: list[str]) -> list[str]:
 
 
 def infer(module: nn.Module) -> ParallelPlan:
-    """The plan that a model's structure suggests: its blocks are the largest list of layers of one class."""
-    sizes = {name: _parameters(part) for name, part in module.named_modules() if _is_list_of_blocks(part)}
+    """The plan that a model's structure suggests: its blocks are the largest list of layers, best of one class."""
     source = f"the structure of {type(module).__name__}"
-    if not sizes:
+    alike, mixed = _largest(module, _is_list_of_blocks), _largest(module, _is_list_of_layers)
+    largest = mixed if alike is None or (mixed is not None and 2 * alike[1] < mixed[1]) else alike
+    if largest is None:
         return ParallelPlan(source=source)
-    largest = max(sizes, key=lambda name: (sizes[name], -name.count(".")))
-    return ParallelPlan(blocks=(f"{largest}.*" if largest else "*",), source=source)
+    blocks = f"{largest[0]}.*" if largest[0] else "*"
+    while any(isinstance(block, (nn.ModuleList, nn.ModuleDict)) for _, block in matching(module, blocks)):
+        blocks += ".*"  # a list of layers, each a list of parts: those are what is called
+    return ParallelPlan(blocks=(blocks,), source=source)
+
+
+def _largest(module: nn.Module, is_one: Callable[[nn.Module], bool]) -> tuple[str, int] | None:
+    """The name of the largest part of a kind, of several the outermost, and the size of its parameters."""
+    found = ((name, _parameters(part)) for name, part in module.named_modules() if is_one(part))
+    return max(found, key=lambda part: (part[1], -part[0].count(".")), default=None)
 
 
 def _is_list_of_blocks(module: nn.Module) -> bool:
     children = list(module.children())
     one_class = len({type(child) for child in children}) == 1
     return isinstance(module, (nn.ModuleList, nn.Sequential)) and len(children) > 1 and one_class
+
+
+def _is_list_of_layers(module: nn.Module) -> bool:
+    """Layers of several classes, as attention and recurrent layers that take turns."""
+    return isinstance(module, nn.ModuleList) and len(module) > 1 and all(map(_parameters, module))
 
 
 def _parameters(module: nn.Module) -> int:

@@ -43,13 +43,13 @@ def take_sample(trainer: Trainer) -> Sample:
     combined: Any = loop._combined_loader
     with _same_randomness(combined.flattened):
         batch = _prepared(trainer, module, _batch_of(combined))
-    arguments = [batch, *([0] if _takes_index(step) else []), *([0] if _names_loader(combined) else [])]
+    numbers = [*([0] if _takes_index(step) else []), *([0] if _names_loader(combined) else [])]
 
-    def run() -> Any:
+    def run(on: Any = batch) -> Any:
         with _same_randomness([]), _without_traces(module), trainer.precision_plugin.forward_context():
-            return step(*arguments)
+            return step(on, *numbers)
 
-    return Sample(run, _size_of(batch))
+    return Sample(run, _size_of(batch), batch)
 
 
 def _takes_index(step: Callable[..., Any]) -> bool:

@@ -67,12 +67,14 @@ class Sample:
     """One step of the user's on a batch like those to come, to be looked at before the model is divided.
 
     Attributes:
-        run: runs the step, without effect on logs and metrics.
+        run: runs the step on the batch, or on another one like it, without effect on logs and metrics.
         size: how many samples the batch has.
+        batch: on the host.
     """
 
-    run: Callable[[], Any]
+    run: Callable[..., Any]
     size: int
+    batch: Any
 
 
 class Step:

@@ -240,6 +240,31 @@ class Direct(Handwritten):
         return x * self.scale
 
 
+class Parts(Handwritten):
+    """A list of layers, each a list of two parts that the model calls."""
+
+    def make_blocks(self) -> nn.Module:
+        layers = (nn.ModuleList([PlainBlock(WIDTH, 13), nn.Linear(WIDTH, WIDTH)]) for _ in range(self.count // 2))
+        return nn.ModuleList(layers)
+
+    def body(self, x: Tensor) -> Tensor:
+        for block, mix in self.blocks:
+            x = x + mix(block(x)).tanh()
+        return x
+
+
+class TakingTurns(Handwritten):
+    """Layers of two classes in one list, beside a smaller list of one class."""
+
+    def make_blocks(self) -> nn.Module:
+        self.scores = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+        return nn.ModuleList([PlainBlock(WIDTH, 13) if k % 2 else nn.Linear(WIDTH, WIDTH) for k in range(self.count)])
+
+    def loss(self, batch: Any) -> Tensor:
+        logits = self.head(self.body(self.stem(batch[0])))
+        return sum((F.cross_entropy(score(logits), batch[1]) for score in self.scores), torch.zeros(()))
+
+
 class FrozenFront(Handwritten):
     def make(self) -> None:
         super().make()
@@ -397,6 +422,8 @@ MODELS: dict[str, Callable[..., Handwritten]] = {
         Gated,
         Sequence,
         Direct,
+        Parts,
+        TakingTurns,
         FrozenFront,
         OnlyTheFrontLearns,
         Shared,

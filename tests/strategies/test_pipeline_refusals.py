@@ -9,6 +9,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor, nn
@@ -120,6 +121,22 @@ class Sometimes(Handwritten):
         return self.head(x).square().mean()
 
 
+class Contrasts(Handwritten):
+    """Every sample is to be found among all samples of the batch."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x = self.body(self.stem(batch[0]))
+        return F.cross_entropy(x @ self.stem(batch[0]).t(), torch.arange(len(x)))
+
+
+class Decorrelates(Handwritten):
+    """Looks at the covariance of features over the batch."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x = self.body(self.stem(batch[0]))
+        return (x.t() @ x / len(x) - torch.eye(x.shape[1])).square().sum()
+
+
 class SkipsOne(Handwritten):
     """Has no loss for some samples."""
 
@@ -160,6 +177,8 @@ def zbv_with(technique: Any) -> Any:
         (partial(shares, Global), PP2, r"the block blocks\.0, called again .* depends on Python state"),
         (partial(shares, Flips), PP2, r"the block blocks\.0, called again .* depends on Python state"),
         (partial(shares, Sees), PP2, r"block blocks\.[12] uses a tensor .* made in block blocks\.[01]"),
+        (Contrasts, PP2, r"samples of a batch meet .* mm makes a tensor of shape \(4, 4\) of 4 samples"),
+        (Decorrelates, PP2, r"samples of a batch meet .*use microbatches=1 or LayerParallelStrategy"),
         (NoList, PP2, r"NoList .*blocks="),
         (partial(Handwritten, blocks=3), partial(PipelineParallelStrategy, 2, schedule="zbv"), r"4 stages .* has 3"),
         (Handwritten, partial(PipelineParallelStrategy, 2, split=(3, 2)), r"split=\(3, 2\) .* 4 blocks"),

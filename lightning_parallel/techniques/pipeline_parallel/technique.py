@@ -28,6 +28,7 @@ from lightning_parallel.techniques.pipeline_parallel.schedules import (
     nearest_legal_microbatches,
 )
 from lightning_parallel.techniques.pipeline_parallel.step import PipelineStep
+from lightning_parallel.techniques.pipeline_parallel.together import require_apart
 from lightning_parallel.techniques.pipeline_parallel.traversal import Traversal, traverse
 from lightning_parallel.techniques.technique import Phase, Sample, Step, Technique
 
@@ -47,7 +48,7 @@ class PipelineParallel(Technique):
         split: how many blocks each stage has, in the order of the model; None balances the stages by their work.
 
     Raises:
-        ValueError: numbers that break the schedule's rule.
+        ValueError: numbers that break the schedule's rule; (when training starts) samples of a batch that meet.
     """
 
     size: Size = "auto"
@@ -89,7 +90,10 @@ class PipelineParallel(Technique):
         blocks = plan.require_blocks(model, repr(self))
         one = sample()
         seen = traverse(model, blocks, one.run, mesh.device)
-        return dataclasses.replace(self, seen=seen, microbatches=self._count(mesh, one.size))
+        count = self._count(mesh, one.size)
+        if count > 1:
+            require_apart(model, one, mesh.device)
+        return dataclasses.replace(self, seen=seen, microbatches=count)
 
     def _count(self, mesh: ParallelMesh, samples: int) -> int:
         """How many microbatches, where "auto" is to decide."""

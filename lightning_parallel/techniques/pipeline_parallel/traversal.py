@@ -111,7 +111,7 @@ def traverse(
     """
     recorder = _Recorder(model, blocks)
     shapes = ShapesOnly(model.parameters(), device, recorder.read, recorder.made)
-    with torch.no_grad(), _buffers_kept(model), recorder.attached(), shapes:
+    with torch.no_grad(), buffers_kept(model), recorder.attached(), shapes:
         try:
             run()
         except _Unexpected as error:
@@ -123,7 +123,7 @@ def traverse(
 
 
 @contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
+def buffers_kept(model: nn.Module) -> Iterator[None]:
     """Afterwards buffers hold what they held: a step may count in them."""
     before = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
     try:
