@@ -194,7 +194,13 @@ def leaf_of(parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return parameter
     if torch.compiler.is_compiling():
-        return parameter.to_local()
+        # Gradients of a graph are DTensors, and torch cannot add up those in parts.
+        in_parts = any(isinstance(placement, PartsShard) for placement in parameter.placements)
+        return _outside_of_graphs(parameter) if in_parts else parameter.to_local()
+    return _plain_leaf(parameter)
+
+
+def _plain_leaf(parameter: DTensor) -> Tensor:
     kept = parameter._local_tensor
     leaf: _Leaf | None = vars(parameter).get("_leaf")
     if leaf is None or leaf.kept is not kept or leaf.parameter is not parameter:
@@ -203,6 +209,9 @@ def leaf_of(parameter: Tensor) -> Tensor:
         leaf.tensor.requires_grad_(parameter.requires_grad)
         leaf.listen()
     return leaf.tensor
+
+
+_outside_of_graphs: Callable[[DTensor], Tensor] = cast(Any, torch.compiler.disable)(_plain_leaf)
 
 
 def forget_leaves() -> None:

@@ -14,11 +14,15 @@ from lightning_parallel.techniques.activation_checkpoint import ActivationCheckp
 from lightning_parallel.techniques.compile import Compile
 from lightning_parallel.techniques.data_parallel import DataParallel
 from lightning_parallel.techniques.redirect import restore_forward
+from lightning_parallel.techniques.tensor_parallel import TensorParallel
 from lightning_parallel.techniques.zero import Zero
 from tests.curves import check_parity
 from tests.models import build, loaders
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own
+pytestmark = [  # Dynamo's own
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
 
 COMPILED = Compile(backend="aot_eager")
 LAYOUTS: dict[str, tuple[str, Callable[[], list[Any]]]] = {
@@ -35,6 +39,11 @@ def test_parity(layout: str) -> None:
     column, techniques = LAYOUTS[layout]
     make = partial(HybridStrategy, *techniques())
     check_parity(column, 2, make, data_ranks=2, max_epochs=1, limit_val_batches=0)
+
+
+def test_gradients_of_divided_fused_weights_add_up() -> None:
+    make = partial(HybridStrategy, TensorParallel(2), COMPILED)
+    check_parity("gpt2", 2, make, max_epochs=1, limit_val_batches=0, model={"n_layer": 1}, data={"samples": 32})
 
 
 def test_blocks_share_one_graph() -> None:
