@@ -275,6 +275,10 @@ class Gating(nn.Module):
 
 
 class WithCondition(Written):
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
+        super().__init__(block)
+        self.network.bias = self.network.head.bias  # which one more module holds, as in heads of BERT
+
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         x = self.network.embed(batch["input_ids"])
         condition = x.mean(1)

@@ -184,8 +184,12 @@ def _numbers(module: nn.Module, names: tuple[str, ...]) -> Iterator[int]:
             yield value
 
 
-def divide_parameters(divided: list[Divided], mesh: DeviceMesh) -> None:
+def divide_parameters(model: nn.Module, divided: list[Divided], mesh: DeviceMesh) -> None:
     """Replaces every parameter that is divided by this rank's part, as a DTensor; tied ones stay tied."""
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            owners.setdefault(id(parameter), []).append((module, name))
     made: dict[int, nn.Parameter] = {}
     for each in divided:
         for name, placement in each.placements().items():
@@ -195,7 +199,8 @@ def divide_parameters(divided: list[Divided], mesh: DeviceMesh) -> None:
             if id(parameter) not in made:
                 made[id(parameter)] = _divided(parameter, mesh, placement)
                 made[id(made[id(parameter)])] = made[id(parameter)]
-            each.module._parameters[name] = made[id(parameter)]
+                for module, own in owners[id(parameter)]:  # some only hold it, as that of a bias in two places
+                    module._parameters[own] = made[id(parameter)]
 
 
 def _divided(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:

@@ -102,7 +102,7 @@ class TensorParallel(Technique):
         runs += _other_blocks(model, divided, {name for run in runs for name in run})
         group, options = mesh["tp"].get_group(), (self.sequence_parallel, self.regather, self.overlap)
         _partitions[mesh] = Partition(divided, runs, group, plan.sequence_dim, *options)
-        divide_parameters(divided, mesh["tp"])
+        divide_parameters(model, divided, mesh["tp"])
         return model
 
     def wrap_step(self, step: Step, model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan) -> Step:
