@@ -133,7 +133,7 @@ class ParallelMesh:
     def device(self) -> torch.device:
         """The device of this rank."""
         kind = self.device_mesh.device_type
-        return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
+        return torch.device(kind, torch.accelerator.current_device_index()) if kind != "cpu" else torch.device(kind)
 
     @property
     def leads_its_stage(self) -> bool:

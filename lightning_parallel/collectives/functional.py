@@ -15,6 +15,14 @@ _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or di
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def within_reach(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The tensor, on a device between which the group's backend carries tensors."""
+    kinds = [device.type for device in group._device_types]
+    if tensor.device.type in kinds:
+        return tensor
+    return tensor.to(torch.device(kinds[0], torch.accelerator.current_device_index()))
+
+
 class Waitable(Protocol):
     """Something under way."""
 

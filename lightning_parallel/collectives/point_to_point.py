@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -47,6 +48,19 @@ class Lane:
         size = self.receive(torch.empty(1, dtype=torch.long, device=self.device), source, tag).wait()
         payload = torch.empty(int(size.item()), dtype=torch.uint8, device=self.device)
         return pickle.loads(self.receive(payload, source, tag).wait().cpu().numpy().tobytes())
+
+    def exchange(self, sent: Tensor, received: Mapping[int, Tensor]) -> None:
+        """Sends a tensor to each of some ranks and fills a tensor with what it sends, in whatever order they meet.
+
+        One after the other, each of two ranks that send to each other could wait for the other to receive.
+        """
+        sent = sent.detach().contiguous()
+        sends = [dist.P2POp(dist.isend, sent, group=self.group, group_peer=rank) for rank in received]
+        receives = [
+            dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=rank) for rank, tensor in received.items()
+        ]
+        for work in dist.batch_isend_irecv(sends + receives) if sent.numel() and received else ():
+            work.wait()
 
     def finish(self) -> None:
         """Waits until everything was sent."""

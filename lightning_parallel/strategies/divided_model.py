@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -26,6 +27,8 @@ from lightning_parallel.techniques.stored_optimizer import StoredOptimizer
 from lightning_parallel.techniques.technique import Step, Technique
 
 log = logging.getLogger(__name__)
+
+HOST = torch.device("cpu")
 
 
 class DividedModel:
@@ -118,6 +121,7 @@ class DividedModel:
             fits = all(gather(materialise.fits_on_host(self.module, copies), self._host))
         if fits:
             materialise.make_whole(self.module)
+            materialise.move_whole_tensors(self.module, HOST)
             self.line.complete(self.module)
         else:
             log.warning("The whole model does not fit on this host: the module stays divided after the run")

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
-from lightning_parallel.collectives.functional import Pending
+from lightning_parallel.collectives.functional import Pending, within_reach
 from lightning_parallel.strategies.agreement import LOGGED, Comparison, Content
 from lightning_parallel.strategies.metrics import Uncounted, at_most_on_step
 from lightning_parallel.strategies.signals import Requested
@@ -44,11 +44,11 @@ def reduce_tensor(tensor: Tensor, group: dist.ProcessGroup, operation: object) -
     """A tensor reduced over a group: by mean (the default of Lightning), sum, min, max or any `ReduceOp`."""
     name = operation.lower() if isinstance(operation, str) else None
     mean = operation is None or name in ("mean", "avg")
-    result = tensor.detach().clone().contiguous()
+    result = within_reach(tensor.detach().clone().contiguous(), group)
     if mean and not result.is_floating_point():
         result = result.to(torch.get_default_dtype())
     dist.all_reduce(result, op=OPERATIONS[name or "mean"] if mean or name else operation, group=group)
-    return result / group.size() if mean else result
+    return (result / group.size() if mean else result).to(tensor.device)
 
 
 class StepLog:
@@ -199,13 +199,14 @@ class StepLog:
             return lambda: None
         weights = [share / self._group.size() if result.meta.is_mean_reduction else 1.0 for result in chosen]
         values = [_step_value(result).double() * weight for result, weight in zip(chosen, weights, strict=True)]
-        packed = torch.stack(values + [torch.zeros_like(values[0])] * (-len(values) % ROOM))
+        padding = [torch.zeros_like(values[0])] * (-len(values) % ROOM)
+        packed = torch.stack([within_reach(value, self._group) for value in values + padding])
         work = Pending(dist.all_reduce(packed, op=OPERATIONS[kind], group=self._group, async_op=True))
 
         def finish() -> None:
             work.wait()
             for result, value in zip(chosen, packed.unbind(), strict=False):
-                result._forward_cache = value.to(_step_value(result).dtype)
+                result._forward_cache = value.to(_step_value(result))
                 if not result.meta.on_epoch:
                     result.value = result._forward_cache
 

@@ -6,9 +6,11 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -142,6 +144,10 @@ def has_sharded_parameters(module: nn.Module) -> bool:
 
 def move_whole_tensors(module: nn.Module, device: torch.device) -> None:
     """Moves what is not sharded; shards are where their technique put them."""
+    _update_properties(module, device=device)
+    for part in module.modules():
+        if _moves_more(part) and not has_sharded_parameters(part):
+            part._apply(partial(Tensor.to, device=device))  # type: ignore[no-untyped-call]
     for parameter in module.parameters():
         if not isinstance(parameter, DTensor) and parameter.device != device:
             parameter.data = parameter.data.to(device)
@@ -149,6 +155,11 @@ def move_whole_tensors(module: nn.Module, device: torch.device) -> None:
         for name, buffer in part._buffers.items():
             if buffer is not None and buffer.device != device:
                 part._buffers[name] = buffer.to(device)
+
+
+def _moves_more(part: nn.Module) -> bool:
+    """Whether a module has something to move besides parameters and buffers, such as what a metric has counted."""
+    return type(part)._apply is not nn.Module._apply
 
 
 @torch.no_grad()

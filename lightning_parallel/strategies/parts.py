@@ -25,6 +25,7 @@ from lightning_parallel.techniques.pipeline_parallel.microbatches import batch_s
 from lightning_parallel.techniques.technique import Run
 
 T = TypeVar("T")
+HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class PartsRun(Run[T]):
         if isinstance(value, Metric):
             return Noted(name, self._names[id(value)], options, size)
         told = [metric for metric, batch in self._called.items() if batch.told is value]
-        kept = torch.as_tensor(value).detach().cpu().reshape(())
+        kept = torch.as_tensor(value).detach().clone().reshape(())
         origin = value if isinstance(value, Tensor) else None
         return Noted(name, kept, options, options.get("batch_size") or size, told[0] if told else None, origin)
 
@@ -142,7 +143,7 @@ class PartsRun(Run[T]):
                 by_name.setdefault((noted.name, noted.options.get("add_dataloader_idx", True)), []).append(noted)
         everything = [noted for part in self._noted for noted in part]
         asked = {noted.metric or noted.value for noted in everything if noted.metric or isinstance(noted.value, str)}
-        values = {name: self._called[name].value() for name in sorted(map(str, asked))}
+        values = {name: _on_device(self._called[name].value(), HOST) for name in sorted(map(str, asked))}
         logged = [_combined(same, values) for same in by_name.values()]
         return Notes(logged, values, merged(self._kept, self._sizes), self._rank)
 
@@ -166,8 +167,8 @@ def _combined(same: Sequence[Noted], metrics: dict[str, Any]) -> Noted:
     if options.get("batch_size") is not None:
         options["batch_size"] = int(sum(noted.samples for noted in same))
     if first.metric is not None:
-        return Noted(first.name, metrics[first.metric].detach().cpu(), options, first.samples)
-    values = [noted.value for noted in same if isinstance(noted.value, Tensor)]
+        return Noted(first.name, metrics[first.metric].detach(), options, first.samples)
+    values = [noted.value.cpu() for noted in same if isinstance(noted.value, Tensor)]
     if not values:
         return Noted(first.name, first.value, options, first.samples)
     return Noted(first.name, _reduced(values, [noted.weight for noted in same], options), options, first.samples)

@@ -25,6 +25,7 @@ from lightning.pytorch.utilities import rank_zero
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
+from lightning_parallel.collectives.functional import within_reach
 from lightning_parallel.mesh import ParallelMesh, resolve_sizes
 from lightning_parallel.strategies.agreement import gather
 from lightning_parallel.strategies.checkpoint import AtomicCheckpointIO, others_may_be_missing
@@ -176,7 +177,8 @@ class RankStrategy(ParallelStrategy):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """The tensors of the ranks that hold different samples, unless a smaller group is given."""
         chosen = self._mesh().data.get_group() if group is None or group is dist.group.WORLD else group
-        return super().all_gather(tensor, group=chosen, sync_grads=sync_grads)
+        reached = within_reach(tensor, chosen)
+        return super().all_gather(reached, group=chosen, sync_grads=sync_grads).to(tensor.device)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """An object of one rank, on all ranks."""
@@ -249,7 +251,7 @@ def world_group() -> dist.ProcessGroup:
 
 def _host_group(timeout: timedelta | None) -> dist.ProcessGroup:
     """All ranks, for small messages that must not wait for a device."""
-    if dist.get_backend() != "nccl":
+    if any(device.type == "cpu" for device in world_group()._device_types):
         return world_group()
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
     return group

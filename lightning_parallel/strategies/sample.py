@@ -49,7 +49,7 @@ def take_sample(trainer: Trainer) -> Sample:
         with _same_randomness([]), _without_traces(module), trainer.precision_plugin.forward_context():
             return step(on, *numbers)
 
-    return Sample(run, _size_of(batch), batch)
+    return Sample(run, _size_of(batch), batch, HOST)
 
 
 def _takes_index(step: Callable[..., Any]) -> bool:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_parallel.collectives.functional import within_reach
 from lightning_parallel.techniques.shards import divides, local
 
 
@@ -70,9 +71,9 @@ def _shards(gradient: Tensor) -> int:
 
 
 def _summed(total: Tensor) -> Tensor:
-    # Gradients may live on the host (offload) where the ranks' group has only a device backend.
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else total.device
-    moved = total.to(device)
+    world = dist.group.WORLD
+    assert world is not None
+    moved = within_reach(total, world)  # gradients may live on the host (offload)
     dist.all_reduce(moved)
     return moved.to(total.device)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, ClassVar, Generic, TypeVar
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import Self
 
@@ -69,12 +70,14 @@ class Sample:
     Attributes:
         run: runs the step on the batch, or on another one like it, without effect on logs and metrics.
         size: how many samples the batch has.
-        batch: on the host.
+        batch: the batch.
+        device: where the batch and the module are at that time.
     """
 
     run: Callable[..., Any]
     size: int
     batch: Any
+    device: torch.device
 
 
 class Step:

@@ -160,8 +160,7 @@ def _groups_of_blocks(blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
 
 def _fully_shard(modules: list[Any], mesh: ParallelMesh, offload: bool, ignored: set[nn.Parameter]) -> None:
     target = modules if len(modules) > 1 else modules[0]
-    pin = torch.cuda.is_available()
-    policy = CPUOffloadPolicy(pin_memory=pin) if offload else OffloadPolicy()
+    policy = CPUOffloadPolicy(pin_memory=mesh.device.type != "cpu") if offload else OffloadPolicy()
     fully_shard(
         target,
         mesh=mesh.sharded_and_replicated,

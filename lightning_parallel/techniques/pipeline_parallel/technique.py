@@ -89,10 +89,10 @@ class PipelineParallel(Technique):
             return self
         blocks = plan.require_blocks(model, repr(self))
         one = sample()
-        seen = traverse(model, blocks, one.run, mesh.device)
+        seen = traverse(model, blocks, one.run, one.device)
         count = self._count(mesh, one.size)
         if count > 1:
-            require_apart(model, one, mesh.device)
+            require_apart(model, one)
         return dataclasses.replace(self, seen=seen, microbatches=count)
 
     def _count(self, mesh: ParallelMesh, samples: int) -> int:

@@ -22,14 +22,10 @@ def sum_over_holders(gradients: Mapping[Tie, Sequence[Tensor]], lane: Lane, rank
         rank: this rank in it.
     """
     for holders, tensors in sorted(gradients.items()):
-        parts = {rank: torch.cat([tensor.reshape(-1) for tensor in tensors])}
-        for other in holders:
-            if other != rank:
-                lane.send(parts[rank], other)
-        for other in holders:
-            if other != rank:
-                parts[other] = lane.receive(torch.empty_like(parts[rank]), other).wait()
-        lane.finish()
+        own = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        others = {holder: torch.empty_like(own) for holder in holders if holder != rank}
+        lane.exchange(own, others)
+        parts = others | {rank: own}
         total = sum((parts[holder] for holder in holders[1:]), parts[holders[0]])
         for tensor, values in zip(tensors, torch.split(total, [t.numel() for t in tensors]), strict=True):
             tensor.copy_(values.view_as(tensor))

@@ -39,7 +39,7 @@ class _Made:
         return torch.Size(self.shape).numel()
 
 
-def require_apart(model: nn.Module, sample: Sample, device: torch.device) -> None:
+def require_apart(model: nn.Module, sample: Sample) -> None:
     """Raises unless each sample of a batch counts by itself.
 
     Raises:
@@ -49,8 +49,8 @@ def require_apart(model: nn.Module, sample: Sample, device: torch.device) -> Non
     if not half or microbatches.batch_size(sample.batch) != sample.size:
         return
     some = microbatches.split(sample.batch, 2)[-1]  # the smaller one, where they differ
-    once = _made(model, lambda: sample.run(some), device)
-    twice = _made(model, lambda: sample.run(microbatches.merge([some, some], [half, half])), device)
+    once = _made(model, lambda: sample.run(some), sample.device)
+    twice = _made(model, lambda: sample.run(microbatches.merge([some, some], [half, half])), sample.device)
     if [made.name for made in once] != [made.name for made in twice]:
         return  # the step decides by values, and nothing can be said
     for one, two in zip(once, twice, strict=True):

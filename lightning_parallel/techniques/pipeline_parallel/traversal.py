@@ -103,7 +103,7 @@ def traverse(
         model: whole; its parameters may be on meta.
         blocks: the repeated layers by FQN.
         run: runs the step.
-        device: where the model will run.
+        device: where the batch is.
 
     Raises:
         ValueError: the blocks do not run one after the other, each once.

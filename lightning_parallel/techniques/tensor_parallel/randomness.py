@@ -26,7 +26,7 @@ class OwnRandomness:
         if self._alike is not None:
             return
         seed = int(torch.randint(2**31, ()).item()) + 7_919 * (self._rank + 1)
-        on_device = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+        on_device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         self._alike = torch.get_rng_state(), on_device
         torch.default_generator.manual_seed(seed)
         if on_device is not None:
