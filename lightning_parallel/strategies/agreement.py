@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -32,6 +32,19 @@ def _describe_leaf(leaf: Any) -> str:
     if isinstance(leaf, Tensor):
         return f"{str(leaf.dtype).removeprefix('torch.')} tensor with {leaf.dim()} dimensions"
     return type(leaf).__name__
+
+
+def told(value: object) -> str:
+    """Like `repr`, and the same in every process: there the members of a set come in another order."""
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(told, value)))}}}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{told(key)}: {told(member)}' for key, member in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(told, value))})"
+    if is_dataclass(value):
+        return f"{type(value).__name__}{told([getattr(value, field.name) for field in fields(value)])}"
+    return repr(value)
 
 
 def fingerprint_model(module: nn.Module) -> str:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.strategies import materialise
-from lightning_parallel.strategies.agreement import gather, require_same
+from lightning_parallel.strategies.agreement import gather, require_same, told
 from lightning_parallel.strategies.checkpoint import whole_state_dict
 from lightning_parallel.strategies.line import Line
 from lightning_parallel.strategies.loaders import checksum
@@ -59,7 +59,7 @@ class DividedModel:
         sample = partial(take_sample, self.module.trainer)
         prepared = [technique.prepare(self.module, self.mesh, plan, sample) for technique in techniques]
         if prepared != list(techniques) or self.line.ranks > 1:
-            seen = gather(checksum([repr(vars(technique)) for technique in prepared]), self._host)
+            seen = gather(checksum([told(vars(technique)) for technique in prepared]), self._host)
             require_same("what a step on a sample batch shows", seen, "build model and data alike everywhere")
         return prepared
 
