@@ -18,7 +18,7 @@ from lightning_parallel.strategies.deferred_init import DeferredInit
 from lightning_parallel.strategies.kept_tensors import kept_tensors, replace_kept_tensors
 from lightning_parallel.strategies.orphan_modules import OrphanModules
 from lightning_parallel.techniques import elsewhere
-from lightning_parallel.techniques.shards import is_sharded, shard_of, whole_tensor
+from lightning_parallel.techniques.shards import as_shard, is_sharded, shard_of, whole_tensor
 
 log = logging.getLogger(__name__)
 
@@ -103,15 +103,7 @@ def _allocate(module: nn.Module, device: torch.device, shards: torch.device) -> 
 def _empty_parameter(parameter: nn.Parameter, device: torch.device, shards: torch.device) -> nn.Parameter:
     value: Tensor
     if isinstance(parameter, DTensor):
-        local = torch.empty_like(parameter.to_local(), device=shards)
-        value = DTensor.from_local(
-            local,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        value = as_shard(torch.empty_like(parameter.to_local(), device=shards), parameter)
     else:
         value = torch.empty_like(parameter, device=device)
     made = nn.Parameter(value, requires_grad=parameter.requires_grad)

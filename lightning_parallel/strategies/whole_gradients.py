@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from lightning_parallel.strategies.agreement import gather
 from lightning_parallel.strategies.divided_model import DividedModel
 from lightning_parallel.strategies.shown_gradient import ShownGradient
-from lightning_parallel.techniques.shards import local, shard_of
+from lightning_parallel.techniques.shards import dtensor_of, local, shard_of
 
 AFTER_BACKWARD = ("on_after_backward",)
 BEFORE_STEP = ("on_before_optimizer_step", "configure_gradient_clipping")
@@ -116,9 +116,7 @@ class _Layout:
     def on(self, part: Tensor, mesh: DeviceMesh) -> ShownGradient:
         """The part as that of a whole which the ranks of this stage share in the same way."""
         mine = mesh[self.axes]
-        shape, stride = self.shape, self.stride
-        whole = DTensor.from_local(part, mine, self.placements, run_check=False, shape=shape, stride=stride)
-        return ShownGradient.of(whole)
+        return ShownGradient.of(dtensor_of(part, mine, self.placements, self.shape, self.stride))
 
 
 def _gradients(module: nn.Module) -> dict[str, tuple[Tensor, _Layout | None]]:

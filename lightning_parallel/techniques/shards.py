@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from lightning_parallel.collectives.functional import all_gather
@@ -83,11 +84,11 @@ def shard_of(whole: Tensor, like: DTensor) -> DTensor:
 
     The part may share memory with the whole.
     """
-    part, mesh = whole.to(like.device), like.device_mesh
+    part, mesh = whole, like.device_mesh
     for axis, placement in reversed(list(enumerate(like.placements))):
         if divides(placement):
             part = _own_part(part, placement, mesh.size(axis), mesh.get_local_rank(axis))
-    return as_shard(part.contiguous(), like)
+    return as_shard(part.contiguous().to(like.device), like)
 
 
 def _own_part(whole: Tensor, placement: Placement, ranks: int, rank: int) -> Tensor:
@@ -127,8 +128,19 @@ def divided_again(part: Tensor, mesh: DeviceMesh, whole: Tensor) -> DTensor:
 
 
 def _part_of(part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], whole: Tensor) -> DTensor:
-    shape, stride = whole.shape, whole.stride()
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return dtensor_of(part, mesh, placements, whole.shape, whole.stride())
+
+
+def dtensor_of(
+    part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
+) -> DTensor:
+    """A local tensor as this rank's part of a whole of this shape.
+
+    `DTensor.from_local` would move a shard that is kept on the host to the mesh's devices, and costs five times more.
+    """
+    wrap = cast(Callable[..., DTensor], DTensor)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, part.dtype))
+    return wrap(part.detach(), spec, requires_grad=False)
 
 
 def whole_tensor(value: Tensor) -> Tensor:
@@ -240,7 +252,7 @@ class _Leaf:
         gradient: Any = tensor.grad
         tensor.grad, parameter = None, self.parameter
         if parameter.grad is None:
-            wrap = cast(Callable[..., Tensor], DTensor)  # `from_local` costs five times as much
+            wrap = cast(Callable[..., Tensor], DTensor)
             parameter.grad = wrap(gradient, parameter._spec, requires_grad=False)
         else:
             local(parameter.grad).add_(gradient.detach())

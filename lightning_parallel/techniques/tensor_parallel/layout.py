@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from lightning_parallel.plan import matching
-from lightning_parallel.techniques.shards import PartsShard, shard_of
+from lightning_parallel.techniques.shards import PartsShard, as_shard, dtensor_of, shard_of
 
 HEAD_WIDTHS = ("head_dim", "head_size", "attention_head_size", "d_head", "d_kv", "dim_head", "head_width")
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_head")
@@ -206,14 +206,9 @@ def divide_parameters(model: nn.Module, divided: list[Divided], mesh: DeviceMesh
 def _divided(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
     whole = parameter.detach()
     device = whole.device if whole.is_meta else torch.device(mesh.device_type)
-    like: Any = DTensor.from_local(
-        whole.new_empty(0, device=device), mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
-    )
+    like = dtensor_of(whole.new_empty(0, device=device), mesh, [placement], whole.shape, whole.stride())
     part = shard_of(whole, like).to_local()
     part = part.clone() if not part.is_meta else part  # a view would keep the whole in memory
-    made = nn.Parameter(
-        DTensor.from_local(part, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()),
-        requires_grad=parameter.requires_grad,
-    )
+    made = nn.Parameter(as_shard(part, like), requires_grad=parameter.requires_grad)
     vars(made).update(vars(parameter))
     return made
