@@ -18,10 +18,11 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torchmetrics import Metric
+from torchmetrics import MeanMetric, Metric
 
 from lightning_parallel.collectives.functional import Pending, within_reach
 from lightning_parallel.strategies.agreement import LOGGED, Comparison, Content
+from lightning_parallel.strategies.averages import Shared
 from lightning_parallel.strategies.metrics import Uncounted, at_most_on_step
 from lightning_parallel.strategies.signals import Requested
 
@@ -157,13 +158,20 @@ class StepLog:
     def counting(self, share: float) -> Iterator[None]:
         """Around the user's step; with share 0.0 metrics stay as they are."""
         self._inside_step = True
-        uncounted = [Uncounted(metric) for metric in self._metrics] if share == 0.0 else []
+        watched = list(self._counted_by(share))
         try:
             yield
         finally:
             self._inside_step = False
-            for metric in uncounted:
+            for metric in watched:
                 metric.close()
+
+    def _counted_by(self, share: float) -> Iterator[Uncounted | Shared]:
+        for metric in self._metrics if share != 1.0 else ():
+            if share == 0.0:
+                yield Uncounted(metric)
+            elif isinstance(metric, MeanMetric):
+                yield Shared(metric, share)
 
     def reduce_step(self, share: float) -> None:
         """Starts to reduce the step values that the user's step logged; `settle` puts them in place.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from torchmetrics import Metric
 from typing_extensions import Self
 
+from lightning_parallel.strategies.averages import Given, averages
 from lightning_parallel.strategies.kept_values import Change, KeptValues, Path, keep, merged
 from lightning_parallel.strategies.logging import StepLog
 from lightning_parallel.strategies.metrics import BatchMetric, Tentative
@@ -87,6 +89,7 @@ class PartsRun(Run[T]):
         self._module, self._log, self._rank = module, log, rank
         self._noted: list[list[Noted]] = []  # of each call
         self._kept: list[dict[Path, Change]] = []
+        self._given: list[list[Given]] = []
         self._sizes: list[int] = []
         self._names = {id(part): name for name, part in module.named_modules() if isinstance(part, Metric)}
         self._metrics = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
@@ -98,6 +101,7 @@ class PartsRun(Run[T]):
         noted: list[Noted] = []
         size = batch_size(args[0]) or 1
         metrics, kept = [Tentative(metric) for metric in self._metrics.values()], KeptValues(self._module)
+        given = [Given(metric) for metric in self._metrics.values() if averages(metric)]
         try:
             with self._log.diverted(lambda name, value, options: noted.append(self._note(name, value, options, size))):
                 output = super().__call__(*args, **kwargs)
@@ -108,9 +112,12 @@ class PartsRun(Run[T]):
         else:
             self._noted.append(noted)
             self._kept.append(kept.changes())
+            self._given.append(given)
             self._sizes.append(size)
         finally:
             kept.undo()
+            for average in given:
+                average.close()
             for metric in metrics:
                 metric.close()
         return output
@@ -141,11 +148,17 @@ class PartsRun(Run[T]):
         for part, share, averaged in zip(self._noted, shares, means, strict=True):
             for noted in (noted.counting(share * sum(self._sizes), averaged) for noted in part):
                 by_name.setdefault((noted.name, noted.options.get("add_dataloader_idx", True)), []).append(noted)
+        self._count_by(shares, means)
         everything = [noted for part in self._noted for noted in part]
         asked = {noted.metric or noted.value for noted in everything if noted.metric or isinstance(noted.value, str)}
         values = {name: _on_device(self._called[name].value(), HOST) for name in sorted(map(str, asked))}
         logged = [_combined(same, values) for same in by_name.values()]
         return Notes(logged, values, merged(self._kept, self._sizes), self._rank)
+
+    def _count_by(self, shares: Sequence[float], means: Sequence[Sequence[Tensor]]) -> None:
+        for size, share, averaged, given in zip(self._sizes, shares, means, self._given, strict=True):
+            for metric in given if len(self._sizes) > 1 else ():
+                metric.count_by(size / sum(self._sizes), share, partial(is_among, means=averaged))
 
     def replay(self, notes: Notes) -> None:
         """See `Run.replay`."""

@@ -34,6 +34,7 @@ class Talkative(LightningModule):
         super().__init__()
         self.layer = nn.Linear(2, 1)
         kinds = {"mean": MeanMetric, "sum": SumMetric, "min": MinMetric, "max": MaxMetric, "spread": Spread}
+        kinds["mean_of_losses"] = MeanMetric
         self.stages = nn.ModuleDict({stage: self.metrics(kinds) for stage in ("train_", "val", "test")})
         self.returned = BinaryAccuracy()
 
@@ -75,12 +76,14 @@ class Talkative(LightningModule):
     def talk_of_metrics(self, metrics: nn.ModuleDict, error: Tensor, guesses: Tensor, targets: Tensor) -> None:
         labels = (targets > 0).int()
         metrics["mean"](error)
+        metrics["mean_of_losses"](error.mean())
         metrics["sum"](error)
         metrics["min"].update(error)
         metrics["max"].update(error)
         metrics["spread"](error)
         metrics["together"](guesses.sigmoid(), labels)
         self.log("m_mean", metrics["mean"], on_step=True, on_epoch=True)
+        self.log("m_mean_of_losses", metrics["mean_of_losses"], on_step=True, on_epoch=True)
         self.log("m_sum", metrics["sum"], on_step=False, on_epoch=True)
         self.log_dict({"m_min": metrics["min"], "m_max": metrics["max"]}, on_step=False, on_epoch=True)
         self.log("m_spread", metrics["spread"], on_step=True, on_epoch=True)

@@ -16,6 +16,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.model_summary import ModelSummary
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+from torchmetrics import MeanMetric, SumMetric
 
 from lightning_parallel import (
     ActivationCheckpoint,
@@ -290,6 +291,34 @@ def test_other_lengths_and_fewer_samples_than_microbatches(microbatches: int) ->
 
 
 # ---------------------------------------------------------------- precision
+
+
+class Averaging(Plain):
+    """Gives metrics its loss, one number for a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called, self.updated, self.total = MeanMetric(), MeanMetric(), SumMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        self.updated.update(output["loss"])
+        self.total.update(output["loss"])
+        self.log("called", self.called(output["loss"]), on_step=True, on_epoch=True)
+        self.log_dict({"updated": self.updated, "total": self.total}, on_step=False, on_epoch=True)
+        return output
+
+
+def averaged(strategy: MakeStrategy | None) -> dict[str, float]:
+    torch.manual_seed(0)
+    run = trainer(made(strategy), max_epochs=2)
+    run.fit(Averaging(), *loaders("plain", 8, samples=21))
+    return {name: float(value) for name, value in run.callback_metrics.items()}
+
+
+def test_a_loss_given_to_a_metric_counts_once_for_a_batch() -> None:
+    expected, found = on_one_and_two(averaged)
+    require_like([expected] * 2, found)
 
 
 class Poisoned(LightningModule):

@@ -1,0 +1,25 @@
+"""Strategies on GPUs and NCCL, on two where there are two: the same values, and the module back on the host."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.strategies.on_gpus import STRATEGIES
+
+SCRIPT = Path(__file__).with_name("on_gpus.py")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gpus_train_as_the_host_does(strategy: str, tmp_path: Path) -> None:
+    devices = str(min(2, torch.cuda.device_count()))
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), strategy, "gpu", devices, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "equal" in done.stdout
