@@ -6,7 +6,9 @@ decides by looking at its batch are real. A dependent tensor is on meta; what on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -64,9 +66,9 @@ class ShapesOnly(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if str(kwargs.get("device")).startswith("meta"):
+        if "device" in kwargs and str(kwargs["device"]).startswith("meta"):
             kwargs["device"] = self._device
-        inputs = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+        inputs = [value for value in _leaves(args, kwargs) if isinstance(value, Tensor)]
         dependent = [tensor for tensor in inputs if self.depends(tensor)]
         if not dependent:
             return func(*args, **kwargs)
@@ -86,6 +88,11 @@ class ShapesOnly(TorchDispatchMode):
         return func(torch.zeros((), dtype=first.dtype, device=self._device).expand(first.shape), *rest, **kwargs)
 
     def _on_meta(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
+        known = _known_shapes(func, args, kwargs)
+        if known is not None:
+            result = pytree.tree_map_only(_Shape, _Shape.empty, known)
+            self._mark_all(result, self._made(func, args, kwargs, result, inputs), inputs)
+            return result
         originals: dict[int, Tensor] = {}
 
         def twin(tensor: Tensor) -> Tensor:
@@ -102,19 +109,81 @@ class ShapesOnly(TorchDispatchMode):
         on_meta = pytree.tree_map_only(Tensor, twin, (args, kwargs))
         result = _shapes_of(func, on_meta[0], on_meta[1], self._device)
         result = pytree.tree_map_only(Tensor, lambda tensor: originals.get(id(tensor), tensor), result)
-        mark = self._made(func, on_meta[0], on_meta[1], result, inputs)
+        _remember_shapes(func, args, kwargs, result)
+        self._mark_all(result, self._made(func, on_meta[0], on_meta[1], result, inputs), inputs)
+        return result
+
+    def _mark_all(self, result: Any, mark: Any, inputs: list[Tensor]) -> None:
         if any(id(tensor) in self._parameters or mark_of(tensor) is not None for tensor in inputs):
             written = {id(tensor) for tensor in inputs}
-            for tensor in pytree.tree_leaves(result):
+            for tensor in _leaves((result,), {}):
                 if isinstance(tensor, Tensor):
                     self._mark(tensor, mark, id(tensor) in written)
-        return result
 
     def _mark(self, tensor: Tensor, mark: Any, written: bool) -> None:
         vars(tensor)[MARK] = mark
         if written:  # whatever else shares its memory depends on parameters now
             self._written.append(tensor)
             vars(tensor.untyped_storage())[MARK] = mark
+
+
+def _leaves(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """What an operation is given; operations nest lists only."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, (list, tuple)):
+            yield from _leaves(value, {})
+        else:
+            yield value
+
+
+# The layers of a model do the same again and again, and PyTorch works out many shapes in Python: they are remembered.
+
+_shapes: dict[Hashable, Any] = {}
+REMEMBERED = 4096  # results
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A result on meta."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Shape:
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    def empty(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
+
+def _known_shapes(func: Any, args: Any, kwargs: Any) -> Any:
+    """What the operation returned for the same shapes before, None if that is not known."""
+    return _shapes.get(_call(func, args, kwargs)) if _makes_new(func) else None
+
+
+def _remember_shapes(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    if _makes_new(func) and all(isinstance(leaf, Tensor) for leaf in _leaves((result,), {})):
+        if len(_shapes) >= REMEMBERED:
+            _shapes.clear()
+        _shapes[_call(func, args, kwargs)] = pytree.tree_map_only(Tensor, _Shape.of, result)
+
+
+@cache
+def _makes_new(func: Any) -> bool:
+    """Whether what an operation returns shares no memory with what it is given, and follows from shapes."""
+    schema = func._schema
+    alone = all(value.alias_info is None for value in (*schema.arguments, *schema.returns))
+    return alone and func._overloadpacket is not aten.index
+
+
+def _call(func: Any, args: Any, kwargs: Any) -> Hashable:
+    leaves = [
+        _Shape.of(leaf) if isinstance(leaf, Tensor) else (type(leaf), str(leaf)) for leaf in _leaves(args, kwargs)
+    ]
+    lengths = [len(value) if isinstance(value, (list, tuple)) else -1 for value in args]
+    return (func, *lengths, *kwargs, *leaves)
 
 
 def _shapes_of(func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
@@ -175,4 +244,5 @@ def mark_tensors(value: Any, mark: Callable[[int], Any]) -> None:
 
 def mark_of(tensor: Tensor) -> Any:
     """The mark of a dependent tensor, None for a parameter or a tensor that was on meta from the beginning."""
-    return vars(tensor).get(MARK, vars(tensor.untyped_storage()).get(MARK))
+    own = vars(tensor).get(MARK)
+    return vars(tensor.untyped_storage()).get(MARK) if own is None else own

@@ -212,7 +212,7 @@ class _Recorder:
 
     def _require_alike(self, name: str, repeatable: Repeatable) -> None:
         work = list(self._work)
-        if not repeatable.settles(self._operations, self._noted):
+        if not repeatable.settles(list(self._operations), self._noted):
             raise _Unexpected(
                 f"the block {name}, called again with the same input, does something else: it depends on Python state "
                 "that blocks or calls share, such as a counter, and a pipeline runs them on several ranks, once for "
@@ -223,7 +223,7 @@ class _Recorder:
     def _noted(self, run: Callable[[], Any]) -> Operations:
         self._operations = []
         run()
-        return self._operations
+        return list(self._operations)
 
     # ---------------------------------------------------------------- what the operations tell
 
