@@ -71,12 +71,15 @@ def _ties(model: nn.Module) -> dict[str, tuple[str, ...]]:
 def mark_emptied(model: nn.Module) -> None:
     """Marks what other ranks run: patterns of the plan no longer find modules of which nothing is left on this one."""
     for module in model.modules():
-        if _had_parameters(module) and not any(True for _ in module.parameters()):
+        if is_elsewhere(module):
             for part in module.modules():
                 vars(part)[ELSEWHERE] = True
 
 
-def _had_parameters(module: nn.Module) -> bool:
+def is_elsewhere(module: nn.Module) -> bool:
+    """Whether other ranks hold all its parameters."""
+    if any(True for _ in module.parameters()):
+        return False
     return any(vars(part).get(KEY, _Hidden()).parameters for part in module.modules())
 
 

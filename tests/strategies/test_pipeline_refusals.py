@@ -137,6 +137,13 @@ class Decorrelates(Handwritten):
         return (x.t() @ x / len(x) - torch.eye(x.shape[1])).square().sum()
 
 
+class ValidatesTwice(Handwritten):
+    """Runs the model twice where it is evaluated."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", (self.loss(batch) + self.loss(batch)) / 2)
+
+
 class SkipsOne(Handwritten):
     """Has no loss for some samples."""
 
@@ -189,6 +196,11 @@ def zbv_with(technique: Any) -> Any:
 def test_before_the_first_step(make: Any, strategy: Any, said: str) -> None:
     for message in refused(make, strategy):
         assert re.search(said, message), message
+
+
+def test_an_evaluation_that_runs_the_model_twice() -> None:
+    said = r"stem was called on stage 1, but .* a pipeline needs steps that run the model once"
+    assert any(re.search(said, message) for message in refused(ValidatesTwice, PP2))
 
 
 @pytest.mark.parametrize("kind", [Tables, Drawing])

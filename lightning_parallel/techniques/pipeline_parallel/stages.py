@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_parallel.techniques.elsewhere import is_elsewhere
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut
 from lightning_parallel.techniques.pipeline_parallel.means import Means
 from lightning_parallel.techniques.pipeline_parallel.nested import map_leaves, map_tensors
@@ -148,6 +149,7 @@ class Stages:
             now.calls[name] += 1
             if this in now.carried:
                 return self._carried(now, this)
+            self._require_at_hand(now, name, module)
             now.depth += 1
             output = self._part_here(now, module, call, args, kwargs)
             now.depth -= 1
@@ -156,6 +158,13 @@ class Stages:
             return output
 
         return run
+
+    def _require_at_hand(self, now: _Now, name: str, module: nn.Module) -> None:
+        if self.cut.stage_at(now.position) == now.stage and is_elsewhere(module):
+            raise RuntimeError(
+                f"{name} was called on stage {now.stage}, but in the sample that was looked at only on another one, "
+                "which has its parameters; a pipeline needs steps that run the model once, in the order of that sample"
+            )
 
     def _part_here(
         self, now: _Now, module: nn.Module, call: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]

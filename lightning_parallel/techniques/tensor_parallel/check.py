@@ -30,6 +30,7 @@ from lightning_parallel.techniques.tensor_parallel.skeleton import skeleton_of
 from lightning_parallel.techniques.tensor_parallel.trial import Trial
 
 CACHES = ("past_key_values", "past_key_value", "layer_past")
+PLAIN = (type(None), bool, int, float, str)
 ENTRIES: Mapping[bool, tuple[Entry, ...]] = {False: ("linear", "face", "parent"), True: ("linear", "parent", "face")}
 """Ways into regions in the order in which they are tried, by whether the sequence is split."""
 
@@ -244,7 +245,9 @@ def _kinds(inputs: Any) -> tuple[Any, ...]:
 
 def learning_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int]:
     """Which of the leaves have gradients, besides the hidden state."""
-    hidden, leaves = hidden_of(args, kwargs), enumerate(tree_leaves((args, kwargs)))
+    hidden, values = hidden_of(args, kwargs), (*args, *kwargs.values())
+    nested = any(not isinstance(value, Tensor) and type(value) not in PLAIN for value in values)
+    leaves = enumerate(tree_leaves((args, kwargs)) if nested else values)
     return frozenset(n for n, leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad and leaf is not hidden)
 
 
