@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lightning_parallel.arguments import one_of
 from lightning_parallel.mesh import Axis, ParallelMesh, Size
 from lightning_parallel.plan import ParallelPlan
+from lightning_parallel.techniques.caches import CACHES
 from lightning_parallel.techniques.redirect import Forward, redirect_forward
 from lightning_parallel.techniques.technique import Phase, Technique
 
@@ -38,8 +39,6 @@ EXPENSIVE = frozenset(
     }
 )
 """Operations whose results the selective mode keeps: their recomputation costs most of the forward."""
-
-CACHES = ("past_key_values", "past_key_value", "layer_past")
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ COMMANDS = {"schedule": 2}  # run with `python -m`: they may import up to that f
 SHARED_BY_TECHNIQUES = {
     "technique",
     "boundaries",
+    "caches",
     "clipping",
     "elsewhere",
     "gradient_average",

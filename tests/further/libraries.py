@@ -43,4 +43,5 @@ MODELS = {
     "deepseek": partial(HuggingFace, library, name="DeepseekV3", **LATENT),
     "mamba": partial(HuggingFace, library, name="Mamba", state_size=4),
     "checkpointed": partial(HuggingFace, checkpointed),
+    "cached": partial(HuggingFace, llama, use_cache=True),
 }

@@ -6,6 +6,7 @@ a block keeps for itself, would have other values there.
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 from collections.abc import Callable, Hashable, Iterable
@@ -14,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_parallel.techniques.pipeline_parallel.nested import map_tensors
+from lightning_parallel.techniques.caches import is_cache
+from lightning_parallel.techniques.pipeline_parallel.nested import map_leaves
 
 Operations = list[Hashable]
 SAMPLED = 1024  # elements of a known tensor that are compared
@@ -50,7 +53,7 @@ class Repeatable:
 
     def __init__(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._call = call
-        self._arguments = map_tensors(Tensor.clone, [list(args), kwargs])  # a block may change what it gets
+        self._arguments = map_leaves(_copied, [list(args), kwargs])  # a block may change what it gets
         self._random = _random_state()
 
     def settles(self, first: Operations, noted: Callable[[Callable[[], Any]], Operations]) -> bool:
@@ -73,8 +76,17 @@ class Repeatable:
 
     def _again(self) -> Callable[[], Any]:
         _set_random(self._random)
-        args, kwargs = map_tensors(Tensor.clone, self._arguments)  # outside: it is none of the block's operations
+        args, kwargs = map_leaves(_copied, self._arguments)  # outside: it is none of the block's operations
         return lambda: self._call(*args, **kwargs)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    if not is_cache(value):
+        return value
+    with _disable_current_modes():  # the block does not read what other layers put there
+        return copy.deepcopy(value)
 
 
 def _random_state() -> tuple[Any, ...]:

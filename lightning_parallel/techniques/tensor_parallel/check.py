@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
+from lightning_parallel.techniques.caches import CACHES, is_cache
 from lightning_parallel.techniques.shards import bounds
 from lightning_parallel.techniques.tensor_parallel.activations import Entry, Mode
 from lightning_parallel.techniques.tensor_parallel.dry import DryActivations
@@ -29,7 +30,6 @@ from lightning_parallel.techniques.tensor_parallel.places import told, wrong_pla
 from lightning_parallel.techniques.tensor_parallel.skeleton import skeleton_of
 from lightning_parallel.techniques.tensor_parallel.trial import Trial
 
-CACHES = ("past_key_values", "past_key_value", "layer_past")
 PLAIN = (type(None), bool, int, float, str)
 ENTRIES: Mapping[bool, tuple[Entry, ...]] = {False: ("linear", "face", "parent"), True: ("linear", "parent", "face")}
 """Ways into regions in the order in which they are tried, by whether the sequence is split."""
@@ -225,16 +225,11 @@ def _make_local(divided: Divided, ranks: int, rank: int) -> None:
 
 
 def _as_meta(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    args = tuple(None if _is_cache(value) else value for value in inputs[0])
-    kwargs = {name: None if name in CACHES or _is_cache(value) else value for name, value in inputs[1].items()}
+    args = tuple(None if is_cache(value) else value for value in inputs[0])
+    kwargs = {name: None if name in CACHES or is_cache(value) else value for name, value in inputs[1].items()}
     as_meta = tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta", requires_grad=False), (args, kwargs))
     result: tuple[tuple[Any, ...], dict[str, Any]] = as_meta
     return result
-
-
-def _is_cache(value: Any) -> bool:
-    """Keys and values of earlier positions: a trial must not add to them."""
-    return type(value).__name__.endswith("Cache")
 
 
 def _kinds(inputs: Any) -> tuple[Any, ...]:
