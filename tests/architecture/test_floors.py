@@ -80,7 +80,7 @@ def test_imports_respect_the_floors(file: Path) -> None:
     assert not list(faults(file))
 
 
-@pytest.mark.parametrize("folder", [PACKAGE, "recipes"])
+@pytest.mark.parametrize("folder", [PACKAGE, "recipes", "tests"])
 def test_files_are_read_in_one_sitting(folder: str) -> None:
     lengths = {
         str(file.relative_to(ROOT)): len(file.read_text().splitlines()) for file in (ROOT / folder).rglob("*.py")

@@ -20,7 +20,7 @@ from lightning_parallel import (
 from tests.curves import Curve, Recorder, compare
 from tests.models import Plain, loaders
 from tests.ranks import run_on_ranks
-from tests.strategies.test_pipeline_run import made, require_like
+from tests.strategies.one_and_two import made, require_like
 from tests.trainers import trainer
 
 PIPELINE = partial(PipelineParallelStrategy, 2, microbatches=2)

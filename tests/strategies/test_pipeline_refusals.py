@@ -15,14 +15,8 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_parallel import (
-    ActivationCheckpoint,
-    Compile,
-    HybridStrategy,
-    PipelineParallel,
-    PipelineParallelStrategy,
-)
-from tests.further.handwritten import Handwritten
+from lightning_parallel import ActivationCheckpoint, Compile, HybridStrategy, PipelineParallel, PipelineParallelStrategy
+from tests.further.points import Handwritten
 from tests.models import PlainBlock, points
 from tests.ranks import RanksFailed, run_on_ranks
 from tests.trainers import trainer

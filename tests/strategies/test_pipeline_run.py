@@ -1,9 +1,5 @@
 """Everything of Lightning's that hangs on values or on parameters does under a pipeline what it does on one device."""
 
-import math
-import warnings
-from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,62 +8,16 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
-from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.model_summary import ModelSummary
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
-from torchmetrics import MeanMetric, SumMetric
+from torch import Tensor
 
-from lightning_parallel import (
-    ActivationCheckpoint,
-    HybridStrategy,
-    PipelineParallel,
-    PipelineParallelStrategy,
-    Zero,
-)
+from lightning_parallel import ActivationCheckpoint, HybridStrategy, PipelineParallel, Zero
 from tests.curves import check_parity, compare
-from tests.models import Plain, PlainBlock, build, loaders
-from tests.ranks import ranks, run_on_ranks
+from tests.models import Plain, build, loaders
+from tests.ranks import run_on_ranks
+from tests.strategies.one_and_two import PIPELINE, ZBV, MakeStrategy, made, on_one_and_two, require_like, scratch
 from tests.strategies.test_checkpoints import SaveAt
 from tests.trainers import trainer
-
-MakeStrategy = Callable[[], Any]
-PIPELINE = partial(PipelineParallelStrategy, 2, microbatches=4)
-ZBV = partial(PipelineParallelStrategy, 2, schedule="zbv", microbatches=4)
-
-
-def scratch() -> Path:
-    import os
-
-    return Path(os.environ["RANKS_SCRATCH"])
-
-
-def made(strategy: MakeStrategy | None) -> Any:
-    if strategy is None:  # Lightning's own: it warns wherever a process group exists, even of one rank
-        warnings.filterwarnings("ignore", ".*sync_dist=True")
-        return "auto"
-    return strategy()
-
-
-def on_one_and_two(run: Callable[..., Any], strategy: MakeStrategy = PIPELINE, **options: Any) -> tuple[Any, list[Any]]:
-    return run_on_ranks(1, run, None, **options)[0], run_on_ranks(2, run, strategy, **options)
-
-
-def require_like(expected: Any, found: Any) -> None:
-    """Nested lists and dicts of numbers, the same but for rounding."""
-    if isinstance(expected, dict):
-        assert expected.keys() == found.keys()
-        for key in expected:
-            require_like(expected[key], found[key])
-    elif isinstance(expected, (list, tuple)):
-        assert len(expected) == len(found)
-        for wanted, got in zip(expected, found, strict=True):
-            require_like(wanted, got)
-    elif isinstance(expected, Tensor):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    else:
-        assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
-
 
 # ---------------------------------------------------------------- callbacks, schedulers, loggers
 
@@ -247,159 +197,6 @@ def test_what_a_step_keeps_is_that_of_one_device_on_every_rank(strategy: MakeStr
 def with_seed(strategy: MakeStrategy | None) -> Any:
     torch.manual_seed(0)
     return kept(strategy)
-
-
-# ---------------------------------------------------------------- batches of every size
-
-
-class Ragged(Dataset):
-    """Sequences; those of every batch of four have their own length."""
-
-    def __init__(self, samples: int) -> None:
-        self.tokens = torch.randint(64, (samples, 16), generator=torch.Generator().manual_seed(1))
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        length = 5 + 3 * (index // 4 % 3)
-        return {"input_ids": self.tokens[index, :length], "labels": self.tokens[index, 1 : length + 1]}
-
-
-def ragged(strategy: MakeStrategy | None) -> Any:
-    class Losses(Callback):
-        def __init__(self) -> None:
-            self.losses: list[float] = []
-
-        def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-            self.losses.append(float(trainer.callback_metrics["train_loss"]))
-
-    losses = Losses()
-    model = build("llama")
-    run = trainer(made(strategy), max_epochs=2, accumulate_grad_batches=3, gradient_clip_val=0.5, callbacks=[losses])
-    run.fit(model, DataLoader(Ragged(26), 4), DataLoader(Ragged(6), 4))  # the last batches have 2 samples
-    return losses.losses, float(run.callback_metrics["val_loss"]), {n: v.clone() for n, v in model.state_dict().items()}
-
-
-@pytest.mark.parametrize("microbatches", [2, 4, 8])
-def test_other_lengths_and_fewer_samples_than_microbatches(microbatches: int) -> None:
-    expected, found = on_one_and_two(ragged, partial(PipelineParallelStrategy, 2, microbatches=microbatches))
-    for losses, val_loss, weights in found:
-        require_like(expected[:2], (losses, val_loss))
-        for name, wanted in expected[2].items():
-            torch.testing.assert_close(weights[name], wanted, rtol=1e-4, atol=1e-5)
-
-
-# ---------------------------------------------------------------- precision
-
-
-class Averaging(Plain):
-    """Gives metrics its loss, one number for a batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.called, self.updated, self.total = MeanMetric(), MeanMetric(), SumMetric()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        output = super().training_step(batch, batch_idx)
-        self.updated.update(output["loss"])
-        self.total.update(output["loss"])
-        self.log("called", self.called(output["loss"]), on_step=True, on_epoch=True)
-        self.log_dict({"updated": self.updated, "total": self.total}, on_step=False, on_epoch=True)
-        return output
-
-
-def averaged(strategy: MakeStrategy | None) -> dict[str, float]:
-    torch.manual_seed(0)
-    run = trainer(made(strategy), max_epochs=2)
-    run.fit(Averaging(), *loaders("plain", 8, samples=21))
-    return {name: float(value) for name, value in run.callback_metrics.items()}
-
-
-def test_a_loss_given_to_a_metric_counts_once_for_a_batch() -> None:
-    expected, found = on_one_and_two(averaged)
-    require_like([expected] * 2, found)
-
-
-class Poisoned(LightningModule):
-    """In its second batch the gradients of what the first block holds overflow, and of nothing else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(PlainBlock(13, 17) for _ in range(4))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, *_ = batch
-        for number, block in enumerate(self.blocks):
-            x = block(x)
-            if number == 0 and batch_idx == 1:
-                x = Overflow.apply(x)
-        return x.float().square().mean()
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.1)
-
-
-class Overflow(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, incoming: Tensor) -> Tensor:
-        return incoming * math.inf
-
-
-class Watch(Callback):
-    """The scale, and whether this rank's parameters moved, after every step."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[float, bool]] = []
-        self.before: list[Tensor] = []
-
-    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
-        self.before = [parameter.detach().clone() for parameter in module.parameters()]
-
-    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
-        same = all(torch.equal(*pair) for pair in zip(self.before, module.parameters(), strict=True))
-        self.seen.append((trainer.precision_plugin.scaler.get_scale(), not same))
-
-
-def overflow(strategy: MakeStrategy, clip: float | None) -> list[tuple[float, bool]]:
-    watch = Watch()
-    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100))
-    run = trainer(strategy(), plugins=[plugin], callbacks=[watch], max_steps=3, gradient_clip_val=clip)
-    run.fit(Poisoned(), loaders("plain", 8).train)
-    return watch.seen
-
-
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("strategy", [PIPELINE, ZBV], ids=["1f1b", "zbv"])
-def test_an_overflow_on_one_stage_skips_the_step_on_all(strategy: MakeStrategy, clip: float | None) -> None:
-    for seen in run_on_ranks(2, overflow, strategy, clip):
-        assert seen == [(2.0**10, True), (2.0**9, False), (2.0**9, True)]
-
-
-@pytest.mark.parametrize(("precision", "rtol"), [("bf16-mixed", 2e-2), ("bf16-true", 5e-2)])
-def test_precisions(precision: str, rtol: float) -> None:
-    sgd = partial(torch.optim.SGD, lr=0.05)
-    run = {"precision": precision, "max_epochs": 1, "data": {"samples": 32, "val_samples": 8}}
-    check_parity("llama", 2, PIPELINE, rtol=rtol, model={"optimizer": sgd}, **run)
-
-
-@ranks(2)
-def test_a_loss_that_is_no_number_is_so_on_every_rank() -> None:
-    class Broken(Poisoned):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            loss = super().training_step(batch, 0)
-            self.log("loss", loss * (math.nan if batch_idx == 1 else 1.0))
-            return loss
-
-    stopping = EarlyStopping("loss", patience=100, check_finite=True, check_on_train_epoch_end=True)
-    run = trainer(PIPELINE(), max_epochs=5, callbacks=[stopping], limit_train_batches=2)
-    run.fit(Broken(), loaders("plain", 8).train)
-    assert run.current_epoch == 1
 
 
 # ---------------------------------------------------------------- beside other techniques

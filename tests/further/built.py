@@ -1,0 +1,207 @@
+"""Ways to build a model, and what its batches, losses and metrics may be."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics.regression import MeanSquaredError
+
+from tests.further.points import WIDTH, Handwritten
+from tests.models import PlainBlock
+
+# ---------------------------------------------------------------- how the model is built
+
+
+class Sequence(Handwritten):
+    def make_blocks(self) -> nn.Module:
+        return nn.Sequential(*super().make_blocks())
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
+class Direct(Handwritten):
+    """Parameters of the module's own, before, between and after the blocks; norms that learn between them."""
+
+    def make(self) -> None:
+        super().make()
+        self.shift, self.scale = nn.Parameter(torch.zeros(WIDTH)), nn.Parameter(torch.ones(()))
+        self.mix = nn.Parameter(torch.linspace(0.5, 1, self.count))
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(self.count))
+
+    def body(self, x: Tensor) -> Tensor:
+        x = x + self.shift
+        for number, block in enumerate(self.blocks):
+            x = self.norms[number](block(x)) * self.mix[number] + F.linear(x, self.head.weight.t() @ self.head.weight)
+        return x * self.scale
+
+
+class Parts(Handwritten):
+    """A list of layers, each a list of two parts that the model calls."""
+
+    def make_blocks(self) -> nn.Module:
+        layers = (nn.ModuleList([PlainBlock(WIDTH, 13), nn.Linear(WIDTH, WIDTH)]) for _ in range(self.count // 2))
+        return nn.ModuleList(layers)
+
+    def body(self, x: Tensor) -> Tensor:
+        for block, mix in self.blocks:
+            x = x + mix(block(x)).tanh()
+        return x
+
+
+class TakingTurns(Handwritten):
+    """Layers of two classes in one list, beside a smaller list of one class."""
+
+    def make_blocks(self) -> nn.Module:
+        self.scores = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+        return nn.ModuleList([PlainBlock(WIDTH, 13) if k % 2 else nn.Linear(WIDTH, WIDTH) for k in range(self.count)])
+
+    def loss(self, batch: Any) -> Tensor:
+        logits = self.head(self.body(self.stem(batch[0])))
+        return sum((F.cross_entropy(score(logits), batch[1]) for score in self.scores), torch.zeros(()))
+
+
+class FrozenFront(Handwritten):
+    def make(self) -> None:
+        super().make()
+        self.stem.requires_grad_(False)
+        for block in list(self.blocks)[: self.count // 2]:
+            block.requires_grad_(False)
+
+
+class OnlyTheFrontLearns(Handwritten):
+    def make(self) -> None:
+        super().make()
+        self.requires_grad_(False)
+        self.stem.requires_grad_(True)
+
+
+class SharingBlock(PlainBlock):
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__(WIDTH, 13)
+        self.shared = shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shared(super().forward(x))
+
+
+class Shared(Handwritten):
+    """One layer in all blocks."""
+
+    def make_blocks(self) -> nn.Module:
+        shared = nn.Linear(WIDTH, WIDTH)
+        return nn.ModuleList(SharingBlock(shared) for _ in range(self.count))
+
+
+class Regularised(Handwritten):
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) + 1e-2 * sum(parameter.square().sum() for parameter in self.parameters())
+
+
+class UnusedHead(Handwritten):
+    def make(self) -> None:
+        super().make()
+        self.later = nn.Linear(WIDTH, 3)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.later(self.body(self.stem(batch[0]))).square().mean())
+
+
+class Nested(Handwritten):
+    """Blocks deep inside, called by a module of their own; what the step calls first belongs to no list."""
+
+    def make(self) -> None:
+        super().make()
+        blocks = self.blocks
+        del self.blocks
+        self.encoder = Encoder(blocks)
+
+    def body(self, x: Tensor) -> Tensor:
+        return self.encoder(x)
+
+
+class Encoder(nn.Module):
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.before, self.layers, self.after = nn.LayerNorm(WIDTH), layers, nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.after(x) if len(x) else x
+
+
+class Normalised(Handwritten):
+    """Decides by values of its batch, in a mask that blocks get; a buffer counts steps."""
+
+    def make(self) -> None:
+        super().make()
+        self.register_buffer("table", torch.linspace(0.5, 1.5, WIDTH), persistent=False)
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, classes, _ = batch
+        keep = inputs[:, 0] > -3
+        if not bool(keep.any()):
+            keep = torch.ones_like(keep)
+        x = self.body(self.stem(inputs) * self.table)
+        return F.cross_entropy(self.head(x[keep]), classes[keep])
+
+
+# ---------------------------------------------------------------- batches, losses, metrics
+
+
+@dataclass
+class Points:
+    inputs: Tensor
+    targets: dict[str, Tensor]
+    names: list[str]
+    scale: float = 1.0
+
+
+def as_points(samples: list[Any]) -> Points:
+    inputs, classes, values = map(torch.stack, zip(*samples, strict=True))
+    return Points(inputs, {"class": classes, "value": values}, [f"sample {k}" for k in range(len(samples))], 0.5)
+
+
+class Rich(Handwritten):
+    """Batches of dataclasses, two losses by hand, metrics of every kind."""
+
+    def make(self) -> None:
+        super().make()
+        self.value = nn.Linear(WIDTH, 1)
+        self.errors = MeanSquaredError()
+        self.scores = MetricCollection({"top1": MulticlassAccuracy(5), "top2": MulticlassAccuracy(5, top_k=2)})
+        self.val_scores = self.scores.clone(prefix="val_")
+
+    def score(self, batch: Points) -> tuple[Tensor, Tensor]:
+        x = self.body(self.stem(batch.inputs))
+        assert len(batch.names) == len(x)
+        return self.head(x), self.value(x).squeeze(-1) * batch.scale
+
+    def training_step(self, batch: Points, batch_idx: int) -> dict[str, Any]:
+        logits, values = self.score(batch)
+        loss = F.cross_entropy(logits, batch.targets["class"]) + (values - batch.targets["value"]).abs().mean()
+        self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True, batch_size=len(values))
+        self.log(
+            "error", self.errors(values, batch.targets["value"]), on_step=True, on_epoch=False, batch_size=len(values)
+        )
+        self.log_dict(self.scores(logits, batch.targets["class"]), on_step=True, on_epoch=False, batch_size=len(values))
+        self.log_dict(
+            {"a/max": logits.max(), "a/abs": logits.abs().max()}, reduce_fx="max", on_epoch=True, batch_size=len(values)
+        )
+        return {"loss": loss, "logits": logits.detach(), "names": batch.names}
+
+    def validation_step(self, batch: Points, batch_idx: int) -> None:
+        logits, values = self.score(batch)
+        self.val_scores.update(logits, batch.targets["class"])
+        self.log_dict(self.val_scores, batch_size=len(values))
+        self.log("val_loss", (values - batch.targets["value"]).abs().mean(), batch_size=len(values))
+
+    def predict_step(self, batch: Points, batch_idx: int) -> dict[str, Any]:
+        logits, values = self.score(batch)
+        return {"class": logits.argmax(-1), "value": values, "names": batch.names}

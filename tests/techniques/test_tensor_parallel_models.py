@@ -1,0 +1,146 @@
+"""Models that tensor parallelism divides as they mean it, and those that it refuses or leaves whole."""
+
+from __future__ import annotations
+
+import logging
+import logging.handlers
+from functools import partial
+from typing import Any
+
+import pytest
+
+from lightning_parallel import ParallelPlan, TensorParallelStrategy
+from tests.curves import check_parity
+from tests.models import build, loaders
+from tests.ranks import run_on_ranks
+from tests.techniques.tensor_layouts import TP2, WHOLE_SEQUENCE, check
+from tests.trainers import trainer
+
+# ---------------------------------------------------------------- what is refused, and what is not known
+
+
+def fit(module: Any, strategy: Any, column: str = "llama") -> None:
+    trainer(strategy, max_steps=1).fit(module, *loaders(column, 4))
+
+
+def refused(column: str, n: int, strategy: Any, **model: Any) -> str:
+    """What the ranks say; one whose neighbour has left already may only miss it."""
+    return "".join(run_on_ranks(n, error_of, column, strategy, model))
+
+
+def error_of(column: str, strategy: Any, model: dict[str, Any]) -> str:
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        fit_column(column, strategy, model)
+    return str(caught.value)
+
+
+def fit_column(column: str, strategy: Any, model: dict[str, Any]) -> None:
+    fit(build(column, **model), strategy(), column)
+
+
+def test_heads_that_do_not_divide() -> None:
+    said = refused("llama", 4, partial(TensorParallelStrategy, 4))
+    assert "k_proj has 2 heads, which 4 ranks cannot share evenly; choose 4 of them, or a tensor-parallel size" in said
+    said = refused("gpt2", 2, TP2, n_head=1, n_embd=32)
+    assert "1 heads, which 2 ranks cannot share evenly" in said
+
+
+@pytest.mark.parametrize(
+    ("column", "reason"),
+    [
+        ("hard coded", "bmm runs over 4 elements where the whole block has 8"),
+        ("norm of each head", "q_norm.norms.2.bias would never be used"),
+        ("counting features", "linspace runs over 24 elements where the whole block has 48"),
+        ("side by side", "attention.c_attn has its features in another order than colwise 4:4:4 says"),
+    ],
+)
+def test_where_heads_or_features_cannot_be_divided_ranks_compute_all_of_them(column: str, reason: str) -> None:
+    check_parity(column, 2, TP2, max_epochs=1)
+    said = "".join(run_on_ranks(2, warnings_of, column))
+    assert "tensor-parallel ranks compute all heads and features" in said
+    assert reason in said
+
+
+@pytest.mark.parametrize("strategy", [TP2, WHOLE_SEQUENCE])
+def test_attention_that_takes_its_width_from_its_input(strategy: Any) -> None:
+    check_parity("from its input", 2, strategy, max_epochs=1, gradient_clip_val=0.5)
+    assert not any(run_on_ranks(2, warnings_of, "from its input"))
+
+
+@pytest.mark.parametrize("strategy", [TP2, WHOLE_SEQUENCE])
+@pytest.mark.parametrize("column", ["conditioned", "gating"])
+def test_gradients_of_what_ranks_have_alike_and_what_they_divide_meets(column: str, strategy: Any) -> None:
+    check_parity(column, 2, strategy, max_epochs=1, gradient_clip_val=0.5)
+
+
+@pytest.mark.parametrize(
+    ("column", "reason"),
+    [
+        ("penalised", "gradients cannot be differentiated again"),
+        ("out of bounds", "is out of bounds: there are 64 rows in the embedding"),
+    ],
+)
+def test_what_would_train_otherwise_is_refused(column: str, reason: str) -> None:
+    assert reason in refused(column, 2, TP2)
+
+
+@pytest.mark.parametrize("strategy", [TP2, WHOLE_SEQUENCE])
+def test_a_number_of_heads_in_an_attribute_is_this_ranks(strategy: Any) -> None:
+    check_parity("counting", 2, strategy, max_epochs=1, gradient_clip_val=0.5)
+
+
+def test_a_block_that_mixes_positions_gets_the_whole_sequence() -> None:
+    check_parity("mixes positions", 2, TP2, max_epochs=1)
+    said = "".join(run_on_ranks(2, warnings_of, "mixes positions"))
+    assert "The sequence stays whole between regions" in said
+    assert "mean runs over (8,) elements where the whole block has (16,)" in said
+
+
+@pytest.mark.parametrize("column", ["shifting", "counting positions", "encoding"])
+def test_positions_that_a_block_means_are_those_of_the_whole_sequence(column: str) -> None:
+    check_parity(column, 2, TP2, max_epochs=1)
+
+
+@pytest.mark.parametrize("column", ["between", "recomputing", "distilling"])
+def test_what_happens_between_blocks_sees_the_whole_sequence(column: str) -> None:
+    check_parity(column, 2, TP2, max_epochs=1, data={"length": 15})
+
+
+@pytest.mark.parametrize("strategy", [TP2, WHOLE_SEQUENCE])
+def test_layers_that_recompute_themselves(strategy: Any) -> None:
+    check("checkpointed", 2, strategy, max_epochs=1, model={"num_hidden_layers": 2})
+
+
+def test_what_hooks_within_a_block_see_is_whole() -> None:
+    check("mixtral", 2, TP2, max_epochs=1, model={"num_hidden_layers": 2, "output_router_logits": True})
+
+
+def warnings_of(column: str) -> str:
+    handler = logging.handlers.BufferingHandler(100)
+    logging.getLogger("lightning_parallel").addHandler(handler)
+    fit_column(column, TP2, {})
+    logging.getLogger("lightning_parallel").removeHandler(handler)
+    return "".join(record.getMessage() for record in handler.buffer)
+
+
+def test_a_model_of_which_nothing_is_known_gets_a_plan_to_start_from() -> None:
+    said = refused("unknown", 2, TP2)
+    assert "finds nothing to divide in Unknown" in said
+    assert "styles={'net.layers.*.up': 'colwise'" in said
+
+
+PLAN = ParallelPlan(
+    blocks="network.model.layers.*",
+    styles={
+        "network.model.layers.*.mlp.up_proj": "colwise",
+        "network.model.layers.*.mlp.gate_proj": "colwise",
+        "network.model.layers.*.mlp.down_proj": "rowwise",
+    },
+)
+
+
+def test_a_plan_of_ones_own() -> None:
+    check("llama", 2, partial(TensorParallelStrategy, 2, plan=PLAN), max_epochs=1)
+    wrong = ParallelPlan(blocks=PLAN.blocks, styles={"network.model.layers.*.mlp.up_proj": "columnwise"})
+    said = refused("llama", 2, partial(TensorParallelStrategy, 2, plan=wrong))
+    assert "the tensor style 'columnwise' is none of colwise, rowwise" in said
