@@ -4,15 +4,15 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_parallel.techniques.pipeline_parallel.picture import draw
-from lightning_parallel.techniques.pipeline_parallel.schedules import (
+from lightning_parallel.techniques.pipeline_parallel.schedule.picture import draw
+from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import (
     SCHEDULES,
     Schedule,
     file_sizes,
     is_file,
     make_schedule,
 )
-from lightning_parallel.techniques.pipeline_parallel.simulate import Cost, Timeline, simulate
+from lightning_parallel.techniques.pipeline_parallel.schedule.simulate import Cost, Timeline, simulate
 
 
 def parser() -> argparse.ArgumentParser:

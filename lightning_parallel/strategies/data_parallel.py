@@ -7,7 +7,7 @@ from typing import Any, final
 from lightning_parallel.mesh import Size
 from lightning_parallel.strategies.mesh_strategy import MeshStrategy
 from lightning_parallel.techniques.data_parallel import DataParallel
-from lightning_parallel.techniques.gradient_average import Compression
+from lightning_parallel.techniques.gradients.average import Compression
 
 
 @final

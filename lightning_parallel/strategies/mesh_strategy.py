@@ -17,36 +17,34 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parallel.collectives.functional import broadcast_tensors
-from lightning_parallel.plan import ParallelPlan, find_plan, require_plan
-from lightning_parallel.strategies import materialise, refusals
-from lightning_parallel.strategies.agreement import fingerprint_model, gather, require_same
-from lightning_parallel.strategies.batches import Batches
-from lightning_parallel.strategies.buffers import Buffers
-from lightning_parallel.strategies.checkpoint import (
+from lightning_parallel.plan.find import check_plan, find_plan
+from lightning_parallel.plan.plan import ParallelPlan, require_plan
+from lightning_parallel.strategies import refusals
+from lightning_parallel.strategies.build import materialise
+from lightning_parallel.strategies.callback import MeshCallback
+from lightning_parallel.strategies.checkpoint.whole import (
     keep_sums_on_first,
     load_whole_state_dict,
     put_positions_back,
     set_positions_aside,
 )
-from lightning_parallel.strategies.divided_model import DividedModel
-from lightning_parallel.strategies.loaders import divide, resume
-from lightning_parallel.strategies.logging import StepLog, reduce_tensor
-from lightning_parallel.strategies.mesh_callback import MeshCallback
-from lightning_parallel.strategies.parts import PartsRun
+from lightning_parallel.strategies.data import randomness
+from lightning_parallel.strategies.data.batches import Batches
+from lightning_parallel.strategies.data.loaders import divide, resume
+from lightning_parallel.strategies.logged.logging import StepLog, reduce_tensor
+from lightning_parallel.strategies.logged.parts import PartsRun
+from lightning_parallel.strategies.model.buffers import Buffers
+from lightning_parallel.strategies.model.divided_model import DividedModel
+from lightning_parallel.strategies.model.whole_gradients import AFTER_BACKWARD, WholeGradients
 from lightning_parallel.strategies.precision import adapt_precision, restore_precision, scale_of
-from lightning_parallel.strategies.randomness import (
-    RankRandomness,
-    decorrelate_device,
-    keep_randomness,
-    kept_randomness,
-)
 from lightning_parallel.strategies.rank_strategy import RankStrategy, world_group
-from lightning_parallel.strategies.signals import Signals
-from lightning_parallel.strategies.whole_gradients import AFTER_BACKWARD, WholeGradients
-from lightning_parallel.techniques.redirect import restore_forward
-from lightning_parallel.techniques.shards import is_sharded
-from lightning_parallel.techniques.stored_optimizer import StoredOptimizer
-from lightning_parallel.techniques.technique import Run, Step, Technique
+from lightning_parallel.strategies.ranks.agreement import fingerprint_model, gather, require_same
+from lightning_parallel.strategies.ranks.signals import Signals
+from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer
+from lightning_parallel.techniques.step import Run, Step
+from lightning_parallel.techniques.technique import Technique
+from lightning_parallel.techniques.tools.redirect import restore_forward
+from lightning_parallel.techniques.tools.shards import is_sharded
 
 T = TypeVar("T")
 
@@ -86,7 +84,7 @@ class MeshStrategy(RankStrategy):
         self._batches: Batches | None = None
         self._callback: MeshCallback | None = None
         self._buffers: Buffers | None = None
-        self._random: RankRandomness | None = None
+        self._random: randomness.RankRandomness | None = None
         self._latest: PartsRun[Any] | None = None
 
     # ---------------------------------------------------------------- before the model
@@ -126,7 +124,7 @@ class MeshStrategy(RankStrategy):
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        decorrelate_device(self.root_device, self._readers().rank)
+        randomness.decorrelate_device(self.root_device, self._readers().rank)
 
     def _adopt_trainer(self, trainer: Trainer) -> None:
         connector = trainer._accelerator_connector
@@ -150,7 +148,7 @@ class MeshStrategy(RankStrategy):
         mesh = self._mesh()
         refusals.refuse_module(module, mesh)
         plan = find_plan(module, self._given_plan)
-        plan.check(module)
+        check_plan(plan, module)
         if self.is_global_zero and plan != self._plan:
             log.info("Parallel plan from %s: %r", plan.source, plan)
         prints = gather(fingerprint_model(module), self._host_group())
@@ -263,7 +261,7 @@ class MeshStrategy(RankStrategy):
         if self._log is None:
             with context:
                 return self._step.forward(Run(run), *args, **kwargs)
-        whole = self._whole.line.ranks == 1
+        whole = self._whole.pipeline.ranks == 1
         with context, self._log.counting(self._weight), Run(run) if whole else self._parts(run, self._log) as steps:
             self._step.expect_scale(scale_of(self.precision_plugin))
             output = self._step.forward(steps, *args, **kwargs)
@@ -271,7 +269,7 @@ class MeshStrategy(RankStrategy):
         return output
 
     def _parts(self, run: Callable[..., T], log: StepLog) -> PartsRun[T]:
-        self._latest = PartsRun(run, self._module(), log, self._whole.line.rank)
+        self._latest = PartsRun(run, self._module(), log, self._whole.pipeline.rank)
         return self._latest
 
     def _sharded(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -325,7 +323,9 @@ class MeshStrategy(RankStrategy):
         if self._may_wait_in_vain():
             log.warning("No checkpoint at %s: another rank may have failed, and its part is missing", filepath)
             return
-        keep_randomness(checkpoint, gather(RankRandomness.now(self.root_device), self._host_group()))
+        randomness.keep_randomness(
+            checkpoint, gather(randomness.RankRandomness.now(self.root_device), self._host_group())
+        )
         set_positions_aside(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
         self._wrote = True
@@ -336,7 +336,7 @@ class MeshStrategy(RankStrategy):
         put_positions_back(checkpoint)
         # the learning rate finder reads what this run wrote
         self._resumes = self._module().trainer.state.fn == TrainerFn.FITTING and not self._wrote
-        self._random = kept_randomness(checkpoint, self.global_rank) if self._resumes else None
+        self._random = randomness.kept_randomness(checkpoint, self.global_rank) if self._resumes else None
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -394,7 +394,7 @@ class MeshStrategy(RankStrategy):
             self._buffers.unite()
 
     def _unite_metrics(self) -> None:
-        self._whole.line.share_metrics(self._module(), None if self._latest is None else self._latest.origin)
+        self._whole.pipeline.share_metrics(self._module(), None if self._latest is None else self._latest.origin)
 
     def _make_whole(self) -> bool:
         return not self._failed and self._whole.make_whole(self.num_processes)

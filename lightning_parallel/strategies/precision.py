@@ -12,9 +12,9 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_parallel.strategies.whole_gradients import BEFORE_STEP, WholeGradients
-from lightning_parallel.techniques.clipping import clip_by_norm, clip_by_value
-from lightning_parallel.techniques.shards import local
+from lightning_parallel.strategies.model.whole_gradients import BEFORE_STEP, WholeGradients
+from lightning_parallel.techniques.gradients.clipping import clip_by_norm, clip_by_value
+from lightning_parallel.techniques.tools.shards import local
 
 
 def adapt_precision(

@@ -27,12 +27,13 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_parallel.collectives.functional import within_reach
 from lightning_parallel.mesh import ParallelMesh, resolve_sizes
-from lightning_parallel.strategies.agreement import gather
-from lightning_parallel.strategies.checkpoint import AtomicCheckpointIO, others_may_be_missing
-from lightning_parallel.strategies.logging import reduce_tensor
-from lightning_parallel.strategies.randomness import RandomState
-from lightning_parallel.strategies.shares import Readers
-from lightning_parallel.strategies.signals import die_with_parent, end_children, is_launched_child
+from lightning_parallel.strategies.checkpoint.files import AtomicCheckpointIO
+from lightning_parallel.strategies.checkpoint.whole import others_may_be_missing
+from lightning_parallel.strategies.data.randomness import RandomState
+from lightning_parallel.strategies.data.shares import Readers
+from lightning_parallel.strategies.logged.logging import reduce_tensor
+from lightning_parallel.strategies.ranks.agreement import gather
+from lightning_parallel.strategies.ranks.signals import die_with_parent, end_children, is_launched_child
 from lightning_parallel.techniques.technique import Technique
 
 T = TypeVar("T")

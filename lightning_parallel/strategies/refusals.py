@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_parallel.mesh import ParallelMesh
-from lightning_parallel.techniques.elsewhere import hidden_tensors
 from lightning_parallel.techniques.technique import Technique
+from lightning_parallel.techniques.tools.elsewhere import hidden_tensors
 
 NEED_WHOLE_PARAMETERS: tuple[type[Callback], ...] = (ModelPruning, StochasticWeightAveraging, WeightAveraging)
 

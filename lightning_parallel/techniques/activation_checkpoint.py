@@ -19,9 +19,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lightning_parallel.arguments import one_of
 from lightning_parallel.mesh import Axis, ParallelMesh, Size
 from lightning_parallel.plan import ParallelPlan
-from lightning_parallel.techniques.caches import CACHES
-from lightning_parallel.techniques.redirect import Forward, redirect_forward
 from lightning_parallel.techniques.technique import Phase, Technique
+from lightning_parallel.techniques.tools.caches import CACHES
+from lightning_parallel.techniques.tools.redirect import Forward, redirect_forward
 
 aten = torch.ops.aten
 EXPENSIVE = frozenset(

@@ -15,8 +15,8 @@ from torch import nn
 from lightning_parallel.arguments import one_of, true_or_false
 from lightning_parallel.mesh import Axis, ParallelMesh, Size
 from lightning_parallel.plan import ParallelPlan
-from lightning_parallel.techniques.redirect import Forward, redirect_forward
 from lightning_parallel.techniques.technique import Phase, Technique
+from lightning_parallel.techniques.tools.redirect import Forward, redirect_forward
 
 
 @dataclass(frozen=True)

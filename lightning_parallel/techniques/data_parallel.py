@@ -16,8 +16,9 @@ from torch import nn
 from lightning_parallel.arguments import one_of
 from lightning_parallel.mesh import Axis, ParallelMesh, Size
 from lightning_parallel.plan import ParallelPlan
-from lightning_parallel.techniques.gradient_average import Compression, average_gradients
-from lightning_parallel.techniques.technique import Phase, Step, Technique
+from lightning_parallel.techniques.gradients.average import Compression, average_gradients
+from lightning_parallel.techniques.step import Step
+from lightning_parallel.techniques.technique import Phase, Technique
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_parallel import PipelineParallelStrategy
-from lightning_parallel.techniques.pipeline_parallel.schedules import Schedule, make_schedule
-from lightning_parallel.techniques.pipeline_parallel.simulate import Cost, simulate
+from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import Schedule, make_schedule
+from lightning_parallel.techniques.pipeline_parallel.schedule.simulate import Cost, simulate
 from tests.benchmarks.interleaved import Repeated
 from tests.ranks import run_on_ranks
 from tests.trainers import trainer

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from lightning_parallel.techniques.pipeline_parallel.schedules import SCHEDULES
+from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import SCHEDULES
 from tests.benchmarks.interleaved import ROUNDS, markdown
 from tests.benchmarks.sleeping import Pipeline, measure
 from tests.benchmarks.test_strategies import show

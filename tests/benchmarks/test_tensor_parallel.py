@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 
 from lightning_parallel import ParallelMesh, ParallelPlan, TensorParallel
 from lightning_parallel.mesh import AXES
-from lightning_parallel.techniques.technique import Step
+from lightning_parallel.techniques.step import Step
 from tests.ranks import run_on_ranks
 from tests.techniques.test_wire import world
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
-from lightning_parallel.strategies.checkpoint import AtomicCheckpointIO
+from lightning_parallel.strategies.checkpoint.files import AtomicCheckpointIO
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
 from lightning_parallel.strategies.zero import ZeroStrategy
 from tests.ranks import run_on_ranks

@@ -11,10 +11,10 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import Strategy
 
-from lightning_parallel.strategies.checkpoint import POSITIONS
+from lightning_parallel.strategies.checkpoint.whole import POSITIONS
+from lightning_parallel.strategies.data.randomness import RANDOMNESS
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
 from lightning_parallel.strategies.hybrid import HybridStrategy
-from lightning_parallel.strategies.randomness import RANDOMNESS
 from lightning_parallel.strategies.zero import ZeroStrategy
 from tests.curves import Curve, Recorder, compare_weights
 from tests.models import build, loaders

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_parallel.strategies.deferred_init import DeferredInit
+from lightning_parallel.strategies.build.deferred_init import DeferredInit
 from tests.strategies.builds import CPU, assert_same, named_tensors, seed
 from tests.strategies.deferred_modules import BUILDS, Initialisers, Scaled, Seeds
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.strategies.deferred_init import DeferredInit
-from lightning_parallel.strategies.orphan_modules import OrphanModules
+from lightning_parallel.strategies.build.deferred_init import DeferredInit
+from lightning_parallel.strategies.build.orphan_modules import OrphanModules
 from tests.strategies.builds import CPU, assert_same, named_tensors, seed
 
 

@@ -15,7 +15,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from lightning_parallel.strategies.checkpoint import AtomicCheckpointIO
+from lightning_parallel.strategies.checkpoint.files import AtomicCheckpointIO
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
 from lightning_parallel.strategies.hybrid import HybridStrategy
 from lightning_parallel.strategies.zero import ZeroStrategy

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_parallel.plan import find_plan
+from lightning_parallel.plan.find import find_plan
 from lightning_parallel.strategies.hybrid import HybridStrategy
 from lightning_parallel.techniques.activation_checkpoint import ActivationCheckpoint
 from lightning_parallel.techniques.data_parallel import DataParallel
-from lightning_parallel.techniques.redirect import restore_forward
+from lightning_parallel.techniques.tools.redirect import restore_forward
 from lightning_parallel.techniques.zero import Zero
 from tests.curves import check_parity
 from tests.models import build, loaders

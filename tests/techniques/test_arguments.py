@@ -19,7 +19,7 @@ from lightning_parallel import (
     Zero,
     ZeroStrategy,
 )
-from lightning_parallel.techniques.pipeline_parallel.schedules import make_schedule
+from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import make_schedule
 
 WRONG = [
     (partial(Zero, stage=True), "Zero(stage=True): stage is one of 1, 2, 3"),

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_parallel.plan import find_plan
+from lightning_parallel.plan.find import find_plan
 from lightning_parallel.strategies.hybrid import HybridStrategy
 from lightning_parallel.techniques.activation_checkpoint import ActivationCheckpoint
 from lightning_parallel.techniques.compile import Compile
 from lightning_parallel.techniques.data_parallel import DataParallel
-from lightning_parallel.techniques.redirect import restore_forward
 from lightning_parallel.techniques.tensor_parallel import TensorParallel
+from lightning_parallel.techniques.tools.redirect import restore_forward
 from lightning_parallel.techniques.zero import Zero
 from tests.curves import check_parity
 from tests.models import build, loaders

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
 from lightning_parallel.strategies.hybrid import HybridStrategy
 from lightning_parallel.strategies.zero import ZeroStrategy
-from lightning_parallel.techniques import zero_parameters
 from lightning_parallel.techniques.data_parallel import DataParallel
+from lightning_parallel.techniques.zero import parameters as zero_parameters
 from tests.curves import compare_weights
 from tests.ranks import run_on_ranks
 from tests.trainers import trainer

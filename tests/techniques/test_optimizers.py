@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
 from lightning_parallel.strategies.zero import ZeroStrategy
-from lightning_parallel.techniques.stored_optimizer import is_elementwise
+from lightning_parallel.techniques.gradients.stored_optimizer import is_elementwise
 from tests.curves import Curve, Recorder, compare, compare_weights, train
 from tests.models import build, loaders
 from tests.ranks import run_on_ranks

@@ -18,7 +18,7 @@ from lightning_parallel import (
     TensorParallel,
     Zero,
 )
-from lightning_parallel.techniques.pipeline_parallel.schedules import SCHEDULES
+from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import SCHEDULES
 from tests.curves import check_parity
 from tests.further import handwritten, libraries
 from tests.models import COLUMNS, adamw

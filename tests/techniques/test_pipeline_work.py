@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 from torch.utils.flop_counter import flop_registry
 
 from lightning_parallel import DataParallel, HybridStrategy, PipelineParallel, PipelineParallelStrategy, Zero
-from lightning_parallel.techniques.pipeline_parallel.schedules import SCHEDULES, make_schedule
-from lightning_parallel.techniques.pipeline_parallel.simulate import simulate
+from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import SCHEDULES, make_schedule
+from lightning_parallel.techniques.pipeline_parallel.schedule.simulate import simulate
 from tests.models import PlainBlock
 from tests.ranks import run_on_ranks
 from tests.strategies.test_deferred_init import LiveBytes

@@ -9,8 +9,8 @@ from matplotlib import image
 from matplotlib.colors import to_rgb
 
 from lightning_parallel.schedule import main
-from lightning_parallel.techniques.pipeline_parallel.picture import BUBBLE, LOOKS
-from lightning_parallel.techniques.pipeline_parallel.schedules import SCHEDULES, Kind, make_schedule
+from lightning_parallel.techniques.pipeline_parallel.schedule.picture import BUBBLE, LOOKS
+from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import SCHEDULES, Kind, make_schedule
 
 
 def test_it_prints_grid_bubble_and_peak(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed.pipelining.schedules as theirs
 
-from lightning_parallel.techniques.pipeline_parallel.schedules import (
+from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import (
     SCHEDULES,
     Action,
     Kind,

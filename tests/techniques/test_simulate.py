@@ -2,8 +2,8 @@
 
 import pytest
 
-from lightning_parallel.techniques.pipeline_parallel.schedules import SCHEDULES, make_schedule
-from lightning_parallel.techniques.pipeline_parallel.simulate import Cost, simulate
+from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import SCHEDULES, make_schedule
+from lightning_parallel.techniques.pipeline_parallel.schedule.simulate import Cost, simulate
 
 LAYOUTS = [(2, 8), (4, 8), (8, 16), (8, 64)]  # ranks and microbatches
 

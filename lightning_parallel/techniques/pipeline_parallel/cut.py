@@ -8,8 +8,8 @@ from functools import cached_property
 
 from torch import nn
 
+from lightning_parallel.techniques.observed.positions import Call, SkipTensor, Traversal
 from lightning_parallel.techniques.pipeline_parallel.balance import split as balanced
-from lightning_parallel.techniques.pipeline_parallel.traversal import Call, Crossing, Traversal
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ class Cut:
     def carried(self) -> dict[Call, Carried]:
         """What goes past the blocks, from the stage that makes it on."""
         found: dict[Call, Carried] = {}
-        for crossing in self.seen.crossings:
-            stage = self.stage_at(crossing.used)
-            for source in crossing.made.sources or ():
+        for skip in self.seen.skip_tensors:
+            stage = self.stage_at(skip.used)
+            for source in skip.made.sources or ():
                 if self.stage_at(source.position) < stage:
                     before = found.get(source.call, Carried(frozenset(), 0))
                     found[source.call] = Carried(before.numbers | {source.number}, max(before.last, stage))
@@ -67,10 +67,10 @@ class Cut:
     def _made_again(self) -> dict[str, frozenset[int]]:
         """The stages that make a value again which goes past the blocks, by the parameters in it."""
         stages: dict[str, frozenset[int]] = {}
-        for crossing in self.seen.crossings:
-            if self.stage_at(crossing.made.position) != self.stage_at(crossing.used):
-                for name in crossing.made.parameters:
-                    stages[name] = stages.get(name, frozenset()) | {self.stage_at(crossing.used)}
+        for skip in self.seen.skip_tensors:
+            if self.stage_at(skip.made.position) != self.stage_at(skip.used):
+                for name in skip.made.parameters:
+                    stages[name] = stages.get(name, frozenset()) | {self.stage_at(skip.used)}
         return stages
 
     def stages_of(self, parameter: str) -> frozenset[int]:
@@ -106,10 +106,10 @@ def cut(seen: Traversal, stages: int, sizes: Sequence[int] | None = None) -> Cut
             "use fewer ranks or stages per rank"
         )
     made = Cut(seen, _given(sizes, stages, len(seen.blocks)) if sizes is not None else _balanced(seen, stages))
-    for crossing in seen.crossings:
-        within = made.stage_at(crossing.made.position) == made.stage_at(crossing.used)
-        if crossing.made.sources is None and not within:
-            raise ValueError(_past_a_cut(crossing, seen))
+    for skip in seen.skip_tensors:
+        within = made.stage_at(skip.made.position) == made.stage_at(skip.used)
+        if skip.made.sources is None and not within:
+            raise ValueError(_past_a_cut(skip, seen))
     return made
 
 
@@ -128,10 +128,10 @@ def _balanced(seen: Traversal, stages: int) -> tuple[int, ...]:
     return tuple(len(part) for part in balanced(costs, stages, work[0], work[seen.end]))
 
 
-def _past_a_cut(crossing: Crossing, seen: Traversal) -> str:
-    used, made = _place(crossing.used, seen), _place(crossing.made.position, seen, "in")
+def _past_a_cut(skip: SkipTensor, seen: Traversal) -> str:
+    used, made = _place(skip.used, seen), _place(skip.made.position, seen, "in")
     return (
-        f"{used} uses {crossing.what} that was made {made}, but stages get from each other only what modules return; "
+        f"{used} uses {skip.what} that was made {made}, but stages get from each other only what modules return; "
         "return the value from the module that makes it, or choose a split that leaves both on one stage"
     )
 

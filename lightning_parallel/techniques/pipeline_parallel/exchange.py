@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.collectives.point_to_point import Arriving, Lane
-from lightning_parallel.techniques.pipeline_parallel.nested import children_of, map_tensors, rebuilt, tensors_of
+from lightning_parallel.values import children_of, map_tensors, rebuilt, tensors_of
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 """What a receiver must know of a tensor."""

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.collectives.point_to_point import Arriving
-from lightning_parallel.techniques.pipeline_parallel.actions import Action, Kind
 from lightning_parallel.techniques.pipeline_parallel.exchange import (
     Exchange,
     Layout,
@@ -21,9 +20,10 @@ from lightning_parallel.techniques.pipeline_parallel.exchange import (
     shape_of,
 )
 from lightning_parallel.techniques.pipeline_parallel.gradients import Enter, Gradients, Saved, save
-from lightning_parallel.techniques.pipeline_parallel.means import Means, Shares
-from lightning_parallel.techniques.pipeline_parallel.nested import map_tensors
-from lightning_parallel.techniques.pipeline_parallel.stages import Handed, Stages
+from lightning_parallel.techniques.pipeline_parallel.schedule.actions import Action, Kind
+from lightning_parallel.techniques.pipeline_parallel.stages import StageOutput, Stages
+from lightning_parallel.techniques.tools.means import Means, Shares
+from lightning_parallel.values import map_tensors
 
 Place = tuple[int, int]
 """A stage and a microbatch."""
@@ -111,7 +111,7 @@ class Executor:
             received = map_tensors(lambda tensor: _entering(tensor, inputs), received)
         means = Means() if stage == self._last and len(self._work.steps) > 1 else None
         output = self._stages.run(stage, received, self._work.steps[microbatch], means)
-        if isinstance(output, Handed):
+        if isinstance(output, StageOutput):
             self._keep_returned(place, inputs, output.value)
         else:
             self._keep_result(place, inputs, output)

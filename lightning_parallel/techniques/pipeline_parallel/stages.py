@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.techniques.elsewhere import is_elsewhere
+from lightning_parallel.techniques.observed.positions import Call
+from lightning_parallel.techniques.observed.shapes import ShapesOnly, zeros_for_shapes
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut
-from lightning_parallel.techniques.pipeline_parallel.means import Means
-from lightning_parallel.techniques.pipeline_parallel.nested import map_leaves, map_tensors
-from lightning_parallel.techniques.pipeline_parallel.shapes_only import ShapesOnly, zeros_for_shapes
-from lightning_parallel.techniques.pipeline_parallel.traversal import Call
-from lightning_parallel.techniques.redirect import Forward, plain_forwards, redirect_call, restore_call
+from lightning_parallel.techniques.tools.elsewhere import is_elsewhere
+from lightning_parallel.techniques.tools.means import Means
+from lightning_parallel.techniques.tools.redirect import Forward, plain_forwards, redirect_call, restore_call
+from lightning_parallel.values import map_leaves, map_tensors
 
 
 class StageEndedError(BaseException):
@@ -44,7 +44,7 @@ class _Now:
 
 
 @dataclass(frozen=True)
-class Handed:
+class StageOutput:
     """What a stage gives to the next one: what its last block returned, and what goes past the blocks."""
 
     value: Any
@@ -84,7 +84,7 @@ class Stages:
             means: watches what follows the blocks.
 
         Returns:
-            What the step returned, or `Handed` if there is a stage after this one.
+            What the step returned, or `StageOutput` if there is a stage after this one.
         """
         self._now = _Now(stage, *(received if stage else (None, {})))
         self._now.means = means
@@ -92,7 +92,7 @@ class Stages:
             output = step()
         except StageEndedError:
             carried = {c: value for c, value in self._now.carried.items() if self.cut.carried[c].last > stage}
-            return Handed((self._now.result, carried))
+            return StageOutput((self._now.result, carried))
         finally:
             if means is not None:
                 means.end()

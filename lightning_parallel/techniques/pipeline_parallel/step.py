@@ -11,19 +11,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_parallel.collectives.point_to_point import Lane, share_object
-from lightning_parallel.techniques.boundaries import forget_ends
-from lightning_parallel.techniques.pipeline_parallel import microbatches
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut
 from lightning_parallel.techniques.pipeline_parallel.exchange import Exchange
 from lightning_parallel.techniques.pipeline_parallel.executor import Executor, Work
 from lightning_parallel.techniques.pipeline_parallel.gradients import Gradients, HandOver
-from lightning_parallel.techniques.pipeline_parallel.means import Shares, is_among
-from lightning_parallel.techniques.pipeline_parallel.nested import map_tensors, tensors_of
-from lightning_parallel.techniques.pipeline_parallel.schedules import Schedule
+from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import Schedule
 from lightning_parallel.techniques.pipeline_parallel.stages import Stages
 from lightning_parallel.techniques.pipeline_parallel.ties import Tie, sum_over_holders
-from lightning_parallel.techniques.shards import leaf_of, local
-from lightning_parallel.techniques.technique import Run, Step, WrappedStep
+from lightning_parallel.techniques.step import Run, Step, WrappedStep
+from lightning_parallel.techniques.tools import microbatches
+from lightning_parallel.techniques.tools.boundaries import forget_ends
+from lightning_parallel.techniques.tools.means import Shares, is_among
+from lightning_parallel.techniques.tools.shards import leaf_of, local
+from lightning_parallel.values import map_tensors, tensors_of
 
 T = TypeVar("T")
 

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from lightning_parallel.arguments import whole_number
 from lightning_parallel.mesh import Axis, ParallelMesh, Size
 from lightning_parallel.plan import ParallelPlan
-from lightning_parallel.techniques import boundaries, elsewhere
+from lightning_parallel.techniques.observed.apart import require_apart
+from lightning_parallel.techniques.observed.positions import Traversal, traverse
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut, cut, names_elsewhere
-from lightning_parallel.techniques.pipeline_parallel.schedules import (
+from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import (
     Schedule,
     check_stages_per_rank,
     file_sizes,
@@ -28,9 +29,9 @@ from lightning_parallel.techniques.pipeline_parallel.schedules import (
     nearest_legal_microbatches,
 )
 from lightning_parallel.techniques.pipeline_parallel.step import PipelineStep
-from lightning_parallel.techniques.pipeline_parallel.together import require_apart
-from lightning_parallel.techniques.pipeline_parallel.traversal import Traversal, traverse
-from lightning_parallel.techniques.technique import Phase, Sample, Step, Technique
+from lightning_parallel.techniques.step import Step
+from lightning_parallel.techniques.technique import Phase, Sample, Technique
+from lightning_parallel.techniques.tools import boundaries, elsewhere
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from lightning_parallel.techniques.redirect import Forward, redirect_forward
 from lightning_parallel.techniques.tensor_parallel.activations import Activations
 from lightning_parallel.techniques.tensor_parallel.layout import Divided, parent_of
+from lightning_parallel.techniques.tools.redirect import Forward, redirect_forward
 
 
 def enter_in_parents(block: nn.Module, divided: Mapping[str, Divided], activations: Activations) -> None:

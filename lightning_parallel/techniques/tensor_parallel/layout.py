@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from lightning_parallel.plan import matching
-from lightning_parallel.techniques.shards import PartsShard, as_shard, dtensor_of, shard_of
+from lightning_parallel.plan.plan import matching
+from lightning_parallel.techniques.tools.shards import PartsShard, as_shard, dtensor_of, shard_of
 
 HEAD_WIDTHS = ("head_dim", "head_size", "attention_head_size", "d_head", "d_kv", "dim_head", "head_width")
 HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_head")

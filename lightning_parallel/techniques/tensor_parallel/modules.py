@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_parallel.collectives.conjugate import sum_over_ranks
-from lightning_parallel.techniques.redirect import Forward
-from lightning_parallel.techniques.shards import leaf_of
 from lightning_parallel.techniques.tensor_parallel.activations import Activations
 from lightning_parallel.techniques.tensor_parallel.layout import Divided, is_transposed
-from lightning_parallel.techniques.tensor_parallel.logits import DividedLogits
-from lightning_parallel.techniques.tensor_parallel.loss import Columns, check_numbers
+from lightning_parallel.techniques.tensor_parallel.whole.logits import DividedLogits
+from lightning_parallel.techniques.tensor_parallel.whole.loss import Columns, check_numbers
+from lightning_parallel.techniques.tools.redirect import Forward
+from lightning_parallel.techniques.tools.shards import leaf_of
 
 Compute = Callable[[Tensor, bool], Tensor]
 Maker = Callable[[Divided, Activations, Forward], Forward]

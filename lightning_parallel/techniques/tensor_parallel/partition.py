@@ -14,23 +14,23 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from lightning_parallel.techniques.redirect import Forward, redirect_forward
-from lightning_parallel.techniques.shards import forget_leaves
 from lightning_parallel.techniques.tensor_parallel.activations import Activations
-from lightning_parallel.techniques.tensor_parallel.check import (
+from lightning_parallel.techniques.tensor_parallel.check.check import (
     BlockCheck,
     Finding,
     RefusedBlockError,
     learning_of,
     without,
 )
+from lightning_parallel.techniques.tensor_parallel.check.skeleton import skeleton_of
 from lightning_parallel.techniques.tensor_parallel.entries import enter_in_parents, hidden_of, replace_hidden
 from lightning_parallel.techniques.tensor_parallel.heads import Undo, set_local_sizes
-from lightning_parallel.techniques.tensor_parallel.hidden import DividedHidden, on_split, whole_hidden
 from lightning_parallel.techniques.tensor_parallel.layout import Divided, parent_of
 from lightning_parallel.techniques.tensor_parallel.modules import divided_forward
 from lightning_parallel.techniques.tensor_parallel.randomness import draws
-from lightning_parallel.techniques.tensor_parallel.skeleton import skeleton_of
+from lightning_parallel.techniques.tensor_parallel.whole.hidden import DividedHidden, on_split, whole_hidden
+from lightning_parallel.techniques.tools.redirect import Forward, redirect_forward
+from lightning_parallel.techniques.tools.shards import forget_leaves
 
 log = logging.getLogger(__name__)
 

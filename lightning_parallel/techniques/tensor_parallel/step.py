@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_parallel.techniques.shards import local
-from lightning_parallel.techniques.technique import Run, Step, WrappedStep
-from lightning_parallel.techniques.tensor_parallel.divided_tensor import whole_tensors
+from lightning_parallel.techniques.step import Run, Step, WrappedStep
 from lightning_parallel.techniques.tensor_parallel.partition import Partition
+from lightning_parallel.techniques.tensor_parallel.whole.divided_tensor import whole_tensors
+from lightning_parallel.techniques.tools.shards import local
 
 T = TypeVar("T")
 

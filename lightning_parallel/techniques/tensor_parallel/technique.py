@@ -18,13 +18,14 @@ from torch import nn
 
 from lightning_parallel.arguments import true_or_false
 from lightning_parallel.mesh import Axis, ParallelMesh, Size
-from lightning_parallel.plan import ParallelPlan, starred
-from lightning_parallel.styles import find_styles
-from lightning_parallel.techniques.boundaries import ends_stage
-from lightning_parallel.techniques.technique import Phase, Sample, Step, Technique
+from lightning_parallel.plan.plan import ParallelPlan, starred
+from lightning_parallel.plan.styles import find_styles
+from lightning_parallel.techniques.step import Step
+from lightning_parallel.techniques.technique import Phase, Sample, Technique
 from lightning_parallel.techniques.tensor_parallel.layout import Divided, divide_parameters, find_divided
 from lightning_parallel.techniques.tensor_parallel.partition import BLOCK_STYLES, Partition
 from lightning_parallel.techniques.tensor_parallel.step import TensorParallelStep
+from lightning_parallel.techniques.tools.boundaries import ends_stage
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,101 @@
+"""The plan: what a model says about its own parts, as patterns over the names of its modules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+ELSEWHERE = "_lightning_parallel_elsewhere"
+"""The mark of modules that another rank runs: this rank's techniques have nothing to do with them."""
+
+
+@dataclass(frozen=True)
+class ParallelPlan:
+    """Names the parts of a model on which techniques act.
+
+    A pattern is a fully qualified name (FQN) in which `*` stands for exactly one component: "model.layers.*".
+
+    Args:
+        blocks: patterns of the repeated layers, in the order in which they run: what ZeRO, activation checkpointing
+            and compile wrap, and what a pipeline cuts.
+        styles: pattern of a weight's module -> tensor style ("colwise", "rowwise", ...).
+        sequence_dim: the dimension of the batch's tensors that runs along the sequence.
+        positions: the name of the batch's (or the model's) position input, None if the model makes its own.
+        experts: patterns of the modules that hold experts.
+        source: where the plan came from, for messages.
+
+    Raises:
+        ValueError: something that is no pattern, no style or no dimension.
+    """
+
+    blocks: tuple[str, ...] | str = ()
+    styles: Mapping[str, str] = field(default_factory=dict)
+    sequence_dim: int = 1
+    positions: str | None = None
+    experts: tuple[str, ...] | str = ()
+    source: str = "the plan given"
+
+    def __post_init__(self) -> None:
+        for name in ("blocks", "experts"):
+            object.__setattr__(self, name, _patterns(name, getattr(self, name)))
+        if not isinstance(self.styles, Mapping) or not all(isinstance(s, str) for s in self.styles.values()):
+            raise ValueError(
+                f"ParallelPlan(styles={self.styles!r}): styles maps patterns to names of styles, as in "
+                "{'net.layers.*.up': 'colwise', 'net.layers.*.down': 'rowwise'}"
+            )
+        _patterns("styles", list(self.styles))
+        if type(self.sequence_dim) is not int or self.sequence_dim < 0:
+            raise ValueError(
+                f"ParallelPlan(sequence_dim={self.sequence_dim!r}): sequence_dim is a dimension, counted from 0"
+            )
+
+    def find_blocks(self, model: nn.Module) -> dict[str, nn.Module]:
+        """The blocks of `model` by FQN, in the order of the patterns and of the model."""
+        return {name: module for pattern in self.blocks for name, module in matching(model, pattern)}
+
+    def require_blocks(self, model: nn.Module, asker: str) -> dict[str, nn.Module]:
+        """The blocks, or an error saying who needs them and how to name them."""
+        blocks = self.find_blocks(model)
+        if not blocks:
+            raise ValueError(
+                f"{asker} acts on the repeated layers of a model, but {self.source} names none in "
+                f"{type(model).__name__}; "
+                "pass plan=ParallelPlan(blocks='net.layers.*') with the name of your list of layers"
+            )
+        return blocks
+
+    def __repr__(self) -> str:
+        shown = {"blocks": self.blocks, "styles": dict(self.styles), "experts": self.experts}
+        return f"ParallelPlan({', '.join(f'{key}={value!r}' for key, value in shown.items() if value)})"
+
+
+def _patterns(name: str, value: object) -> tuple[str, ...]:
+    patterns = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else (None,)
+    if not all(isinstance(pattern, str) and pattern for pattern in patterns):
+        raise ValueError(
+            f"ParallelPlan({name}={value!r}): {name} are names of modules in which '*' stands for one component, as in "
+            "'net.layers.*'"
+        )
+    return patterns
+
+
+def matching(model: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of `model` on this rank whose FQN matches `pattern`, `*` standing for exactly one component."""
+    expression = re.compile(r"[^.]+".join(re.escape(part) for part in pattern.split("*")))
+    here = ((name, module) for name, module in model.named_modules() if ELSEWHERE not in vars(module))
+    return ((name, module) for name, module in here if expression.fullmatch(name))
+
+
+def starred(name: str) -> str:
+    """`model.layers.3.mlp` -> `model.layers.*.mlp`: an index stands for all its siblings."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def require_plan(plan: object, source: str) -> ParallelPlan:
+    """The plan, or an error that says who gave something else."""
+    if not isinstance(plan, ParallelPlan):
+        raise TypeError(f"{source} gives {plan!r}, which is no plan; give ParallelPlan(blocks='net.layers.*')")
+    return plan

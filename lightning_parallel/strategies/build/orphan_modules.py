@@ -1,0 +1,132 @@
+"""Tensors on meta that nobody recorded: their modules make the values themselves, by `reset_parameters`."""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_parallel.strategies.build.tape import Sink, storage_key, written
+
+
+class _Writes(TorchDispatchMode):
+    """Notes which storages are written."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.storages.update(map(storage_key, written(func, args, kwargs or {})))
+        return func(*args, **(kwargs or {}))
+
+
+class _Slot(NamedTuple):
+    """A place in which a module holds a tensor."""
+
+    name: str
+    owner: nn.Module
+    table: dict[str, Any]
+    key: str
+    meta: Tensor
+
+    def swap(self, tensor: Tensor | None) -> Tensor | None:
+        before: Tensor | None = self.table.get(self.key)
+        self.table[self.key] = tensor
+        return before
+
+
+class OrphanModules:
+    """Modules with meta tensors that no build recorded; ``reset_parameters()`` makes them, one module at a time.
+
+    A module that holds such tensors itself is made together with its submodules, these first, for it may have the
+    last word on theirs (as ``nn.MultiheadAttention`` has).
+
+    Args:
+        module: the model, whole and not yet sharded.
+        names: parameters and buffers of it that are to be made.
+    """
+
+    def __init__(self, module: nn.Module, names: Collection[str]) -> None:
+        slots = [slot for slot in _slots(module) if slot.name in names]
+        self._names: defaultdict[int, list[str]] = defaultdict(list)
+        for slot in slots:
+            self._names[id(slot.meta)].append(slot.name)
+        self._units = [
+            (order, [slot for slot in slots if slot.owner in order])
+            for order in _units(module, {slot.owner for slot in slots})
+        ]
+
+    @torch.no_grad()
+    def reset(self, device: torch.device, sink: Sink) -> None:
+        """Makes the tensors on ``device``. The modules meanwhile may hold shards, and keep what they hold.
+
+        Args:
+            device: where the tensors are made.
+            sink: called once per name with the whole tensor, which is freed afterwards unless the sink keeps it.
+
+        Raises:
+            TypeError: if a module leaves one of its tensors without a value.
+        """
+        made: set[int] = set()
+        for modules, slots in self._units:
+            for slot, tensor in _reset(modules, slots, device):
+                names = [] if id(slot.meta) in made else self._names[id(slot.meta)]
+                made.add(id(slot.meta))
+                for name in names:
+                    sink(name, tensor)
+
+
+def _reset(modules: list[nn.Module], slots: list[_Slot], device: torch.device) -> list[tuple[_Slot, Tensor]]:
+    empty = {id(slot.meta): _empty(slot.meta, device) for slot in slots}
+    before = [slot.swap(empty[id(slot.meta)]) for slot in slots]
+    try:
+        with _Writes() as writes:
+            for module in modules:
+                reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+                if reset is not None:
+                    reset()
+    finally:
+        after = [slot.swap(tensor) for slot, tensor in zip(slots, before, strict=True)]
+    unset = set(map(storage_key, empty.values())) - writes.storages
+    for slot, tensor in zip(slots, after, strict=True):
+        if tensor is None or storage_key(tensor) in unset:
+            raise _no_value(slot)
+    return [(slot, tensor.detach()) for slot, tensor in zip(slots, after, strict=True) if tensor is not None]
+
+
+def _empty(meta: Tensor, device: torch.device) -> Tensor:
+    tensor = torch.empty_like(meta, device=device)
+    return nn.Parameter(tensor, meta.requires_grad) if isinstance(meta, nn.Parameter) else tensor
+
+
+def _no_value(slot: _Slot) -> TypeError:
+    owner = slot.name.rpartition(".")[0] or "the model itself"
+    return TypeError(
+        f"{slot.name!r} is on meta, and {owner} ({type(slot.owner).__name__}) has no reset_parameters() that sets it; "
+        "give it one that sets every parameter and buffer it holds, or build it in configure_model()"
+    )
+
+
+def _slots(module: nn.Module) -> Iterator[_Slot]:
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        for table in (owner._parameters, owner._buffers):
+            for key, tensor in table.items():
+                if tensor is not None:
+                    yield _Slot(f"{prefix}.{key}" if prefix else key, owner, table, key, tensor)
+
+
+def _units(module: nn.Module, owners: set[nn.Module]) -> Iterator[list[nn.Module]]:
+    if module in owners:
+        yield list(_children_first(module))
+    else:
+        for child in module.children():
+            yield from _units(child, owners)
+
+
+def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        yield from _children_first(child)
+    yield module

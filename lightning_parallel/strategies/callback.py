@@ -1,0 +1,165 @@
+"""What must happen on all ranks at moments for which Lightning has callback hooks but no strategy hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
+
+from lightning_parallel.strategies.data.batches import Batches
+from lightning_parallel.strategies.model.finetuning import adds_parameters, known_by_identity
+
+
+class MeshCallback(Callback):
+    """Stands first among the trainer's callbacks for the time of a run.
+
+    Args:
+        batches: what ranks agree on about batches.
+        unite_buffers: gives all ranks the same buffers; all must call.
+        unite_metrics: gives the ranks of a pipeline the same metrics; all must call.
+        show_whole: inside, the module's tree has the parameters of all ranks, without values.
+    """
+
+    def __init__(
+        self,
+        batches: Batches,
+        unite_buffers: Callable[[], None],
+        unite_metrics: Callable[[], None],
+        show_whole: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._batches = batches
+        self._unite_buffers, self._unite_metrics = unite_buffers, unite_metrics
+        self._show_whole, self._shown = show_whole, ExitStack()
+        self._hidden: list[Callback] = []
+
+    def join(self, trainer: Trainer) -> None:
+        """Stands among callbacks that were put in the place of the trainer's, too, as Lightning's Tuner does."""
+        if self not in _callbacks(trainer):
+            _callbacks(trainer).append(self)  # Lightning's Tuner reads the first
+            self._shown.close()
+
+    # ---------------------------------------------------------------- before a pass over the data
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The validation loop has no hook before it starts to read: its `reset`, which does, tells us."""
+        loop = trainer.fit_loop.epoch_loop.val_loop
+
+        def reset() -> None:
+            self._batches.begin_pass(loop._combined_loader)
+            type(loop).reset(loop)
+
+        vars(loop)["reset"] = reset
+        self._shown.enter_context(self._show_whole())  # for summaries of the model
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """The run begins: from now on the tree has what this rank holds."""
+        self._shown.close()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """See `on_sanity_check_start`."""
+        self._shown.close()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """See `on_fit_start`."""
+        self._shown.close()
+        vars(trainer.fit_loop.epoch_loop.val_loop).pop("reset", None)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Before the loader's iterator is made: samplers on all ranks draw from the same state."""
+        self._batches.begin_pass(trainer.fit_loop._combined_loader)
+        if adds_parameters(_callbacks(trainer)):
+            self._shown.enter_context(self._show_whole())
+            self._shown.enter_context(known_by_identity())
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """All ranks evaluate the same model."""
+        self._unite_buffers()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """What was trained is the same everywhere."""
+        self._unite_buffers()
+
+    # ---------------------------------------------------------------- each batch
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Ranks agree on what they got."""
+        self._shown.close()
+        is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        self._batches.begin(trainer.fit_loop._combined_loader, batch, batch_idx, 0, is_last)
+
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Ranks agree on what they got."""
+        loop = trainer.fit_loop.epoch_loop.val_loop if trainer.state.fn == "fit" else trainer.validate_loop
+        self._begin(loop, batch, batch_idx, dataloader_idx)
+
+    def on_test_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Ranks agree on what they got."""
+        self._begin(trainer.test_loop, batch, batch_idx, dataloader_idx)
+
+    def on_predict_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Ranks agree on what they got; nobody writes predictions for samples that do not count."""
+        self._begin(trainer.predict_loop, batch, batch_idx, dataloader_idx)
+        if self._batches.weight == 0.0:
+            self._hidden = _callbacks(trainer)
+            seen = [callback for callback in self._hidden if not isinstance(callback, BasePredictionWriter)]
+            vars(trainer)["callbacks"] = seen
+
+    def on_predict_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """The next batch is for everybody again."""
+        if self._hidden:
+            vars(trainer)["callbacks"], self._hidden = self._hidden, []
+
+    def _begin(self, loop: Any, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        self._batches.begin(loop._combined_loader, batch, batch_idx, dataloader_idx, loop.batch_progress.is_last_batch)
+
+    def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """After the last batch of a loader its values are computed, before the pass is over."""
+        loop = trainer.fit_loop.epoch_loop.val_loop if trainer.state.fn == "fit" else trainer.validate_loop
+        self._unite_after_last(loop)
+
+    def on_test_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        """See `on_validation_batch_end`."""
+        self._unite_after_last(trainer.test_loop)
+
+    def _unite_after_last(self, loop: Any) -> None:
+        if loop.batch_progress.is_last_batch:
+            self._unite_metrics()
+
+    # ---------------------------------------------------------------- after a pass over the data
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Epoch values are reduced here, on all ranks at once, before anything reads them on one of them."""
+        self._batches.end()
+        self._unite_metrics()
+        _ = trainer.callback_metrics
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """See `on_train_epoch_end`."""
+        self._batches.end()
+        self._unite_metrics()
+        _ = trainer.callback_metrics
+
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """See `on_train_epoch_end`."""
+        self._batches.end()
+        self._unite_metrics()
+        _ = trainer.callback_metrics
+
+    def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Predictions for samples that do not count are dropped."""
+        self._batches.end()
+        self._batches.drop_uncounted_predictions(trainer.predict_loop)
+
+
+def _callbacks(trainer: Trainer) -> list[Callback]:
+    callbacks: list[Callback] = vars(trainer)["callbacks"]
+    return callbacks

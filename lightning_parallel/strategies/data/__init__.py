@@ -1,0 +1,1 @@
+"""Which samples a rank reads, and what draws their order."""

@@ -1,0 +1,177 @@
+"""What ranks agree on about the batches they read: the same kind, the same number, and how much each counts."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_parallel.strategies.data.loaders import DividedIterable
+from lightning_parallel.strategies.data.randomness import RandomState
+from lightning_parallel.strategies.data.shares import Notes, Readers, Share
+from lightning_parallel.strategies.ranks.agreement import (
+    EVENLY,
+    Comparison,
+    Content,
+    Mark,
+    describe,
+    gather,
+    require_same,
+)
+from lightning_parallel.strategies.ranks.signals import Requested, Signals
+
+ENDED: Mark = (-1, -1, 0, 0)
+
+
+class Batches:
+    """Watches the batches of one run on all ranks at once.
+
+    Args:
+        readers: the ranks that read different samples.
+        group: all ranks, for messages of the host.
+        signals: what was asked of this process; none before the run has begun.
+    """
+
+    def __init__(
+        self,
+        readers: Readers,
+        group: dist.ProcessGroup,
+        signals: Callable[[], Signals | None],
+    ) -> None:
+        self.readers = readers
+        self._group = group
+        self._signals = signals
+        self._uncounted: list[int] = []
+        #: how much this rank's batch counts against the others' on average; 0.0 for one that does not count
+        self.weight = 1.0
+
+    def register(self, loader: Any) -> None:
+        """A loader is about to be used.
+
+        Raises:
+            ValueError: on every rank, if its length differs between ranks.
+        """
+        lengths = gather(length_of(loader), self._group)
+        require_same(f"the number of batches of {type(loader).__name__}", lengths, EVENLY)
+        self._share_generators([loader])
+
+    def begin_pass(self, combined: Any) -> None:
+        """Loaders are about to be iterated over: what draws their order stands alike on all ranks."""
+        self._share_generators(combined.flattened)
+
+    def begin(self, combined: Any, batch: Any, batch_idx: int, dataloader_idx: int, is_last: bool) -> None:
+        """A batch is about to be used.
+
+        Raises:
+            ValueError: on every rank, if the kinds of batches differ, or one rank ends before the others.
+            SIGTERMException: on every rank, if one was asked to stop.
+        """
+        loaders = [combined.flattened[dataloader_idx]] if combined._mode == "sequential" else combined.flattened
+        last = is_last and any(length_of(loader) is None for loader in loaders)
+        readings = _readings(combined, loaders, dataloader_idx)
+        self._agree((dataloader_idx, batch_idx, int(last)), batch, self._content(readings, batch_idx))
+        if batch_idx == 0:
+            self._require_same_order(loaders, readings)
+        self.weight = self._weight_of(readings, batch_idx)
+        if self.weight == 0.0:
+            self._uncounted.append(dataloader_idx)
+
+    def end(self) -> None:
+        """All loaders have been read."""
+        self.weight = 1.0
+        self._compare(ENDED, lambda: "none is left", lambda: "", self._content([], 0))
+
+    def drop_uncounted_predictions(self, loop: Any) -> None:
+        """Removes what a prediction loop keeps for samples that do not count; they come last."""
+        for dataloader_idx in self._uncounted:
+            for kept in (loop._predictions[dataloader_idx], loop.epoch_batch_indices[dataloader_idx]):
+                if kept:
+                    kept.pop()
+        self._uncounted.clear()
+
+    def _content(self, readings: Sequence[Any], batch_idx: int) -> Content:
+        readers = self.readers.ranks if self.readers.copies > 1 else 0
+        found = [(_notes(reading) or Notes()).contents.pop(batch_idx, None) for reading in readings]
+        known = [checksum for checksum in found if checksum is not None]
+        return Content(readers, self.readers.rank, zlib.crc32(repr(known).encode()) if known else None)
+
+    def _agree(self, position: tuple[int, int, int], batch: Any, content: Content) -> None:
+        dataloader_idx, batch_idx, last = position
+        structure = describe(batch)
+        place = f"batch {batch_idx} of loader {dataloader_idx}{', the last one' if last else ''}"
+        self._compare((*position, zlib.crc32(structure.encode())), lambda: place, lambda: structure, content)
+
+    def _compare(self, mark: Mark, place: Callable[[], str], structure: Callable[[], str], content: Content) -> None:
+        """One small message in every batch; ranks say more only once they know that they differ."""
+        signals = self._signals()
+        comparison = Comparison(mark, Requested() if signals is None else signals.requested, self._group, content)
+        comparison.finish(place, structure)
+        stop, requeue = comparison.anybody
+        if signals is not None and (stop or requeue):
+            signals.answer(Requested(bool(stop), bool(requeue)))
+
+    def _require_same_order(self, loaders: Sequence[Any], readings: Sequence[Any]) -> None:
+        remedy = "if it divides itself by rank, pass Trainer(use_distributed_sampler=False)"
+        for loader, reading in zip(loaders, readings, strict=True):
+            dataset, notes = getattr(loader, "dataset", None), _notes(reading)
+            if isinstance(dataset, DividedIterable):
+                what, value = f"the stream of {type(dataset.dataset).__name__}", str(dataset.fingerprints.tolist())
+                require_same(what, gather(value, self._group), remedy)
+            elif notes is not None and notes.order:
+                what = f"the order of the samples that {type(loader.divided.sampler).__name__} yields"
+                require_same(what, gather(f"checksum {notes.order}", self._group), remedy)
+
+    def _weight_of(self, readings: Sequence[Any], batch_idx: int) -> float:
+        shares: list[Share | None] = [(_notes(reading) or Notes()).uneven.get(batch_idx) for reading in readings]
+        uneven = [share for share in shares if share is not None]
+        if not uneven:
+            return 1.0
+        if len(readings) > 1:
+            raise ValueError(
+                f"one of {len(readings)} loaders read together ends with {uneven[0].total} samples, which "
+                f"{self.readers.ranks} ranks cannot share evenly; give it drop_last=True"
+            )
+        return uneven[0].weight(self.readers.ranks)
+
+    def _share_generators(self, loaders: Sequence[Any]) -> None:
+        """The host's generators, and those that users gave their loaders, continue from where they stand on rank 0."""
+        owned = (generators_of(loader) for loader in loaders)
+        generators = list({id(generator): generator for some in owned for generator in some}.values())
+        states = [(RandomState.now(), [generator.get_state() for generator in generators])]
+        dist.broadcast_object_list(states, 0, group=self._group)
+        host, own = states[0]
+        host.restore()
+        for generator, state in zip(generators, own, strict=True):
+            generator.set_state(state)
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """The generators that a user gave a loader or its samplers."""
+    samplers = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
+    found = [getattr(owner, "generator", None) for owner in (loader, *samplers)]
+    return [generator for generator in found if isinstance(generator, torch.Generator)]
+
+
+def _readings(combined: Any, loaders: Sequence[Any], dataloader_idx: int) -> list[Any]:
+    """The passes that Lightning is at, though others may have been started meanwhile to look at a batch."""
+    iterator = combined._iterator
+    if combined._mode != "sequential":
+        return list(iterator.iterators)
+    if iterator._iterator_idx == dataloader_idx:
+        return list(iterator.iterators[:1])
+    return [getattr(loaders[0], "latest", None)]  # fetching ahead, Lightning is at the next loader already
+
+
+def _notes(reading: Any) -> Notes | None:
+    return getattr(reading, "notes", None)
+
+
+def length_of(loader: Any) -> int | None:
+    """The number of batches of a loader, None where it does not know."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None

@@ -1,0 +1,390 @@
+"""Dividing data: ranks that hold different samples read disjoint parts of what one device would read, in its order.
+
+Global batch i of n ranks is what one device with n times the batch size would see as its batch i: the user's own
+sampler and order are kept. Where samples do not divide, ranks get parts of unequal size, and a rank for which nothing
+is left gets a sample that does not count. `Share` says how much a part counts.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import zlib
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import torch
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, get_worker_info
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_parallel.strategies.data.randomness import RandomState
+from lightning_parallel.strategies.data.shares import Notes, Pass, Readers, Reading, Share
+
+T = TypeVar("T")
+
+
+class Divided(Sampler[Any]):
+    """What a DataLoader draws indices from: this rank's part of what the user's sampler yields.
+
+    It is resumable: the order is a function of the random state in which the user's sampler started, which is kept.
+    """
+
+    def __init__(self, sampler: Any, readers: Readers) -> None:
+        self.sampler = sampler  # under this name Lightning looks for `set_epoch`
+        self.readers = readers
+        self.latest = Notes()
+        self._started_with: RandomState | None = None
+        self._resume: tuple[RandomState, int] | None = None
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """The user's own generator, if the sampler draws from one."""
+        generator = getattr(self.sampler, "generator", None)
+        return generator if isinstance(generator, torch.Generator) else None
+
+    @property
+    @abstractmethod
+    def items_per_batch(self) -> int:
+        """How many items of the user's sampler one global batch takes."""
+
+    @abstractmethod
+    def take(self, items: list[Any]) -> tuple[Any, Share] | None:
+        """This rank's part of the items of one global batch; None to end the epoch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self.latest = Notes()
+        return self._parts(self.latest)
+
+    def _parts(self, notes: Notes) -> Iterator[Any]:
+        items, number = self._start()
+        while batch := list(islice(items, self.items_per_batch)):
+            taken = self.take(batch)
+            if taken is None:
+                return
+            part, share = taken
+            notes.order = notes.order or checksum(batch)
+            notes.note(number, share, self.readers.ranks)
+            yield part
+            number += 1
+
+    def __len__(self) -> int:
+        return -(-len(self.sampler) // self.items_per_batch)
+
+    def _start(self) -> tuple[Iterator[Any], int]:
+        if self._resume is None:
+            self._started_with = RandomState.now(self.generator)
+            return iter(self.sampler), 0
+        state, consumed = self._resume
+        self._resume, self._started_with = None, state
+        with state.replayed(self.generator):
+            items = iter(self.sampler)
+            for _ in islice(items, consumed):
+                pass
+        return items, consumed // self.items_per_batch
+
+    def state_dict(self, batches: int) -> dict[str, Any]:
+        """Where the epoch stands after so many batches."""
+        started = self._started_with or RandomState.now(self.generator)
+        finished = batches >= len(self)
+        return {"consumed": 0 if finished else batches * self.items_per_batch, "random": started.as_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The next epoch starts where the state stood; a finished one starts afresh."""
+        if state["consumed"]:
+            self._resume = RandomState.from_dict(state["random"]), state["consumed"]
+
+
+class DividedBatches(Divided):
+    """Single samples, of which a global batch takes `batch_size` for every rank."""
+
+    def __init__(self, sampler: Any, readers: Readers, batch_size: int, drop_last: bool) -> None:
+        super().__init__(sampler, readers)
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+
+    @property
+    def items_per_batch(self) -> int:
+        """See `Divided.items_per_batch`."""
+        return self.batch_size * self.readers.ranks
+
+    def take(self, items: list[Any]) -> tuple[Any, Share] | None:
+        """See `Divided.take`."""
+        if self.drop_last and len(items) < self.items_per_batch:
+            return None
+        return self.readers.part(items)
+
+    def __len__(self) -> int:
+        return len(self.sampler) // self.items_per_batch if self.drop_last else super().__len__()
+
+
+class DealtBatches(Divided):
+    """Whole batches of the user's own batch sampler, dealt to the ranks in turn."""
+
+    def __init__(self, sampler: Any, readers: Readers) -> None:
+        super().__init__(sampler, readers)
+        self.batch_size = getattr(sampler, "batch_size", None)
+        self.drop_last = getattr(sampler, "drop_last", False)
+
+    @property
+    def items_per_batch(self) -> int:
+        """See `Divided.items_per_batch`."""
+        return self.readers.ranks
+
+    def take(self, items: list[Any]) -> tuple[Any, Share]:
+        """See `Divided.take`."""
+        return self.readers.turn(items, [len(item) if isinstance(item, Sized) else 1 for item in items])
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """Something out of an iterable dataset that is part of an uneven global batch."""
+
+    value: Any
+    share: Share
+
+
+class DividedIterable(IterableDataset[Any]):
+    """An iterable dataset of which this rank (in each loader worker) yields its part of every global batch."""
+
+    def __init__(self, dataset: Any, readers: Readers, batch_size: int, drop_last: bool, workers: int) -> None:
+        self.dataset = dataset
+        self.readers, self.batch_size, self.drop_last = readers, batch_size, drop_last
+        #: checksum of the first sample that each worker saw, to find datasets that already differ between ranks
+        self.fingerprints: Tensor = torch.zeros(max(1, workers), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __len__(self) -> int:
+        down, up = len(self.dataset) // self.readers.ranks, -(-len(self.dataset) // self.readers.ranks)
+        return down if self.drop_last else up
+
+    def __iter__(self) -> Iterator[Any]:
+        samples = self._noting_the_first(iter(self.dataset))
+        size = self.batch_size * self.readers.ranks
+        while batch := list(islice(samples, size)):
+            if len(batch) == size:
+                yield from batch[self.readers.rank * self.batch_size : (self.readers.rank + 1) * self.batch_size]
+            elif not self.drop_last:
+                part, share = self.readers.part(batch)
+                yield from (_Counted(sample, share) for sample in part)
+
+    def _noting_the_first(self, samples: Iterator[T]) -> Iterator[T]:
+        worker = get_worker_info()
+        for number, sample in enumerate(samples):
+            if number == 0:
+                self.fingerprints[worker.id if worker else 0] = checksum(sample)
+            yield sample
+
+
+def checksum(value: object) -> int:
+    """A small number that differs where values differ; what has no plain bytes counts by its type."""
+    leaves, structure = pytree.tree_flatten(value)
+    return zlib.crc32(b"".join(map(_bytes_of, leaves)), zlib.crc32(str(structure).encode())) + 1
+
+
+def _bytes_of(leaf: object) -> bytes:
+    if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+        return leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    if isinstance(leaf, (bool, int, float, complex, str, bytes, np.ndarray, np.generic)):
+        return pickle.dumps(leaf)
+    return type(leaf).__name__.encode()
+
+
+def content_of(batch: Any) -> int:
+    """A small number that tells batches apart, from a few thousand elements of each of its tensors."""
+
+    def some(leaf: Any) -> Any:
+        return leaf.reshape(-1)[:: leaf.numel() // 4096 + 1] if isinstance(leaf, Tensor) and leaf.numel() else leaf
+
+    return checksum(pytree.tree_map(some, batch))
+
+
+def _content_for(readers: Readers) -> Callable[[Any], int] | None:
+    return content_of if readers.copies > 1 else None
+
+
+class CollateCounted:
+    """Collates samples as the user does, keeping beside the batch how much it counts."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: Any) -> Any:  # noqa: D102
+        first = samples[0] if isinstance(samples, list) and samples else samples
+        if not isinstance(first, _Counted):
+            return self.collate(samples)
+        plain = [sample.value for sample in samples] if isinstance(samples, list) else samples.value
+        return _Counted(self.collate(plain), first.share)
+
+
+class DividedLoader(DataLoader[Any]):
+    """Mixed into the class of the user's DataLoader: knows shares, and its position for checkpoints."""
+
+    divided: Divided | None
+    latest: Pass
+    batches_done: Callable[[], int]
+    content: Callable[[Any], int] | None
+
+    def __iter__(self) -> Any:
+        batches, divided = super().__iter__(), self.divided
+        if divided is None:
+            notes = Notes()
+            reading = Reading(_plain(batches, notes), lambda: notes, self.content)
+        else:
+            reading = Reading(batches, lambda: divided.latest, self.content)
+        self.latest = reading.known
+        return reading
+
+
+def _plain(batches: Iterator[Any], notes: Notes) -> Iterator[Any]:
+    for number, batch in enumerate(batches):
+        if isinstance(batch, _Counted):
+            notes.uneven[number] = batch.share
+            batch = batch.value
+        yield batch
+
+
+class ResumableLoader(DividedLoader):
+    """A divided loader over samples with indices, whose position a checkpoint can hold."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the epoch stands."""
+        assert self.divided is not None
+        return self.divided.state_dict(self.batches_done())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The next epoch starts where the state stood."""
+        assert self.divided is not None
+        self.divided.load_state_dict(state)
+
+
+class DividedIterator(Iterable[Any]):
+    """Batches that are no DataLoader's, dealt to the ranks in turn."""
+
+    def __init__(self, batches: Any, readers: Readers) -> None:
+        self.batches, self.readers = batches, readers
+        self.latest: Pass | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "batches":
+            raise AttributeError(name)
+        return getattr(self.batches, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        notes = Notes()
+        reading = Reading(self._parts(notes), lambda: notes, _content_for(self.readers))
+        self.latest = reading.known
+        return reading
+
+    def _parts(self, notes: Notes) -> Iterator[Any]:
+        batches = iter(self.batches)
+        for number, dealt in enumerate(iter(lambda: list(islice(batches, self.readers.ranks)), [])):
+            batch, share = self.readers.turn(dealt, [_samples_in(batch) for batch in dealt])
+            notes.note(number, share, self.readers.ranks)
+            yield batch
+
+
+class SizedDividedIterator(DividedIterator):
+    """The same with a length."""
+
+    def __len__(self) -> int:
+        return -(-len(self.batches) // self.readers.ranks)
+
+
+def _samples_in(batch: Any) -> int:
+    try:
+        return extract_batch_size(batch)
+    except Exception:  # Lightning finds no tensor to read it from: every batch counts the same
+        return 1
+
+
+def resume(loop: Any) -> None:
+    """Loaders of a fit loop that were made before a checkpoint told where they stood go on from there.
+
+    They are made so early where something looks at data while the model is divided, or counts the steps to come.
+    """
+    if loop.is_resuming and loop._combined_loader is not None:
+        loop._load_combined_loader_states()
+        iter(loop._data_fetcher)
+
+
+def divide(loader: Any, readers: Readers, batches_done: Callable[[], int]) -> Any:
+    """This rank's part of anything that Lightning accepts as a loader.
+
+    Raises:
+        ValueError: a DistributedSampler that the user set up for other ranks than those that read different samples.
+    """
+    if not isinstance(loader, DataLoader):
+        kind = SizedDividedIterator if isinstance(loader, Sized) else DividedIterator
+        return kind(loader, readers) if readers.ranks * readers.copies > 1 else loader
+    if (own := _own_distributed_sampler(loader)) is not None:
+        _check(own, readers)
+        return loader
+    if isinstance(loader.dataset, IterableDataset):
+        return _divide_iterable(loader, readers) if readers.ranks * readers.copies > 1 else loader
+    return _divide_map(loader, readers, batches_done)
+
+
+def _divide_map(loader: DataLoader[Any], readers: Readers, batches_done: Callable[[], int]) -> Any:
+    batch_sampler = loader.batch_sampler
+    remembers_indices = isinstance(batch_sampler, _IndexBatchSamplerWrapper)
+    if isinstance(batch_sampler, _IndexBatchSamplerWrapper):
+        batch_sampler = batch_sampler._batch_sampler
+    divided: Divided
+    if batch_sampler is None:
+        divided = DealtBatches(loader.sampler, readers)
+    elif type(batch_sampler) is BatchSampler:
+        divided = DividedBatches(batch_sampler.sampler, readers, batch_sampler.batch_size, batch_sampler.drop_last)
+    else:
+        divided = DealtBatches(batch_sampler, readers)
+    shown: Any = _IndexBatchSamplerWrapper(cast(Any, divided)) if remembers_indices else divided
+    place = "sampler" if batch_sampler is None else "batch_sampler"
+    stateful = callable(getattr(loader, "state_dict", None))
+    changes = {place: shown, "divided": divided, "batches_done": batches_done, "content": _content_for(readers)}
+    return _copy_of(loader, DividedLoader if stateful else ResumableLoader, changes)
+
+
+def _divide_iterable(loader: DataLoader[Any], readers: Readers) -> Any:
+    size = 1 if loader.batch_size is None else loader.batch_size
+    dataset = DividedIterable(loader.dataset, readers, size, bool(loader.drop_last), loader.num_workers)
+    changes = {
+        "dataset": dataset,
+        "collate_fn": CollateCounted(loader.collate_fn),
+        "divided": None,
+        "content": _content_for(readers),
+    }
+    return _copy_of(loader, DividedLoader, changes)
+
+
+def _copy_of(loader: DataLoader[Any], kind: type[DividedLoader], changes: dict[str, Any]) -> Any:
+    """A copy of the user's loader, whatever its class and however it was made, with a few attributes changed."""
+    divided = copy.copy(loader)
+    own = type(loader)
+    divided.__class__ = kind if own is DataLoader else type(f"Divided{own.__name__}", (kind, own), {})
+    vars(divided).update(changes, _iterator=None)
+    return divided
+
+
+def _own_distributed_sampler(loader: DataLoader[Any]) -> DistributedSampler[Any] | None:
+    samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
+    return next((sampler for sampler in samplers if isinstance(sampler, DistributedSampler)), None)
+
+
+def _check(sampler: DistributedSampler[Any], readers: Readers) -> None:
+    if (sampler.num_replicas, sampler.rank) != (readers.ranks, readers.rank):
+        raise ValueError(
+            f"your DistributedSampler reads part {sampler.rank} of {sampler.num_replicas}, but this rank reads part "
+            f"{readers.rank} of {readers.ranks}; leave the sampler out (data is divided for you) or build it from "
+            "trainer.distributed_sampler_kwargs"
+        )

@@ -1,0 +1,1 @@
+"""What a step logs, keeps and measures, as one device would."""

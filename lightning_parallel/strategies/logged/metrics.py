@@ -1,0 +1,156 @@
+"""What torchmetrics objects need so that their values are those of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torchmetrics import Metric
+from torchmetrics.utilities.data import dim_zero_mean
+
+from lightning_parallel.collectives.point_to_point import share_object
+
+
+class Uncounted:
+    """Until `close`, updates leave a metric as it is: it is given samples that another rank counts.
+
+    Updates run all the same. A metric that keeps what it saw then holds empty tensors of the right kind, without which
+    ranks could not put together what they hold.
+    """
+
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+        self._update = metric.__dict__["update"]
+        metric.__dict__["update"] = self.update
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """Runs the metric's own update and takes back what it did."""
+        before = {name: _copied(getattr(self._metric, name)) for name in self._metric._defaults}
+        self._update(*args, **kwargs)
+        for name, state in before.items():
+            setattr(self._metric, name, _emptied(state, getattr(self._metric, name)))
+
+    def close(self) -> None:
+        """Gives the metric its own update back."""
+        self._metric.__dict__["update"] = self._update
+
+
+def _copied(state: Any) -> Any:
+    return state.clone() if isinstance(state, Tensor) else list(state)
+
+
+def _emptied(before: Any, after: Any) -> Any:
+    if isinstance(before, Tensor):
+        return before
+    return before + [added[:0] if added.dim() else added.new_empty(0) for added in after[len(before) :]]
+
+
+def at_most_on_step(metric: Metric, results: Iterable[_ResultMetric]) -> None:
+    """A metric whose values in single steps nobody logs need not gather them."""
+    metric.dist_sync_on_step = any(result.meta.on_step for result in results if result.value is metric)
+
+
+class UndoableMetric:
+    """Remembers what a metric held before its first update of a run that may be broken off.
+
+    Args:
+        metric: watched until `close`.
+    """
+
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+        self._before: dict[str, Any] | None = None
+        self._update = metric.__dict__["update"]
+        metric.__dict__["update"] = self.update
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        """The metric's own update."""
+        if self._before is None:
+            self._before = _everything(self._metric)
+        self._update(*args, **kwargs)
+
+    def undo(self) -> None:
+        """The updates never happened."""
+        if self._before is not None:
+            _hold(self._metric, self._before)
+
+    def close(self) -> None:
+        """Gives the metric its own update back."""
+        self._metric.__dict__["update"] = self._update
+
+
+class BatchMetric:
+    """A metric that is called on the parts of a batch, and tells its value for all of them.
+
+    From its first call on it holds the batch alone; `value` ends that, and adds the batch to what it held.
+
+    Args:
+        metric: watched until `close`.
+    """
+
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+        self._before: dict[str, Any] | None = None
+        #: what the last call returned, by which it is recognised when it is logged
+        self.value_of_batch: Any = None
+        self._syncs, metric.dist_sync_on_step = metric.dist_sync_on_step, False
+        self._separable = not metric.full_state_update and dim_zero_mean not in metric._reductions.values()
+        vars(metric)["forward"] = self.forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The metric's own forward."""
+        if self._before is None and self._separable:
+            self._before = _everything(self._metric)
+            self._metric.reset()
+        self.value_of_batch = type(self._metric).forward(self._metric, *args, **kwargs)
+        return self.value_of_batch
+
+    def value(self) -> Any:
+        """The value for the batch, over all ranks that read its other samples where somebody asks for it."""
+        if self._before is None:
+            return self._metric._forward_cache
+        metric = self._metric
+        metric._to_sync = self._syncs
+        value = metric.compute()
+        metric._to_sync = metric.sync_on_compute
+        self._add_before()
+        return value
+
+    def _add_before(self) -> None:
+        metric, before, self._before = self._metric, self._before, None
+        if before is not None:
+            metric._computed = None
+            metric._update_count += before["_update_count"]
+            metric._reduce_states({name: before[name] for name in metric._defaults})
+
+    def close(self) -> None:
+        """Gives the metric its own forward back, and what it held."""
+        self._add_before()
+        vars(self._metric).pop("forward")
+        self._metric.dist_sync_on_step = self._syncs
+
+
+def _everything(metric: Metric) -> dict[str, Any]:
+    states = {name: _copied(getattr(metric, name)) for name in metric._defaults}
+    return {**states, "_update_count": metric._update_count, "_computed": metric._computed}
+
+
+def _hold(metric: Metric, held: dict[str, Any]) -> None:
+    for name, value in held.items():
+        setattr(metric, name, value)
+
+
+def share_metrics(metrics: Iterable[Metric], source: int, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Gives all ranks of the group what the metrics of its rank `source` hold."""
+    metrics = list(metrics)
+    if not metrics:
+        return
+    held = [pytree.tree_map_only(Tensor, Tensor.cpu, _everything(metric)) for metric in metrics]
+    for metric, shared in zip(metrics, share_object(held, source, group, device), strict=True):
+        _hold(metric, pytree.tree_map_only(Tensor, partial(Tensor.to, device=metric.device), shared))

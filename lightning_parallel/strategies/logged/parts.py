@@ -1,0 +1,208 @@
+"""A user's step that runs in parts, perhaps on another rank: what it logs, counts and keeps, once and on every rank.
+
+While parts of a batch run, `self.log` is only noted, what the step keeps on the module is taken back, and metrics see
+the parts of those runs that come to their end. Afterwards the notes of all parts make the values of the whole batch;
+every rank logs and keeps these, in the same hook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import Metric
+from typing_extensions import Self
+
+from lightning_parallel.strategies.logged.averages import WeightedUpdates, averages
+from lightning_parallel.strategies.logged.kept_values import Change, KeptValues, Path, keep, merged
+from lightning_parallel.strategies.logged.logging import StepLog
+from lightning_parallel.strategies.logged.metrics import BatchMetric, UndoableMetric
+from lightning_parallel.techniques.step import Run
+from lightning_parallel.techniques.tools.means import is_among
+from lightning_parallel.techniques.tools.microbatches import batch_size
+
+T = TypeVar("T")
+HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class LoggedValue:
+    """One call of `self.log`; a metric is noted by its name in the module, also where its value was logged.
+
+    Attributes:
+        name: under which it was logged.
+        value: of the metric of which name.
+        options: those of the call.
+        samples: how many.
+        metric: the name of a metric whose value was logged.
+        origin: the tensor that was logged.
+        weight: what the value counts for in a mean.
+    """
+
+    name: str
+    value: Tensor | str
+    options: dict[str, Any]
+    samples: float
+    metric: str | None = None
+    origin: Tensor | None = None
+    weight: float = 0.0
+
+    def counting(self, share: float, means: Sequence[Tensor]) -> LoggedValue:
+        """Its weight: `share` if it is one of the means, or else its samples."""
+        is_mean = self.origin is not None and is_among(self.origin, means)
+        return replace(self, weight=share if is_mean else self.samples)
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What one batch logged, the values of the metrics that were called in it, and what it kept on the module."""
+
+    logged: list[LoggedValue]
+    metrics: dict[str, Any]
+    kept: dict[Path, Change]
+    rank: int
+
+
+class PartsRun(Run[T]):
+    """Runs the user's step on the parts of one batch.
+
+    Args:
+        step: the user's.
+        module: whose step it is.
+        log: what `self.log` of the module leads to.
+        rank: this rank in its pipeline.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., T],
+        module: LightningModule,
+        log: StepLog,
+        rank: int,
+    ) -> None:
+        super().__init__(step)
+        self._module, self._log, self._rank = module, log, rank
+        self._noted: list[list[LoggedValue]] = []  # of each call
+        self._kept: list[dict[Path, Change]] = []
+        self._given: list[list[WeightedUpdates]] = []
+        self._sizes: list[int] = []
+        self._names = {id(part): name for name, part in module.named_modules() if isinstance(part, Metric)}
+        self._metrics = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
+        self._called: dict[str, BatchMetric] = {}
+        self.origin: int | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> T:
+        """Runs the step on one part; what it logged and counted stays if it comes to its end."""
+        noted: list[LoggedValue] = []
+        size = batch_size(args[0]) or 1
+        metrics, kept = [UndoableMetric(metric) for metric in self._metrics.values()], KeptValues(self._module)
+        given = [WeightedUpdates(metric) for metric in self._metrics.values() if averages(metric)]
+        try:
+            with self._log.diverted(lambda name, value, options: noted.append(self._note(name, value, options, size))):
+                output = super().__call__(*args, **kwargs)
+        except BaseException:
+            for metric in metrics:
+                metric.undo()
+            raise
+        else:
+            self._noted.append(noted)
+            self._kept.append(kept.changes())
+            self._given.append(given)
+            self._sizes.append(size)
+        finally:
+            kept.undo()
+            for average in given:
+                average.close()
+            for metric in metrics:
+                metric.close()
+        return output
+
+    def _note(self, name: str, value: Any, options: dict[str, Any], size: int) -> LoggedValue:
+        if isinstance(value, Metric):
+            return LoggedValue(name, self._names[id(value)], options, size)
+        computed = [metric for metric, batch in self._called.items() if batch.value_of_batch is value]
+        kept = torch.as_tensor(value).detach().clone().reshape(())
+        origin = value if isinstance(value, Tensor) else None
+        return LoggedValue(
+            name, kept, options, options.get("batch_size") or size, computed[0] if computed else None, origin
+        )
+
+    def __enter__(self) -> Self:
+        """Metrics that are called will tell their value for the whole batch in the end."""
+        self._called = {name: BatchMetric(metric) for name, metric in self._metrics.items()}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """See `Run.__exit__`."""
+        for metric in self._called.values():
+            metric.close()
+
+    # ---------------------------------------------------------------- the whole batch
+
+    def notes(self, shares: Sequence[float] = (), means: Sequence[Sequence[Tensor]] = ()) -> Notes:
+        """See `Run.notes`."""
+        by_name: dict[tuple[str, bool], list[LoggedValue]] = {}
+        for part, share, averaged in zip(self._noted, shares, means, strict=True):
+            for noted in (noted.counting(share * sum(self._sizes), averaged) for noted in part):
+                by_name.setdefault((noted.name, noted.options.get("add_dataloader_idx", True)), []).append(noted)
+        self._count_by(shares, means)
+        everything = [noted for part in self._noted for noted in part]
+        asked = {noted.metric or noted.value for noted in everything if noted.metric or isinstance(noted.value, str)}
+        values = {name: _on_device(self._called[name].value(), HOST) for name in sorted(map(str, asked))}
+        logged = [_combined(same, values) for same in by_name.values()]
+        return Notes(logged, values, merged(self._kept, self._sizes), self._rank)
+
+    def _count_by(self, shares: Sequence[float], means: Sequence[Sequence[Tensor]]) -> None:
+        for size, share, averaged, given in zip(self._sizes, shares, means, self._given, strict=True):
+            for metric in given if len(self._sizes) > 1 else ():
+                metric.count_by(size / sum(self._sizes), share, partial(is_among, means=averaged))
+
+    def replay(self, notes: Notes) -> None:
+        """See `Run.replay`."""
+        self.origin = notes.rank
+        keep(self._module, notes.kept)
+        for noted in notes.logged:
+            value: Any = noted.value
+            if isinstance(value, str):
+                metric: Any = self._metrics[value]
+                metric._forward_cache = _on_device(notes.metrics[value], metric.device)
+                self._log(noted.name, metric, **noted.options)
+            else:
+                self._log(noted.name, value.to(self._module.device), **noted.options)
+
+
+def _combined(same: Sequence[LoggedValue], metrics: dict[str, Any]) -> LoggedValue:
+    first = same[0]
+    options = dict(first.options)
+    if options.get("batch_size") is not None:
+        options["batch_size"] = int(sum(noted.samples for noted in same))
+    if first.metric is not None:
+        return LoggedValue(first.name, metrics[first.metric].detach(), options, first.samples)
+    values = [noted.value.cpu() for noted in same if isinstance(noted.value, Tensor)]
+    if not values:
+        return LoggedValue(first.name, first.value, options, first.samples)
+    return LoggedValue(first.name, _reduced(values, [noted.weight for noted in same], options), options, first.samples)
+
+
+def _reduced(values: Sequence[Tensor], weights: Sequence[float], options: dict[str, Any]) -> Tensor:
+    stacked = torch.stack([value.to(torch.float64) for value in values])
+    reduction = options.get("reduce_fx", "mean")
+    name = (reduction if isinstance(reduction, str) else getattr(reduction, "__name__", "mean")).lower()
+    if name in ("min", "max", "sum"):
+        result: Tensor = getattr(torch, "a" + name if name != "sum" else name)(stacked)
+    else:
+        shares = torch.tensor(weights, dtype=torch.float64)
+        result = (stacked * shares).sum() / shares.sum()
+    kind = values[0].dtype
+    return result.to(kind if kind.is_floating_point or name != "mean" else torch.get_default_dtype())
+
+
+def _on_device(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    return {key: _on_device(part, device) for key, part in value.items()} if isinstance(value, dict) else value

@@ -1,0 +1,1 @@
+"""The user's module of which a rank holds a part."""

@@ -1,0 +1,129 @@
+"""A module of which this rank holds a part: dividing it, and what it is as a whole."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_parallel.mesh import ParallelMesh
+from lightning_parallel.plan import ParallelPlan
+from lightning_parallel.strategies.build import materialise
+from lightning_parallel.strategies.checkpoint.whole import whole_state_dict
+from lightning_parallel.strategies.data.loaders import checksum
+from lightning_parallel.strategies.model.pipeline_group import PipelineGroup
+from lightning_parallel.strategies.model.sample import take_sample
+from lightning_parallel.strategies.ranks.agreement import described, gather, require_same
+from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer
+from lightning_parallel.techniques.step import Step
+from lightning_parallel.techniques.technique import Technique
+from lightning_parallel.techniques.tools import elsewhere
+
+log = logging.getLogger(__name__)
+
+HOST = torch.device("cpu")
+
+
+class DividedModel:
+    """The user's module on a mesh.
+
+    Args:
+        module: whole; its parameters may be on meta.
+        mesh: over which techniques divide it.
+        host: all ranks, for messages of the host.
+    """
+
+    def __init__(self, module: LightningModule, mesh: ParallelMesh, host: dist.ProcessGroup) -> None:
+        self.module, self.mesh, self.pipeline = module, mesh, PipelineGroup(mesh)
+        self.model: nn.Module = module
+        self._host = host
+        self._names = list(module.state_dict())
+        self._divided: list[tuple[Technique, nn.Module]] = []
+        self._made: dict[str, Tensor] = {}
+
+    def divide(self, techniques: Iterable[Technique], plan: ParallelPlan) -> None:
+        """Lets every technique keep its part of the model."""
+        for technique in self._prepared(techniques, plan):
+            self.model = technique.parallelize(self.model, self.mesh, plan)
+            self._divided.append((technique, self.model))
+
+    def _prepared(self, techniques: Iterable[Technique], plan: ParallelPlan) -> list[Technique]:
+        """The techniques after a look at the whole model, which must show the same on every rank."""
+        sample = partial(take_sample, self.module.trainer)
+        prepared = [technique.prepare(self.module, self.mesh, plan, sample) for technique in techniques]
+        if prepared != list(techniques) or self.pipeline.ranks > 1:
+            seen = gather(checksum([described(vars(technique)) for technique in prepared]), self._host)
+            require_same("what a step on a sample batch shows", seen, "build model and data alike everywhere")
+        return prepared
+
+    def wrap_step(self, plan: ParallelPlan) -> Step:
+        """The step of all techniques, to be made when the parameters are real."""
+        step = Step()
+        for technique, model in sorted(self._divided, key=lambda divided: divided[0].ends_last):
+            step = technique.wrap_step(step, model, self.mesh, plan)
+        return step
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether ranks may hold only a part of the parameters; the same on all of them."""
+        return self.pipeline.ranks > 1 or materialise.has_sharded_parameters(self.module)
+
+    def holders(self) -> Callable[[Tensor], int]:
+        """How many ranks hold a parameter, or a part of it."""
+        named = dict(self.module.named_parameters())
+        stages, ranks = self.pipeline.stages_holding(named), self.mesh.world_size // self.pipeline.ranks
+        counts = {id(parameter): stages[name] * ranks for name, parameter in named.items()}
+        return lambda parameter: counts.get(id(parameter), ranks)
+
+    # ---------------------------------------------------------------- the whole
+
+    def shown(self) -> AbstractContextManager[None]:
+        """Inside, the module's tree is whole; what other ranks hold is there without memory."""
+        return elsewhere.shown(self.module, elsewhere.without_memory(self.mesh.device), self._made)
+
+    def held(self) -> set[nn.Parameter]:
+        """The parameters that this rank holds."""
+        with elsewhere.unshown(self.module):
+            return set(self.module.parameters())
+
+    def forget_states_elsewhere(self, optimizers: Iterable[Optimizer]) -> None:
+        """Optimizers drop states that they made at once (Adagrad does) for what another rank holds."""
+        held = self.held()
+        for optimizer in optimizers:
+            for parameter in [p for p in optimizer.state if isinstance(p, nn.Parameter) and p not in held]:
+                del optimizer.state[parameter]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Whole tensors under the user's names: values on rank 0, names and shapes everywhere."""
+        keep = self.mesh.leads_its_stage
+        return self.pipeline.united(whole_state_dict(self.module, keep), keep, order=self._names)
+
+    def optimizer_state(self, stored: StoredOptimizer) -> dict[str, Any]:
+        """The state that one device would have, on rank 0."""
+        keep = self.mesh.leads_its_stage
+        state = stored.state_dict(keep)
+        return state if self.pipeline.ranks == 1 else {**state, "state": self.pipeline.united(state["state"], keep)}
+
+    def make_whole(self, copies: int) -> bool:
+        """Gives the user's module all parameters, on the host, if the hosts have room for one on each rank.
+
+        Args:
+            copies: how many ranks this host has.
+        """
+        with self.shown():
+            fits = all(gather(materialise.fits_on_host(self.module, copies), self._host))
+        if fits:
+            materialise.make_whole(self.module)
+            materialise.move_whole_tensors(self.module, HOST)
+            self.pipeline.complete(self.module)
+        else:
+            log.warning("The whole model does not fit on this host: the module stays divided after the run")
+        return fits

@@ -1,0 +1,135 @@
+"""What the ranks of one pipeline hold of a model, put together.
+
+A pipeline group is one rank of every stage. Where there is no pipeline it is this rank alone, and everything here is
+at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torchmetrics import Metric
+
+from lightning_parallel.collectives.functional import broadcast_tensors
+from lightning_parallel.collectives.point_to_point import Lane, share_object
+from lightning_parallel.mesh import ParallelMesh
+from lightning_parallel.strategies.logged.metrics import share_metrics
+from lightning_parallel.techniques.tools import elsewhere
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class PipelineGroup:
+    """The ranks with which this one holds a whole model.
+
+    Args:
+        mesh: whose axis `pp` they are.
+    """
+
+    def __init__(self, mesh: ParallelMesh) -> None:
+        self._group, self._device = mesh["pp"].get_group(), mesh.device
+        self.ranks, self.rank = mesh.sizes["pp"], mesh["pp"].get_local_rank()
+
+    def stages_holding(self, names: Collection[str]) -> dict[str, int]:
+        """On how many ranks of the group each name is held, given those on this one."""
+        counts: dict[str, int] = {}
+        for name in (name for held in self._gathered(sorted(names)) for name in held):
+            counts[name] = counts.get(name, 0) + 1
+        return counts
+
+    def united(self, values: Mapping[Key, Any], keep: bool, order: Iterable[Key] = ()) -> dict[Key, Any]:
+        """All entries that any rank of the group holds: with values on its first rank where `keep`, else as shapes.
+
+        Args:
+            values: this rank's entries; tensors in them on the host where `keep`, else on meta.
+            keep: the same on all ranks of the group.
+            order: the keys that come first, in their order.
+        """
+        merged: dict[Key, Any] = dict(values)
+        for source in range(self.ranks if self.ranks > 1 else 0):
+            shapes = pytree.tree_map_only(Tensor, _Shape.of, dict(values))
+            for key, shape in share_object(shapes, source, self._group, self._device).items():
+                theirs = self._sent_to_first(values.get(key), shape, source, keep) if source != 0 else None
+                if key not in merged:
+                    merged[key] = theirs if theirs is not None else _on_meta(shape)
+        first = [key for key in order if key in merged]
+        return {key: merged[key] for key in (*first, *(key for key in merged if key not in set(first)))}
+
+    def _sent_to_first(self, value: Any, shape: Any, source: int, keep: bool) -> Any:
+        """The value of rank `source`, on the first rank of the group; None on all others."""
+        if not keep or self.rank not in (0, source):
+            return None
+        lane = Lane(self._group, self._device)
+        if self.rank == source:
+            for tensor in pytree.tree_leaves(value):
+                if isinstance(tensor, Tensor):
+                    lane.send(tensor.to(self._device), 0)
+            lane.finish()
+            return None
+
+        def receive(place: _Shape) -> Tensor:
+            return lane.receive(place.empty(self._device), source).wait().cpu()
+
+        return pytree.tree_map_only(_Shape, receive, shape)
+
+    @torch.no_grad()
+    def complete(self, module: nn.Module) -> None:
+        """Gives this rank's module, whose tensors are on the host, those of all stages."""
+        held = _tensors(module).keys()
+        holders = self._gathered(sorted(held))
+        elsewhere.restore(module, lambda shape: torch.empty_like(shape, device="cpu"))
+        tensors = _tensors(module)
+        for source, theirs in enumerate(holders):
+            names = [name for name in theirs if not any(name in before for before in map(set, holders[:source]))]
+            broadcast_tensors([tensors[name] for name in names], self._group, self._device, source)
+
+    def shared(self, values: Mapping[str, tuple[Tensor, Any]]) -> dict[str, tuple[Tensor, Any]]:
+        """Tensors that any rank of the group has, each with what is to be known of it; the first that has one tells."""
+        merged: dict[str, tuple[Tensor, Any]] = {}
+        for source in range(self.ranks):
+            mine = {name: (_Shape.of(tensor), tensor.device.type, known) for name, (tensor, known) in values.items()}
+            theirs = share_object(mine, source, self._group, self._device)
+            theirs = {name: what for name, what in theirs.items() if name not in merged}
+            place = {name: shape.empty(self._device) for name, (shape, _, _) in theirs.items()}
+            if self.rank == source:
+                place = {name: values[name][0].detach().contiguous() for name in theirs}
+            broadcast_tensors(list(place.values()), self._group, self._device, source)
+            merged |= {name: (place[name].to(kind), known) for name, (_, kind, known) in theirs.items()}
+        return merged
+
+    def _gathered(self, value: list[str]) -> list[list[str]]:
+        if self.ranks == 1:
+            return [value]
+        return [share_object(value, source, self._group, self._device) for source in range(self.ranks)]
+
+    def share_metrics(self, module: nn.Module, source: int | None) -> None:
+        """Gives all ranks of the group what the metrics of one of them hold; None if they held the same."""
+        if source is not None:
+            metrics = (part for part in module.modules() if isinstance(part, Metric))
+            share_metrics(metrics, source, self._group, self._device)
+
+
+class _Shape:
+    """Where a tensor is, and of what shape."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.shape, self.dtype = shape, dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Shape:
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+    def empty(self, device: torch.device | str) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+def _on_meta(shape: Any) -> Any:
+    return pytree.tree_map_only(_Shape, lambda place: place.empty("meta"), shape)
+
+
+def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}

@@ -1,0 +1,184 @@
+"""One batch like those to come, and one step on it that leaves no trace: what techniques may look at before a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.data import extract_batch_size
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.utils._pytree import tree_unflatten
+from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import Metric
+
+from lightning_parallel.strategies.data.batches import generators_of
+from lightning_parallel.strategies.data.loaders import (
+    CollateCounted,
+    DealtBatches,
+    Divided,
+    DividedIterable,
+    DividedIterator,
+)
+from lightning_parallel.strategies.data.randomness import RandomState
+from lightning_parallel.strategies.logged.kept_values import KeptValues
+from lightning_parallel.techniques.technique import Sample
+
+HOST = torch.device("cpu")
+
+
+def take_sample(trainer: Trainer) -> Sample:
+    """A sample step of what the trainer is about to do, on the host.
+
+    Raises:
+        TypeError: a loader that can be read only once.
+    """
+    module: Any = trainer.lightning_module
+    loop, step = _loop_and_step(trainer, module)
+    loop.setup_data()
+    combined: Any = loop._combined_loader
+    with _same_randomness(combined.flattened):
+        batch = _prepared(trainer, module, _batch_of(combined))
+    numbers = [*([0] if _takes_index(step) else []), *([0] if _names_loader(combined) else [])]
+
+    def run(on: Any = batch) -> Any:
+        with _same_randomness([]), _without_traces(module), trainer.precision_plugin.forward_context():
+            return step(on, *numbers)
+
+    return Sample(run, _size_of(batch), batch, HOST)
+
+
+def _takes_index(step: Callable[..., Any]) -> bool:
+    """Whether Lightning gives the step the batch's index, whatever the step calls it."""
+    return is_param_in_hook_signature(step, "batch_idx", min_args=2)
+
+
+def _names_loader(combined: Any) -> bool:
+    """Whether Lightning gives a step the loader's index: it does where loaders are read one after the other."""
+    return combined._mode == "sequential" and len(combined.flattened) > 1
+
+
+def _loop_and_step(trainer: Trainer, module: LightningModule) -> tuple[Any, Callable[..., Any]]:
+    choices: dict[TrainerFn, tuple[Any, Callable[..., Any]]] = {
+        TrainerFn.FITTING: (trainer.fit_loop, module.training_step),
+        TrainerFn.VALIDATING: (trainer.validate_loop, module.validation_step),
+        TrainerFn.TESTING: (trainer.test_loop, module.test_step),
+        TrainerFn.PREDICTING: (trainer.predict_loop, module.predict_step),
+    }
+    assert trainer.state.fn is not None
+    return choices[trainer.state.fn]
+
+
+def _size_of(batch: Any) -> int:
+    try:
+        return extract_batch_size(batch)
+    except Exception:  # Lightning finds no tensor to read it from
+        return 1
+
+
+def _prepared(trainer: Trainer, module: Any, batch: Any) -> Any:
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return module._apply_batch_transfer_handler(batch, device=HOST, dataloader_idx=0)
+
+
+# ---------------------------------------------------------------- a batch
+
+
+def _batch_of(combined: Any) -> Any:
+    if combined._mode == "sequential":
+        return _first_batch(combined.flattened[0])
+    return tree_unflatten([_first_batch(loader) for loader in combined.flattened], combined._spec)
+
+
+def _first_batch(loader: Any) -> Any:
+    if isinstance(loader, DividedIterator):
+        return next(_read_again(loader.batches))
+    if not isinstance(loader, DataLoader):
+        return next(_read_again(loader))
+    collate = loader.collate_fn.collate if isinstance(loader.collate_fn, CollateCounted) else loader.collate_fn
+    return collate(_first_samples(loader))
+
+
+def _first_samples(loader: DataLoader[Any]) -> Any:
+    dataset: Any = loader.dataset.dataset if isinstance(loader.dataset, DividedIterable) else loader.dataset
+    if isinstance(dataset, IterableDataset):
+        samples = _read_again(dataset)
+        return next(samples) if loader.batch_size is None else list(islice(samples, loader.batch_size))
+    indices = _first_indices(loader)
+    if not isinstance(indices, (list, tuple)) or (loader.batch_sampler is None):
+        return dataset[indices]
+    fetch_many = getattr(dataset, "__getitems__", None)
+    return fetch_many(list(indices)) if callable(fetch_many) else [dataset[index] for index in indices]
+
+
+def _first_indices(loader: Any) -> Any:
+    divided: Divided | None = getattr(loader, "divided", None)
+    if divided is None:
+        return next(iter(loader.sampler if loader.batch_sampler is None else loader.batch_sampler))
+    if isinstance(divided, DealtBatches):
+        return next(iter(divided.sampler))
+    return list(islice(iter(divided.sampler), loader.batch_sampler.batch_size))
+
+
+def _read_again(batches: Any) -> Iterator[Any]:
+    iterator: Iterator[Any] = iter(batches)
+    if iterator is batches:
+        raise TypeError(
+            f"a {type(batches).__name__} can be read only once, but a pipeline looks at one batch before the run; "
+            "give a loader whose __iter__ starts anew"
+        )
+    return iterator
+
+
+@contextmanager
+def _same_randomness(loaders: list[Any]) -> Iterator[None]:
+    """Afterwards all generators stand where they stood."""
+    host = RandomState.now()
+    own = [(generator, generator.get_state()) for loader in loaders for generator in generators_of(loader)]
+    try:
+        yield
+    finally:
+        host.restore()
+        for generator, state in own:
+            generator.set_state(state)
+
+
+# ---------------------------------------------------------------- a step
+
+
+@contextmanager
+def _without_traces(module: LightningModule) -> Iterator[None]:
+    """Inside, nothing is logged and no metric counts; afterwards the module keeps what it kept."""
+    kept = KeptValues(module)
+    silent: dict[str, Any] = {"update": _nothing, "forward": _zero, "compute": _zero}
+    metrics = [part for part in module.modules() if isinstance(part, Metric)]
+    before = [{name: vars(metric).get(name) for name in silent} for metric in metrics]
+    logged = vars(module).get("log")
+    vars(module)["log"] = _nothing
+    for metric in metrics:
+        vars(metric).update(silent)
+    try:
+        yield
+    finally:
+        kept.undo()
+        vars(module).pop("log")
+        if logged is not None:
+            vars(module)["log"] = logged
+        for metric, own in zip(metrics, before, strict=True):
+            for name, value in own.items():
+                vars(metric).pop(name)
+                if value is not None:
+                    vars(metric)[name] = value
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _zero(*_: Any, **__: Any) -> torch.Tensor:
+    return torch.zeros(())

@@ -1,0 +1,130 @@
+"""Gradients as one device has them, for hooks that look at gradients: to log norms, to clip, to change them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lightning_parallel.strategies.model.divided_model import DividedModel
+from lightning_parallel.strategies.model.shown_gradient import ShownGradient
+from lightning_parallel.strategies.ranks.agreement import gather
+from lightning_parallel.techniques.tools.shards import dtensor_of, local, shard_of
+
+AFTER_BACKWARD = ("on_after_backward",)
+BEFORE_STEP = ("on_before_optimizer_step", "configure_gradient_clipping")
+
+
+class WholeGradients:
+    """Where somebody has such a hook, it sees the whole tree, in which every parameter has its whole gradient.
+
+    Gradients of other stages are sent for it in every step, so a hook that nobody overrides costs nothing. All ranks
+    must come.
+
+    Args:
+        divided: the module.
+        callbacks: all that have hooks too.
+        host: all ranks, for messages of the host.
+    """
+
+    def __init__(self, divided: DividedModel, callbacks: list[Callback], host: dist.ProcessGroup) -> None:
+        self._divided = divided
+        self._wanted: set[tuple[str, ...]] = set()
+        self._elsewhere: list[nn.Parameter] = []
+        if divided.mesh.world_size > 1:
+            for hooks in (AFTER_BACKWARD, BEFORE_STEP):
+                if any(gather(_somebody_overrides(hooks, divided.module, callbacks), host)):
+                    self._wanted.add(hooks)
+
+    def held(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Those of the parameters that this rank holds."""
+        shown = {id(parameter) for parameter in self._elsewhere}
+        return [parameter for parameter in parameters if id(parameter) not in shown]
+
+    @contextmanager
+    def shown(self, hooks: tuple[str, ...]) -> Iterator[None]:
+        """Around hooks of these names."""
+        if hooks not in self._wanted:
+            yield
+            return
+        arrived = self._arrived()
+        with self._divided.shown(), _as_whole(self._divided.held()):
+            self._set(arrived)
+            try:
+                yield
+            finally:
+                for parameter in self._elsewhere:
+                    parameter.grad = None
+                self._elsewhere.clear()
+
+    def _arrived(self) -> Mapping[str, tuple[Tensor, _Layout | None]]:
+        pipeline = self._divided.pipeline
+        return {} if pipeline.ranks == 1 else pipeline.shared(_gradients(self._divided.module))
+
+    def _set(self, arrived: Mapping[str, tuple[Tensor, _Layout | None]]) -> None:
+        held = self._divided.held()
+        for name, parameter in self._divided.module.named_parameters(remove_duplicate=False):
+            if name in arrived and parameter not in held:
+                part, layout = arrived[name]
+                parameter.grad = part if layout is None else layout.on(part, self._divided.mesh.device_mesh)
+                self._elsewhere.append(parameter)
+
+
+@contextmanager
+def _as_whole(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    divided = [(parameter, parameter.grad) for parameter in parameters if isinstance(parameter.grad, DTensor)]
+    shown = [ShownGradient.of(gradient) for _, gradient in divided]
+    for (parameter, _), seen in zip(divided, shown, strict=True):
+        parameter.grad = seen
+    try:
+        yield
+    finally:
+        for (parameter, gradient), seen in zip(divided, shown, strict=True):
+            now = parameter.grad
+            if now is seen:
+                parameter.grad = gradient
+            elif now is not None and not isinstance(now, DTensor):  # the user put another tensor in its place
+                parameter.grad = shard_of(now.detach(), gradient)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How a gradient is divided, in terms that ranks of another stage understand."""
+
+    axes: tuple[str, ...]
+    placements: Any
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Layout | None:
+        if not isinstance(tensor, DTensor):
+            return None
+        axes = tensor.device_mesh.mesh_dim_names
+        assert axes is not None
+        return cls(axes, tensor.placements, tensor.shape, tensor.stride())
+
+    def on(self, part: Tensor, mesh: DeviceMesh) -> ShownGradient:
+        """The part as that of a whole which the ranks of this stage share in the same way."""
+        mine = mesh[self.axes]
+        return ShownGradient.of(dtensor_of(part, mine, self.placements, self.shape, self.stride))
+
+
+def _gradients(module: nn.Module) -> dict[str, tuple[Tensor, _Layout | None]]:
+    found = {name: parameter.grad for name, parameter in module.named_parameters(remove_duplicate=False)}
+    return {name: (local(grad), _Layout.of(grad)) for name, grad in found.items() if grad is not None}
+
+
+def _somebody_overrides(hooks: tuple[str, ...], module: LightningModule, callbacks: list[Callback]) -> bool:
+    base = getattr(Callback, hooks[0])
+    theirs = [vars(callback).get(hooks[0], getattr(type(callback), hooks[0])) for callback in callbacks]
+    return any(is_overridden(name, module) for name in hooks) or any(hook is not base for hook in theirs)

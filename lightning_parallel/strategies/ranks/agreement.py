@@ -1,0 +1,157 @@
+"""What ranks tell each other so that a mistake on one is an error on all, and never a wait."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+T = TypeVar("T")
+
+
+def gather(value: T, group: dist.ProcessGroup) -> list[T]:
+    """The values of all ranks of the group, in their order."""
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def describe(batch: Any) -> str:
+    """The structure of a batch: its containers, and the type, dtype and dimensions of what they hold."""
+    leaves, structure = pytree.tree_flatten(batch)
+    return f"{structure} of [{', '.join(map(_describe_leaf, leaves))}]"
+
+
+def _describe_leaf(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{str(leaf.dtype).removeprefix('torch.')} tensor with {leaf.dim()} dimensions"
+    return type(leaf).__name__
+
+
+def described(value: object) -> str:
+    """Like `repr`, and the same in every process: there the members of a set come in another order."""
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(described, value)))}}}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{described(key)}: {described(member)}' for key, member in value.items())}}}"
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(described, value))})"
+    if is_dataclass(value):
+        return f"{type(value).__name__}{described([getattr(value, field.name) for field in fields(value)])}"
+    return repr(value)
+
+
+def fingerprint_model(module: nn.Module) -> str:
+    """A short name for the parameters' names, shapes and dtypes."""
+    lines = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in module.named_parameters()]
+    return f"{len(lines)} parameters, {hashlib.sha256(chr(10).join(lines).encode()).hexdigest()[:12]}"
+
+
+def require_same(what: str, values: Sequence[object], remedy: str) -> None:
+    """Raises on every rank, naming ranks and values, unless all values are equal."""
+    if len(set(map(str, values))) == 1:
+        return
+    by_value: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        by_value.setdefault(str(value), []).append(rank)
+    listed = "; ".join(
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {v}" for v, ranks in by_value.items()
+    )
+    raise ValueError(f"{what} must be the same on every rank, but they differ ({listed}); {remedy}")
+
+
+LOGGED = "a step that logged"
+Mark = tuple[int, int, int, int]
+
+
+@dataclass(frozen=True)
+class Content:
+    """What this rank reads, where other ranks must read the same.
+
+    Attributes:
+        readers: the number of parts into which data is divided, each read by several ranks; 0 where each has one rank.
+        reader: the part that this rank reads.
+        checksum: of what it read; None where that cannot be known.
+    """
+
+    readers: int = 0
+    reader: int = 0
+    checksum: int | None = None
+
+    def numbers(self) -> list[float]:
+        """The checksum and its negative, each in the place of the part: the highest of both tell whether all agree."""
+        numbers = [float("-inf")] * (2 * self.readers)
+        if self.checksum is not None and self.readers:
+            numbers[self.reader], numbers[self.readers + self.reader] = self.checksum, -self.checksum
+        return numbers
+
+
+class Comparison:
+    """One small message by which ranks find out whether they are at the same place, and what any of them was asked.
+
+    All comparisons are alike, so that ranks that are at different places compare with each other, and know it.
+
+    Args:
+        mark: where this rank is: loader, batch, whether it is the last, and a checksum of the rest.
+        requested: what was asked of this rank; `anybody` then says what was asked of any.
+        group: all ranks.
+        content: what this rank reads; on all ranks with as many `readers`.
+    """
+
+    def __init__(
+        self, mark: Mark, requested: Sequence[float], group: dist.ProcessGroup, content: Content | None = None
+    ) -> None:
+        self._group, self._content = group, content or Content()
+        numbers = [*self._content.numbers(), *requested, *mark, *(-number for number in mark)]
+        self._numbers = torch.tensor(numbers, dtype=torch.float64)
+        self._work = dist.all_reduce(self._numbers, op=dist.ReduceOp.MAX, group=group, async_op=True)
+        self._places = len(mark)
+        self.anybody: list[float] = []
+
+    def finish(self, where: Callable[[], str], what: Callable[[], str]) -> None:
+        """Waits for the others.
+
+        Args:
+            where: tells the place in words; called only if ranks differ, as is `what`.
+            what: tells what the checksum is of.
+
+        Raises:
+            ValueError: on every rank, if they are at different places or hold different things.
+        """
+        self._work.wait()
+        numbers = self._numbers.tolist()
+        highest, lowest = numbers[-2 * self._places : -self._places], numbers[-self._places :]
+        readers = self._content.readers
+        self.anybody = numbers[2 * readers : -2 * self._places]
+        if any(high != -low for high, low in zip(highest, lowest, strict=True)):
+            self._explain(gather((where(), what()), self._group))
+        if any(high != -low for high, low in zip(numbers[:readers], numbers[readers : 2 * readers], strict=True)):
+            self._explain_content(where())
+
+    def _explain_content(self, where: str) -> None:
+        said = gather((self._content.reader, self._content.checksum), self._group)
+        for reader in range(self._content.readers):
+            ranks = [rank for rank, (part, _) in enumerate(said) if part == reader]
+            if len({said[rank][1] for rank in ranks}) > 1:
+                raise ValueError(
+                    f"{where} differs between ranks {', '.join(map(str, ranks))}, which must read the same samples: "
+                    "each holds a part of the model for them; make what is random in the dataset or in loader workers "
+                    "depend on the sample, or leave out seed_everything(workers=True), which seeds workers by rank"
+                )
+
+    def _explain(self, said: list[tuple[str, str]]) -> None:
+        places = [place for place, _ in said]
+        if any(place.startswith(LOGGED) for place in places):
+            remedy = "log on all ranks alike, or on one with rank_zero_only=True"
+            require_same("what is logged", [f"{place} {what}".rstrip() for place, what in said], remedy)
+        require_same("the end of the data", places, EVENLY)
+        require_same("the structure of a batch", [what for _, what in said], "look at the dataset there")
+
+
+EVENLY = "every rank must read equally many batches"

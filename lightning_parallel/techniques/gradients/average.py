@@ -1,0 +1,162 @@
+"""Averaging gradients in place: what data parallel does to all of them, and ZeRO to those it cannot shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.futures import Future
+
+from lightning_parallel.collectives.functional import Pending, all_reduce
+from lightning_parallel.mesh import ParallelMesh
+from lightning_parallel.techniques.gradients.buckets import Bucket, BucketedStep
+from lightning_parallel.techniques.step import Step
+from lightning_parallel.techniques.tools.shards import as_gradient, local
+
+Compression = Literal["bf16", "fp16", "powersgd"]
+CommunicationHook = Callable[[Any, Any], Future[Tensor]]
+
+
+def average_gradients(
+    step: Step,
+    parameters: Sequence[nn.Parameter],
+    mesh: ParallelMesh,
+    compression: Compression | None = None,
+    bucket_mb: float = 25,
+) -> Step:
+    """Averages the gradients of `parameters` over all ranks that hold them and see other data."""
+    if mesh.gradients.size() == 1:
+        return step
+    group = mesh.gradients.get_group()
+    hook = _communication_hook(compression, group)
+    made: list[AllReduceBucket] = []
+
+    def make_bucket(members: Sequence[nn.Parameter]) -> Bucket:
+        made.append(AllReduceBucket(members, group, hook, index=len(made)))
+        return made[-1]
+
+    return BucketedStep(step, parameters, make_bucket, int(bucket_mb * 2**20))
+
+
+class AllReduceBucket(Bucket):
+    """A bucket in whose buffer the gradients live: they are averaged in place.
+
+    It offers what torch's communication hooks read of a bucket: `buffer`, `gradients`, `index`, `is_last`.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        group: dist.ProcessGroup,
+        hook: Callable[[Any], Future[Tensor]] | None = None,
+        index: int = 0,
+    ) -> None:
+        super().__init__(parameters)
+        self._group = group
+        self._hook = hook
+        self._index = index
+        self._scale = 1.0 if hook else 1.0 / group.size()  # torch's hooks divide for themselves
+        self._message: Tensor | None = None
+        self._views: list[Tensor] = []
+        self._gradients: list[Tensor] = []
+
+    # ---------------------------------------------------------------- the reduction
+
+    def keep(self, index: int) -> None:
+        """See `Bucket.keep`. The gradient moves into the buffer, where later passes add to it."""
+        self._allocate()
+        parameter, gradient = self.parameters[index], self._gradients[index]
+        if parameter.grad is not None and parameter.grad is not gradient and not parameter.grad.is_sparse:
+            self._views[index].copy_(local(parameter.grad))
+            parameter.grad = gradient
+
+    def put(self, index: int) -> None:
+        """See `Bucket.put`. A gradient that already lives in the buffer is not copied again."""
+        self._allocate()
+        parameter, view = self.parameters[index], self._views[index]
+        if parameter.grad is None:
+            view.zero_()
+        elif parameter.grad.is_sparse:
+            raise TypeError("sparse gradients (Embedding(sparse=True)) cannot be reduced in buckets; use sparse=False")
+        else:
+            torch.mul(local(parameter.grad), self._scale, out=view)
+            parameter.grad = self._gradients[index]
+
+    def start(self, unused: list[int]) -> None:
+        """See `Bucket.start`."""
+        self._unused = unused
+        self._flags.fill_(1)
+        if unused:
+            self._flags[unused] = 0
+        self._pending = self._reduce()
+
+    def finish(self) -> None:
+        """See `Bucket.finish`."""
+        self._pending.wait()
+        if self._unused:
+            used_elsewhere = (self._flags[self._unused] > 0).tolist()
+            for index, used in zip(self._unused, used_elsewhere, strict=True):
+                self.parameters[index].grad = self._gradients[index] if used else None
+
+    def _reduce(self) -> Pending:
+        if self._hook is None:
+            return all_reduce(self.buffer(), self._group)
+        future = self._hook(self)
+        return Pending(None, lambda: self.set_buffer(future.wait()))
+
+    def _allocate(self) -> None:
+        if self._message is not None:
+            return
+        kept = [local(parameter.detach()) for parameter in self.parameters]
+        sizes = [part.numel() for part in kept]
+        first = kept[0]
+        self._message = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
+        *slots, self._flags = torch.split(self._message, [*sizes, len(sizes)])
+        self._views = [slot.view_as(part) for slot, part in zip(slots, kept, strict=True)]
+        self._gradients = [as_gradient(*pair) for pair in zip(self._views, self.parameters, strict=True)]
+
+    # ---------------------------------------------------------------- what torch's hooks read
+
+    def buffer(self) -> Tensor:
+        """The message: all gradients and the flags, flat."""
+        assert self._message is not None
+        return self._message
+
+    def set_buffer(self, tensor: Tensor) -> None:
+        """Takes the reduced message, which a hook may hand over in another tensor."""
+        if tensor.data_ptr() != self.buffer().data_ptr():
+            self.buffer().copy_(tensor)
+
+    def gradients(self) -> list[Tensor]:
+        """The parts of the message with the shapes of their parameters; the flags travel as one vector."""
+        return [*self._views, self._flags]
+
+    def index(self) -> int:
+        """Which bucket this is, in the order of sending."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Whether this is the last bucket of the step; PowerSGD counts its iterations there, so here: the first."""
+        return self._index == 0
+
+
+def _communication_hook(
+    compression: Compression | None, group: dist.ProcessGroup
+) -> Callable[[Any], Future[Tensor]] | None:
+    if compression is None:
+        return None
+    state, hook = _hook_and_state(compression, group)
+    return lambda bucket: hook(state, bucket)
+
+
+def _hook_and_state(compression: Compression, group: dist.ProcessGroup) -> tuple[Any, CommunicationHook]:
+    if compression == "bf16":
+        return group, default_hooks.bf16_compress_hook
+    if compression == "fp16":
+        return group, default_hooks.fp16_compress_hook
+    state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=1, start_powerSGD_iter=10)
+    return state, powerSGD_hook.powerSGD_hook

@@ -1,0 +1,231 @@
+"""Gradients in buckets, reduced while backward still computes the next ones.
+
+Shared by data parallel (all_reduce) and ZeRO-1/2 (reduce_scatter). Buckets are filled in the reverse order of the
+parameters, roughly the order in which backward produces gradients, and sent in that one order on every rank, so that
+ranks whose gradients arrive differently, or not at all, still meet in the same collectives.
+Source: S. Li et al., PyTorch Distributed, VLDB 2020.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from lightning_parallel.techniques.step import Step, WrappedStep
+from lightning_parallel.techniques.tools.shards import local
+
+IN_FLIGHT = 2
+"""How many messages may be under way: more would hold more memory than they hide time."""
+
+
+class Bucket(ABC):
+    """Some parameters whose gradients travel in one message.
+
+    With the gradients travels one flag per parameter that says whether this rank had a gradient for it: a parameter
+    that no rank used must end with `grad = None`, as it does on one device, or weight decay would move it.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        self.missing: set[int] = set()
+        self.active = False
+        self.synced = True
+
+    def begin(self, synced: bool) -> None:
+        """Before a backward pass; a bucket of frozen parameters stays out of it.
+
+        Args:
+            synced: whether gradients are those of the global batch after it; else a later pass will see to that.
+        """
+        self.synced = synced
+        self.missing = {index for index, parameter in enumerate(self.parameters) if parameter.requires_grad}
+        self.active = bool(self.missing)
+
+    def receive(self, index: int) -> None:
+        """The gradient of one parameter is complete."""
+        if index not in self.missing:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(self.parameters[index].shape)} got a second gradient in one "
+                "backward pass; reentrant activation checkpointing does this: call checkpoint(..., use_reentrant=False)"
+            )
+        self.missing.discard(index)
+        self.put(index)
+
+    def send(self) -> None:
+        """Starts the reduction; parameters without a new gradient take part with the one they have, or with zeros."""
+        late = [i for i, parameter in enumerate(self.parameters) if i in self.missing or not parameter.requires_grad]
+        unused = [index for index in late if self.parameters[index].grad is None]
+        for index in late:
+            self.put(index)
+        self.start(unused)
+
+    def keep(self, index: int) -> None:  # noqa: B027
+        """The gradient of one parameter grew in a pass that is not reduced."""
+
+    @abstractmethod
+    def put(self, index: int) -> None:
+        """Copies a parameter's gradient into the message, zeros if it has none."""
+
+    @abstractmethod
+    def start(self, unused: list[int]) -> None:
+        """Starts the collective; `unused` are the parameters for which this rank has no gradient."""
+
+    def settle(self) -> None:  # noqa: B027
+        """Some buckets later: waits for the collective, frees the message and starts what must follow, if anything."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Waits for the collective and gives every parameter its reduced gradient."""
+
+
+class BucketedStep(WrappedStep):
+    """Reduces the gradients of some parameters in buckets during backward.
+
+    Args:
+        inner: the step to wrap.
+        parameters: those whose gradients are reduced; frozen ones join when they are unfrozen.
+        make_bucket: makes a bucket of parameters.
+        bucket_bytes: how large the gradients of one bucket may grow.
+        accumulates_locally: whether `unsynced` passes skip the reduction (ZeRO-2 reduces each, to keep only shards).
+    """
+
+    def __init__(
+        self,
+        inner: Step,
+        parameters: Iterable[nn.Parameter],
+        make_bucket: Callable[[Sequence[nn.Parameter]], Bucket],
+        bucket_bytes: int,
+        accumulates_locally: bool = True,
+    ) -> None:
+        super().__init__(inner)
+        self.buckets: list[Bucket] = []
+        self._make_bucket = make_bucket
+        self._bucket_bytes = bucket_bytes
+        self._accumulates_locally = accumulates_locally
+        self._waiting = list(parameters)
+        self._handles: list[RemovableHandle] = []
+        self._synced = True
+        self._running = False
+        self._active: list[Bucket] = []
+        self._next = 0
+        self._adopt_unfrozen()
+
+    # ---------------------------------------------------------------- the step
+
+    def backward(self, run: Callable[[], None]) -> None:
+        """Runs backward; reduction starts with the first full bucket and is over when this returns."""
+        if not self._synced and self._accumulates_locally and self._all_local():
+            return self.inner.backward(run)
+        self._begin()
+        try:
+            self.inner.backward(run)
+            self._finish()
+        finally:
+            self._running = False
+        return None
+
+    @contextmanager
+    def unsynced(self) -> Iterator[None]:
+        """See `Step.unsynced`."""
+        self._synced = False
+        try:
+            with self.inner.unsynced():
+                yield
+        finally:
+            self._synced = True
+
+    def close(self) -> None:
+        """Removes the hooks from the parameters."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.inner.close()
+
+    # ---------------------------------------------------------------- during backward
+
+    def _all_local(self) -> bool:
+        return not any(has_shard(p) for bucket in self.buckets for p in bucket.parameters)
+
+    def _begin(self) -> None:
+        self._adopt_unfrozen()
+        for bucket in self.buckets:
+            bucket.begin(self._synced)
+        self._active = [bucket for bucket in self.buckets if bucket.active]
+        self._next = 0
+        self._running = True
+
+    def _on_gradient(self, bucket: Bucket, index: int, _: Tensor) -> None:
+        if not self._running:
+            if not self._synced:
+                bucket.keep(index)
+                return
+            # The user called `loss.backward()` without the strategy: reduce all the same.
+            self._begin()
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        bucket.receive(index)
+        if not bucket.missing:
+            self._send_in_order()
+
+    def _send_in_order(self) -> None:
+        while self._next < len(self._active) and not self._active[self._next].missing:
+            self._send_next()
+
+    def _send_next(self) -> None:
+        self._active[self._next].send()
+        self._next += 1
+        if self._next > IN_FLIGHT:
+            self._active[self._next - IN_FLIGHT - 1].settle()
+
+    def _finish(self) -> None:
+        while self._next < len(self._active):
+            self._send_next()
+        for bucket in self._active[-IN_FLIGHT:]:
+            bucket.settle()
+        for bucket in self._active:
+            bucket.finish()
+        self._running = False
+
+    # ---------------------------------------------------------------- buckets
+
+    def _adopt_unfrozen(self) -> None:
+        ready = [parameter for parameter in self._waiting if parameter.requires_grad]
+        if not ready:
+            return
+        self._waiting = [parameter for parameter in self._waiting if not parameter.requires_grad]
+        for group in split_by_size(ready[::-1], self._bucket_bytes):
+            bucket = self._make_bucket(group)
+            self.buckets.append(bucket)
+            for index, parameter in enumerate(group):
+                hook = partial(self._on_gradient, bucket, index)
+                register = cast(Callable[..., RemovableHandle], parameter.register_post_accumulate_grad_hook)
+                self._handles.append(register(hook))
+
+
+def has_shard(parameter: nn.Parameter) -> bool:
+    """Whether the gradient of a parameter is divided more finely than the parameter."""
+    whole = parameter.placements if isinstance(parameter, DTensor) else ()
+    return isinstance(parameter.grad, DTensor) and parameter.grad.placements != whole
+
+
+def split_by_size(parameters: Sequence[nn.Parameter], limit_bytes: int) -> list[list[nn.Parameter]]:
+    """Groups parameters of one dtype and device, in their order, up to `limit_bytes` a group."""
+    groups: list[list[nn.Parameter]] = []
+    open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
+    for parameter in parameters:
+        key = (parameter.dtype, parameter.device)
+        size = local(parameter.detach()).nbytes
+        group, used = open_groups.get(key, ([], limit_bytes))
+        if used + size > limit_bytes:
+            group, used = [], 0
+            groups.append(group)
+        group.append(parameter)
+        open_groups[key] = (group, used + size)
+    return groups

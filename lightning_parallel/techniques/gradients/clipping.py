@@ -1,0 +1,85 @@
+"""Clipping over the whole mesh: one norm, in which every element counts once wherever it lives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_parallel.collectives.functional import within_reach
+from lightning_parallel.techniques.tools.shards import divides, local
+
+
+@torch.no_grad()
+def clip_by_norm(
+    parameters: Iterable[Tensor], max_norm: float, sharded: bool, holders: Callable[[Tensor], int] | None = None
+) -> Tensor:
+    """Scales gradients in place so that their norm over all parameters and ranks is at most `max_norm`.
+
+    Args:
+        parameters: those of one optimizer; each gradient is a DTensor or a whole tensor, the same kind on every rank.
+        max_norm: the largest norm allowed.
+        sharded: whether any gradient may be sharded, so that ranks must add up; the same answer on every rank.
+        holders: how many ranks hold a parameter, or a part of it; all of them unless given.
+
+    Returns:
+        The norm before clipping, the same on every rank.
+    """
+    found = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    gradients = [gradient for _, gradient in found]
+    ranks = dist.get_world_size() if sharded else 1
+    holding = [ranks if holders is None else holders(parameter) for parameter, _ in found]
+    norm = _global_norm(gradients, holding if sharded else None)
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for same in _by_kind(map(local, gradients)):
+        torch._foreach_mul_(same, factor.to(same[0].device, same[0].dtype))
+    return norm
+
+
+@torch.no_grad()
+def clip_by_value(parameters: Iterable[Tensor], limit: float) -> None:
+    """Clamps every element of every gradient to [-limit, limit], in place."""
+    for same in _by_kind(local(parameter.grad) for parameter in parameters if parameter.grad is not None):
+        torch._foreach_clamp_min_(same, -limit)
+        torch._foreach_clamp_max_(same, limit)
+
+
+def _global_norm(gradients: list[Tensor], holding: list[int] | None) -> Tensor:
+    device = local(gradients[0]).device if gradients else torch.device("cpu")
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    by_copies: dict[int, list[Tensor]] = {}
+    for index, gradient in enumerate(gradients):
+        copies = 1 if holding is None else holding[index] // _shards(gradient)
+        by_copies.setdefault(copies, []).append(local(gradient))
+    for copies, same_copies in by_copies.items():
+        for same in _by_kind(same_copies):
+            norms = torch.stack(torch._foreach_norm(same))
+            total += norms.to(device, torch.float64).square().sum() / copies
+    if holding is not None:
+        total = _summed(total)
+    return total.sqrt()
+
+
+def _shards(gradient: Tensor) -> int:
+    if not isinstance(gradient, DTensor):
+        return 1
+    return prod(gradient.device_mesh.size(i) for i, place in enumerate(gradient.placements) if divides(place))
+
+
+def _summed(total: Tensor) -> Tensor:
+    world = dist.group.WORLD
+    assert world is not None
+    moved = within_reach(total, world)  # gradients may live on the host (offload)
+    dist.all_reduce(moved)
+    return moved.to(total.device)
+
+
+def _by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return list(kinds.values())

@@ -1,0 +1,295 @@
+"""Lets any optimizer step what a rank stores, while the user's optimizer keeps the module's parameters in its groups.
+
+The user, Lightning and LR schedulers see the optimizer that `configure_optimizers` returned, with its state under the
+module's parameters. Only while `step` runs, the parameters in its groups are replaced: by this rank's local shards for
+optimizers that treat every element alike (41 us a block, against 1,618 through DTensor), and by whole tensors for all
+others (Muon, LBFGS, a user's own), whose arithmetic over matrices and norms DTensor would refuse or round differently.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn, optim
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from lightning_parallel.techniques.step import Step
+from lightning_parallel.techniques.tools.shards import as_shard, gathered, is_sharded, shard_of, whole_tensor
+
+log = logging.getLogger(__name__)
+
+ELEMENTWISE: set[type[Optimizer]] = {
+    optim.ASGD,
+    optim.Adadelta,
+    optim.Adagrad,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adamax,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.Rprop,
+    optim.SGD,
+}
+"""Optimizers in which no element of a parameter looks at another one; add your own to have it step shards."""
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether the optimizer is one of `ELEMENTWISE`, or of a subclass that steps as it does."""
+    return any(isinstance(optimizer, known) and _steps_as(type(optimizer), known) for known in ELEMENTWISE)
+
+
+def _steps_as(kind: type[Optimizer], known: type[Optimizer]) -> bool:
+    names = ("step", "_init_group") if "_init_group" in vars(known) else ("step",)
+    # torch wraps `step` when it makes the first optimizer of a class
+    return all(inspect.unwrap(getattr(kind, name)) is inspect.unwrap(getattr(known, name)) for name in names)
+
+
+class StoredOptimizer:
+    """Makes `optimizer.step` act on stored parameters, and reads and writes its state in its single-device form.
+
+    Args:
+        optimizer: the user's.
+        step: says what is stored.
+        mean: from this rank's loss the mean over all samples, for optimizers that look at what their closure returns.
+        shards: whether any of the model's parameters is stored in shards.
+    """
+
+    def __init__(self, optimizer: Optimizer, step: Step, mean: Callable[[Any], Any], shards: bool) -> None:
+        self.optimizer = optimizer
+        self._step = step
+        self._mean = mean
+        self._elementwise = is_elementwise(optimizer)
+        self._groups: list[list[nn.Parameter]] | None = None
+        self._stepped: dict[nn.Parameter, Tensor] = {}
+        self._wholes: dict[nn.Parameter, Tensor] = {}
+        self._adopted: set[nn.Parameter] = set()
+        self._say_what_is_gathered()
+        for parameter in self._parameters():
+            self._adopt(parameter)
+        if shards or not self._elementwise:
+            optimizer.register_step_pre_hook(self._before_step)
+            optimizer.register_step_post_hook(self._after_step)
+
+    def _say_what_is_gathered(self) -> None:
+        sharded = any(is_sharded(self._step.stored(parameter)) for parameter in self._parameters())
+        if sharded and not self._elementwise and dist.get_rank() == 0:
+            log.warning(
+                "%s may look at several elements of a parameter at once, so every rank holds whole parameters and "
+                "gradients while it steps; if it does not, add it to stored_optimizer.ELEMENTWISE to save the memory",
+                type(self.optimizer).__name__,
+            )
+
+    def _parameters(self) -> list[nn.Parameter]:
+        """The module's, whatever the groups hold at the moment."""
+        groups = self._groups or [group["params"] for group in self.optimizer.param_groups]
+        return [parameter for group in groups for parameter in group]
+
+    # ---------------------------------------------------------------- stepping
+
+    @contextmanager
+    def stored(self) -> Iterator[None]:
+        """Inside, the optimizer's groups hold what it steps, with gradients and state."""
+        self._enter()
+        try:
+            yield
+        finally:
+            self._leave()
+            self._sleep()
+
+    def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        optimizer, *positional = args
+        closure = kwargs.get("closure", positional[0] if positional else None)
+        if closure is None:
+            self._enter()
+            return None
+        if not self._elementwise and any(parameter.grad is not None for parameter in self._parameters()):
+            self._enter()  # it may move before it calls the closure, as sharpness-aware ones do
+        outside = self._outside(closure)
+        return (optimizer, outside, *positional[1:]), {k: v for k, v in kwargs.items() if k != "closure"}
+
+    def _outside(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure runs the user's step and backward, on the module's own parameters; then the optimizer goes on."""
+
+        def run() -> Any:
+            if self._groups is not None:  # evaluated again, as LBFGS does: the parameters have moved
+                self._leave()
+                self._publish()
+            result = closure()
+            self._enter()
+            return result if self._elementwise else self._mean(result)
+
+        return run
+
+    def _after_step(self, *_: Any) -> None:
+        self._leave()
+        self._sleep()
+        self._publish()
+
+    def _publish(self) -> None:
+        self._step.after_optimizer_step(self._parameters())
+
+    @torch.no_grad()
+    def _enter(self) -> None:
+        if self._groups is not None:
+            return
+        self._groups = [list(group["params"]) for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group["params"][:] = [self._wake(parameter) for parameter in group["params"]]
+
+    @torch.no_grad()
+    def _leave(self) -> None:
+        if self._groups is None:
+            return
+        for group, parameters in zip(self.optimizer.param_groups, self._groups, strict=True):
+            for tensor, parameter in zip(group["params"], parameters, strict=True):
+                self._store(tensor, parameter)
+            group["params"][:] = parameters
+        self._groups = None
+
+    def _wake(self, parameter: nn.Parameter) -> Tensor:
+        tensor = self._to_step(parameter)
+        if tensor is parameter:
+            return tensor
+        tensor.grad = self._gradient(parameter, tensor)
+        self._adopt(parameter)
+        state = self.optimizer.state
+        if parameter in state and parameter not in self._stepped:
+            state[tensor] = state.pop(parameter)
+            if tensor is self._wholes.get(parameter):
+                _convert(state[tensor], whole_tensor)
+        self._stepped[parameter] = tensor
+        return tensor
+
+    def _to_step(self, parameter: nn.Parameter) -> Tensor:
+        stored = self._step.stored(parameter)
+        if not isinstance(stored, DTensor):
+            return stored
+        if self._elementwise or not is_sharded(stored):
+            return stored.to_local()
+        value = whole_tensor(stored).to(stored.device)
+        whole = self._wholes.setdefault(parameter, value)  # the same in every step: optimizers may keep it
+        whole.untyped_storage().resize_(value.untyped_storage().nbytes())
+        return whole.copy_(value)
+
+    def _gradient(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor | None:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor):
+            gradient = whole_tensor(gradient) if tensor is self._wholes.get(parameter) else gradient.to_local()
+        return None if gradient is None else gradient.to(tensor.device)
+
+    def _store(self, tensor: Tensor, parameter: nn.Parameter) -> None:
+        if tensor is parameter:
+            return
+        if tensor.grad is None:
+            parameter.grad = None  # it is the optimizer that zeroed it
+        tensor.grad = None
+        if tensor is self._wholes.get(parameter):
+            stored = self._step.stored(parameter)
+            assert isinstance(stored, DTensor)
+            stored.to_local().copy_(shard_of(tensor, stored).to_local())
+
+    # ---------------------------------------------------------------- state between steps
+
+    @torch.no_grad()
+    def _sleep(self) -> None:
+        """Between steps the state lies under the module's parameters, and each rank keeps its part of it."""
+        for parameter, tensor in self._stepped.items():
+            if tensor in self.optimizer.state:
+                self.optimizer.state[parameter] = self.optimizer.state.pop(tensor)
+            if tensor is self._wholes.get(parameter):
+                self._rest(parameter)
+                tensor.untyped_storage().resize_(0)
+        self._stepped.clear()
+
+    @torch.no_grad()
+    def _adopt(self, parameter: nn.Parameter) -> None:
+        """Divides state that was made for a whole parameter: by Adagrad when it was made, or loaded while frozen."""
+        if parameter not in self._adopted and isinstance(self._step.stored(parameter), DTensor):
+            self._rest(parameter)
+            self._adopted.add(parameter)
+
+    def _rest(self, parameter: nn.Parameter) -> None:
+        if parameter in self.optimizer.state:
+            stored = self._step.stored(parameter)
+            _convert(self.optimizer.state[parameter], lambda value: self._part(value, stored))
+
+    def _part(self, value: Tensor, stored: Tensor | None) -> Tensor:
+        if isinstance(value, DTensor):
+            return value.to_local() if self._elementwise else value
+        if not isinstance(stored, DTensor) or not is_sharded(stored) or value.dim() == 0 or value.shape != stored.shape:
+            return value
+        part = shard_of(value, stored).to_local().clone()  # a view would keep the whole in memory
+        return part if self._elementwise else as_shard(part, stored)
+
+    # ---------------------------------------------------------------- checkpoints
+
+    @torch.no_grad()
+    def state_dict(self, keep: bool) -> dict[str, Any]:
+        """The state as one device would have it: whole tensors, on the host where `keep`, else without values.
+
+        Every rank takes part in the gathering; those that do not keep the result hold one tensor at a time.
+        """
+        if self._has_own_form():
+            with self.stored():
+                own: dict[str, Any] = _mapped(lambda value: gathered(value, keep), self.optimizer.state_dict())
+            return own
+        state: dict[str, Any] = self.optimizer.state_dict()
+        state["state"] = {index: self._whole(values, index, keep) for index, values in state["state"].items()}
+        return state
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any], held: Collection[nn.Parameter]) -> None:
+        """Takes the state that one device would have, each rank its own part of every tensor that it holds."""
+        if self._has_own_form():
+            parts = _mapped(torch.clone, state)
+        else:
+            mine = {index: values for index, values in state["state"].items() if self._is_held(index, held)}
+            parts = {**state, "state": {index: self._parts(values, index) for index, values in mine.items()}}
+        with self.stored():
+            self.optimizer.load_state_dict(parts)
+
+    def _has_own_form(self) -> bool:
+        """Whether the optimizer writes its state in a way of its own, as those that combine others do."""
+        return type(self.optimizer).state_dict is not Optimizer.state_dict
+
+    def _whole(self, values: Any, index: Any, keep: bool) -> Any:
+        stored = self._stored_of(index)
+
+        def whole(value: Tensor) -> Tensor:
+            part_of = stored if self._elementwise and isinstance(stored, DTensor) and is_sharded(stored) else None
+            if part_of is not None and value.dim() > 0 and value.shape == part_of.to_local().shape:
+                value = as_shard(value, part_of)
+            return gathered(value, keep)
+
+        return _mapped(whole, values)
+
+    def _parts(self, values: Any, index: Any) -> Any:
+        stored = self._stored_of(index)
+        # A checkpoint's tensors may be pages of its file: nothing of them may stay in the optimizer.
+        return _mapped(lambda value: (self._part(value, stored) if self._elementwise else value).clone(), values)
+
+    def _is_held(self, index: Any, held: Collection[nn.Parameter]) -> bool:
+        return not isinstance(index, int) or self._parameters()[index] in held
+
+    def _stored_of(self, index: Any) -> Tensor | None:
+        """What is stored for the parameter of this number; optimizers may have state for other keys too."""
+        return self._step.stored(self._parameters()[index]) if isinstance(index, int) else None
+
+
+def _convert(state: Any, change: Callable[[Tensor], Tensor]) -> None:
+    """Changes the tensors of a parameter's state in place: optimizers may hold on to the dictionary."""
+    for name, value in state.items() if isinstance(state, dict) else ():
+        state[name] = change(value) if isinstance(value, Tensor) else value
+
+
+def _mapped(change: Callable[[Tensor], Tensor], values: Any) -> Any:
+    return pytree.tree_map_only(Tensor, change, values)

@@ -1,0 +1,1 @@
+"""The user's code, run for its shapes before a model is divided."""

@@ -1,0 +1,248 @@
+"""Runs code for its values where they come from the batch alone, and for its shapes where a parameter goes in.
+
+So a forward of a model of any size costs neither memory nor arithmetic, while masks, positions and whatever the model
+decides by looking at its batch are real. A dependent tensor is on meta; what only looks at its shape is real again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_parallel.values import map_tensors, tensors_of
+
+aten = torch.ops.aten
+MARK = "_lightning_parallel_made_at"
+
+SHAPE_ONLY = {
+    aten.zeros_like,
+    aten.ones_like,
+    aten.full_like,
+    aten.rand_like,
+    aten.randn_like,
+    aten.new_zeros,
+    aten.new_ones,
+    aten.new_full,
+}
+"""Operations that give values, and look at nothing but the shape and the dtype of their first argument."""
+
+
+class ShapesOnly(TorchDispatchMode):
+    """While active, results that depend on a parameter exist as shapes only.
+
+    Args:
+        parameters: the tensors whose values are not to be used.
+        device: where the model would run; shapes claim to be on meta, so new tensors asked for there come here.
+        reads: called with every dependent tensor that an operation reads; for a parameter, with the parameter.
+        made: called with an operation, its arguments and its result on meta, and the tensors that it read, of which
+            some depend on a parameter; returns the mark that the results are to bear.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        device: torch.device,
+        reads: Callable[[Tensor], None] = lambda _: None,
+        made: Callable[[Any, Any, Any, Any, Sequence[Tensor]], Any] = lambda *_: True,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._parameters = {id(parameter): parameter for parameter in parameters}
+        self._device, self._reads, self._made = device, reads, made
+        self._written: list[Tensor] = []
+
+    def __exit__(self, *error: Any) -> None:
+        """Memory that was written to may be the user's: it bears no mark afterwards."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for tensor in self._written:
+            vars(tensor).pop(MARK, None)
+            vars(tensor.untyped_storage()).pop(MARK, None)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if "device" in kwargs and str(kwargs["device"]).startswith("meta"):
+            kwargs["device"] = self._device
+        inputs = [value for value in _leaves(args, kwargs) if isinstance(value, Tensor)]
+        dependent = [tensor for tensor in inputs if self.depends(tensor)]
+        if not dependent:
+            return func(*args, **kwargs)
+        if func._overloadpacket in SHAPE_ONLY:
+            return self._by_shape(func, args, kwargs)
+        for tensor in dependent:
+            self._reads(tensor)
+        answer = _plausible_answer(func, args)
+        return answer if answer is not None else self._on_meta(func, args, kwargs, inputs)
+
+    def depends(self, tensor: Tensor) -> bool:
+        """Whether the tensor's values are unknown here."""
+        return id(tensor) in self._parameters or tensor.is_meta or mark_of(tensor) is not None
+
+    def _by_shape(self, func: Any, args: Any, kwargs: Any) -> Any:
+        first, *rest = args
+        return func(torch.zeros((), dtype=first.dtype, device=self._device).expand(first.shape), *rest, **kwargs)
+
+    def _on_meta(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
+        known = _known_shapes(func, args, kwargs)
+        if known is not None:
+            result = pytree.tree_map_only(_Shape, _Shape.empty, known)
+            self._mark_all(result, self._made(func, args, kwargs, result, inputs), inputs)
+            return result
+        originals: dict[int, Tensor] = {}
+
+        def twin(tensor: Tensor) -> Tensor:
+            if tensor.is_meta:
+                return tensor
+            shape = _twin(tensor)
+            originals[id(shape)] = tensor
+            keep.append(shape)
+            return shape
+
+        keep: list[Tensor] = []
+        if func._overloadpacket is aten.index:
+            args = (args[0], [part for index in args[1] for part in _as_positions(index, self.depends)])
+        on_meta = pytree.tree_map_only(Tensor, twin, (args, kwargs))
+        result = _shapes_of(func, on_meta[0], on_meta[1], self._device)
+        result = pytree.tree_map_only(Tensor, lambda tensor: originals.get(id(tensor), tensor), result)
+        _remember_shapes(func, args, kwargs, result)
+        self._mark_all(result, self._made(func, on_meta[0], on_meta[1], result, inputs), inputs)
+        return result
+
+    def _mark_all(self, result: Any, mark: Any, inputs: list[Tensor]) -> None:
+        if any(id(tensor) in self._parameters or mark_of(tensor) is not None for tensor in inputs):
+            written = {id(tensor) for tensor in inputs}
+            for tensor in _leaves((result,), {}):
+                if isinstance(tensor, Tensor):
+                    self._mark(tensor, mark, id(tensor) in written)
+
+    def _mark(self, tensor: Tensor, mark: Any, written: bool) -> None:
+        vars(tensor)[MARK] = mark
+        if written:  # whatever else shares its memory depends on parameters now
+            self._written.append(tensor)
+            vars(tensor.untyped_storage())[MARK] = mark
+
+
+def _leaves(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """What an operation is given; operations nest lists only."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, (list, tuple)):
+            yield from _leaves(value, {})
+        else:
+            yield value
+
+
+# The layers of a model do the same again and again, and PyTorch works out many shapes in Python: they are remembered.
+
+_shapes: dict[Hashable, Any] = {}
+REMEMBERED = 4096  # results
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A result on meta."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Shape:
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+
+    def empty(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
+
+def _known_shapes(func: Any, args: Any, kwargs: Any) -> Any:
+    """What the operation returned for the same shapes before, None if that is not known."""
+    return _shapes.get(_call(func, args, kwargs)) if _makes_new(func) else None
+
+
+def _remember_shapes(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    if _makes_new(func) and all(isinstance(leaf, Tensor) for leaf in _leaves((result,), {})):
+        if len(_shapes) >= REMEMBERED:
+            _shapes.clear()
+        _shapes[_call(func, args, kwargs)] = pytree.tree_map_only(Tensor, _Shape.of, result)
+
+
+@cache
+def _makes_new(func: Any) -> bool:
+    """Whether what an operation returns shares no memory with what it is given, and follows from shapes."""
+    schema = func._schema
+    alone = all(value.alias_info is None for value in (*schema.arguments, *schema.returns))
+    return alone and func._overloadpacket is not aten.index
+
+
+def _call(func: Any, args: Any, kwargs: Any) -> Hashable:
+    leaves = [
+        _Shape.of(leaf) if isinstance(leaf, Tensor) else (type(leaf), str(leaf)) for leaf in _leaves(args, kwargs)
+    ]
+    lengths = [len(value) if isinstance(value, (list, tuple)) else -1 for value in args]
+    return (func, *lengths, *kwargs, *leaves)
+
+
+def _shapes_of(func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
+    """What an operation returns, on meta; some have no rule for shapes, or one for fewer dtypes than they compute."""
+    try:
+        return func(*args, **kwargs)
+    except (NotImplementedError, RuntimeError):
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        real = [torch.zeros_like(leaf, device=device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        again_args, again_kwargs = pytree.tree_unflatten(real, structure)
+        written = {id(made): leaf for made, leaf in zip(real, leaves, strict=True)}
+        result = func(*again_args, **again_kwargs)
+        return pytree.tree_map_only(Tensor, lambda tensor: written.get(id(tensor), _twin(tensor)), result)
+
+
+def _twin(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _as_positions(index: Tensor | None, depends: Callable[[Tensor], bool]) -> list[Tensor | None]:
+    """A mask as the positions that it selects: one, where nobody knows how many."""
+    if index is None or index.dtype not in (torch.bool, torch.uint8):
+        return [index]
+    count = 1 if depends(index) else int(index.sum())
+    return [torch.empty(count, dtype=torch.long, device="meta") for _ in range(index.dim())]
+
+
+def _plausible_answer(func: Any, args: Any) -> Any:
+    """What code that asks for a value gets; None for operations that ask for none."""
+    packet = func._overloadpacket
+    if packet is aten._local_scalar_dense:
+        return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 1)
+    if packet is aten.equal:
+        return True
+    if packet is aten.nonzero:
+        return torch.zeros(1, args[0].dim(), dtype=torch.long)
+    if packet is aten.masked_select:
+        return torch.zeros(1, dtype=args[0].dtype)
+    return None
+
+
+def zeros_for_shapes(value: Any, device: torch.device) -> Any:
+    """The same structure with zeros for every shape, and everything else as it is."""
+
+    def zeros(tensor: Tensor) -> Tensor:
+        known = not tensor.is_meta and mark_of(tensor) is None
+        return tensor if known else torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+
+    return map_tensors(zeros, value)
+
+
+def mark_tensors(value: Any, mark: Callable[[int], Any]) -> None:
+    """Gives the dependent tensors in a structure another mark, each the one for its number among all tensors."""
+    for number, tensor in enumerate(tensors_of(value)):
+        if mark_of(tensor) is not None:
+            vars(tensor)[MARK] = mark(number)
+
+
+def mark_of(tensor: Tensor) -> Any:
+    """The mark of a dependent tensor, None for a parameter or a tensor that was on meta from the beginning."""
+    own = vars(tensor).get(MARK)
+    return vars(tensor.untyped_storage()).get(MARK) if own is None else own

@@ -1,0 +1,1 @@
+"""Schedules as data: who computes what, and when."""

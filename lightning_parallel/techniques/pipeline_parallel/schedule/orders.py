@@ -1,0 +1,161 @@
+"""In which order the ranks of a pipeline compute, one function per schedule.
+
+Every function takes the rank, the number of ranks `p`, of microbatches `m` and of stages per rank `v`, and returns what
+the rank computes, one action after another. Waiting follows from what an action needs, so it is not part of an order.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from lightning_parallel.techniques.pipeline_parallel.schedule.actions import Action, Kind
+
+F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741
+
+
+def gpipe(rank: int, p: int, m: int, v: int) -> list[Action]:
+    """All forwards, then all backwards.
+
+    Y. Huang et al., GPipe, NeurIPS 2019 (arXiv:1811.06965).
+    """
+    return [Action(rank, kind, i) for kind in (F, B) for i in range(m)]
+
+
+def one_forward_one_backward(rank: int, p: int, m: int, v: int) -> list[Action]:
+    """As many forwards as stages follow, then a forward and a backward in turn, then the remaining backwards.
+
+    D. Narayanan et al., PipeDream-Flush in Memory-Efficient Pipeline-Parallel DNN Training, ICML 2021
+    (arXiv:2006.09503).
+    """
+    forwards = [Action(rank, F, i) for i in range(m)]
+    backwards = [Action(rank, B, i) for i in range(m)]
+    return _in_turn(forwards, backwards, warmup=p - 1 - rank)
+
+
+def looped_bfs(rank: int, p: int, m: int, v: int) -> list[Action]:
+    """All microbatches through the rank's first stage, then through its second one, and back.
+
+    J. Lamy-Poirier, Breadth-First Pipeline Parallelism, MLSys 2023 (arXiv:2211.05953).
+    """
+    mine = range(rank, p * v, p)
+    forwards = [Action(stage, F, i) for stage in mine for i in range(m)]
+    return forwards + [Action(stage, B, i) for stage in reversed(mine) for i in reversed(range(m))]
+
+
+def interleaved_1f1b(rank: int, p: int, m: int, v: int) -> list[Action]:
+    """1F1B in which a round of microbatches visits all stages of the rank before the next round begins.
+
+    D. Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, SC 2021
+    (arXiv:2104.04473).
+    """
+    forwards, backwards = _rounds(F, rank, p, m, v), _rounds(B, rank, p, m, v)
+    return _in_turn(forwards, backwards, warmup=(v - 1) * round_length(p, m) + 2 * (p - 1 - rank))
+
+
+def interleaved_zero_bubble(rank: int, p: int, m: int, v: int) -> list[Action]:
+    """Interleaved 1F1B whose weight gradients follow `rank` backwards later and fill the wait at the end.
+
+    With one stage per rank this is ZB-H1 of P. Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024
+    (arXiv:2401.10241).
+    """
+    forwards, inputs = _rounds(F, rank, p, m, v), _rounds(I, rank, p, m, v)
+    order = _in_turn(forwards, inputs, warmup=(v - 1) * round_length(p, m) + p - 1 - rank)
+    return list(_with_weights(order, inputs, delay=rank))
+
+
+def _in_turn(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
+    """`warmup` forwards, then forward and backward in turn, then the backwards that remain."""
+    warmup = min(warmup, len(forwards))
+    steady = [action for pair in zip(forwards[warmup:], backwards, strict=False) for action in pair]
+    return forwards[:warmup] + steady + backwards[len(forwards) - warmup :]
+
+
+def round_length(p: int, m: int) -> int:
+    """How many microbatches an interleaved schedule takes through a stage before it turns to the next one.
+
+    That is `p` if `m` is a multiple of `p`; otherwise the `m // p` rounds are a little longer.
+    """
+    return m // max(1, m // p)
+
+
+def _rounds(kind: Kind, rank: int, p: int, m: int, v: int) -> list[Action]:
+    """Round after round through the rank's stages, forwards from the first one, backwards from the last one."""
+    length = round_length(p, m)
+    mine = [rank + p * local for local in range(v)]
+    stages = mine if kind is F else mine[::-1]
+    return [Action(s, kind, i) for first in range(0, m, length) for s in stages for i in range(first, first + length)]
+
+
+def _with_weights(order: list[Action], inputs: list[Action], delay: int) -> Iterator[Action]:
+    weights = [Action(action.stage, W, action.microbatch) for action in inputs]
+    seen = 0
+    for action in order:
+        yield action
+        if action.kind is I:
+            seen += 1
+            yield from weights[seen - 1 - delay : seen - delay] if seen > delay else ()
+    yield from weights[max(0, seen - delay) :]
+
+
+class _Row:
+    """A rank's order under construction, where every kind of work takes a stage's microbatches one by one."""
+
+    def __init__(self) -> None:
+        self.actions: list[Action] = []
+        self.count: Counter[tuple[int, Kind]] = Counter()
+
+    def add(self, *work: tuple[int, Kind]) -> None:
+        for stage, kind in work:
+            self.actions.append(Action(stage, kind, self.count[stage, kind]))
+            for counted in (B, I, W) if kind is B else (B, I) if kind is I else (kind,):
+                self.count[stage, counted] += 1
+
+    def owed(self) -> tuple[int, Kind] | None:
+        """The weight gradient that waits longest."""
+        for action in self.actions:
+            if action.kind is I and action.microbatch >= self.count[action.stage, W]:
+                return action.stage, W
+        return None
+
+
+def zbv(rank: int, p: int, m: int, v: int) -> list[Action]:
+    """Two stages per rank, down and up again like a V: the last stage lies with the first, and all ranks store alike.
+
+    P. Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 6 (arXiv:2401.10241).
+    """
+    down, up = rank, 2 * p - 1 - rank
+    row = _Row()
+    total = max(2 * p - 1, m)  # the order is made for a filled pipeline; what has no microbatch falls out below
+    row.add(*[(down, F)] * (2 * (p - rank) - 1))
+    row.add(*[(up, F), (down, F)] * rank)
+    row.add(*[(up, F), (up, I), (up, W)] * (p - rank))
+    while row.count[up, F] < total:
+        row.add(*[(down, F)] * (row.count[down, F] < total))
+        row.add((down, I), (down, W), (up, F), (up, I), (up, W))
+    row.add(*[(down, I), (up, I)] * rank)
+    row.add(*[(down, I), (down, W)] * (p - rank))
+    row.add(*[(up, W)] * (total - row.count[up, W]), *[(down, W)] * (total - row.count[down, W]))
+    return [action for action in row.actions if action.microbatch < m]
+
+
+def dualpipev(rank: int, p: int, m: int, v: int) -> list[Action]:
+    """The V placement with forwards and backwards of the two stages side by side, for which m ≥ 2p.
+
+    The V-shaped half of DualPipe: DeepSeek-AI, DeepSeek-V3 Technical Report, 2024 (arXiv:2412.19437). Where the
+    original computes a forward and a backward at once to hide communication, here one follows the other.
+    """
+    down, up = rank, 2 * p - 1 - rank
+    after = p - 1 - rank
+    row = _Row()
+    row.add(*[(down, F)] * (2 * after))
+    row.add(*[(down, F), (up, F)] * (rank + 1))
+    row.add(*[(up, I), (up, W), (up, F)] * after)
+    row.add(*[(down, F), (up, B), (up, F), (down, B)] * (m - 2 * p + rank + 1))
+    row.add(*[(up, B), (up, F), (down, B)] * after)
+    backwards = [stage for _ in range(rank + 1) for stage in (up, down)]
+    whole = rank + 1  # the first half of what remains is computed whole, of the second half only I
+    row.add(*[(stage, B if i < whole else I) for i, stage in enumerate(backwards)])
+    for _ in range(after):
+        row.add(*filter(None, [row.owed()]), (down, I))
+    while owed := row.owed():
+        row.add(owed)
+    return row.actions

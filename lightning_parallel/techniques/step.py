@@ -1,0 +1,114 @@
+"""What happens to one batch: the user's own step, and what techniques do around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor, nn
+from typing_extensions import Self
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Run(Generic[T_co]):
+    """The user's own step as a strategy hands it to `Step.forward`; it may be called several times for one batch.
+
+    Args:
+        step: the user's `training_step`, or one of its siblings.
+    """
+
+    def __init__(self, step: Callable[..., T_co]) -> None:
+        self._step = step
+
+    def __call__(self, *args: Any, **kwargs: Any) -> T_co:
+        """Runs the step on a batch or a part of it."""
+        return self._step(*args, **kwargs)
+
+    def __enter__(self) -> Self:
+        """Before the first call for a batch."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """After the last one."""
+
+    def notes(self, shares: Sequence[float] = (), means: Sequence[Sequence[Tensor]] = ()) -> Any:
+        """What was noted during the calls, to be sent to ranks that did not see the step to its end.
+
+        Args:
+            shares: what the loss of each call counts for in that of the batch.
+            means: of each call, its losses, and what else is to be averaged as they are.
+        """
+
+    def replay(self, notes: Any) -> None:
+        """Does on this rank once what was noted, perhaps on another one."""
+
+
+class Step:
+    """What happens to one batch: forward, backward, and the parameters as they are kept between steps.
+
+    This class is the single-device step. A technique that acts during the step wraps it: it subclasses, keeps the
+    step it got as `inner`, and calls it.
+    """
+
+    def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
+        """Runs the user's own `training_step` (or validation, test, predict) with its arguments."""
+        return run(*args, **kwargs)
+
+    def expect_scale(self, scale: float) -> None:
+        """Says by what the loss will be multiplied before backward, for steps that compute gradients before that."""
+
+    def backward(self, run: Callable[[], None]) -> None:
+        """Runs the backward pass; afterwards gradients are those of the global batch, unless inside `unsynced`."""
+        run()
+
+    def unsynced(self) -> AbstractContextManager[None]:
+        """The backward passes inside only accumulate: a later one communicates for all of them."""
+        return nullcontext()
+
+    def stored(self, parameter: nn.Parameter) -> Tensor:
+        """What the optimizer steps for `parameter`: itself, or the shard of it that this rank keeps."""
+        return parameter
+
+    def after_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Called when an optimizer changed what is stored for `parameters`, so that they follow."""
+
+    def close(self) -> None:
+        """Takes back what the step attached to the model."""
+
+
+class WrappedStep(Step):
+    """A step around another one; whatever it does not override, the inner step does."""
+
+    def __init__(self, inner: Step) -> None:
+        self.inner = inner
+
+    def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
+        """See `Step.forward`."""
+        return self.inner.forward(run, *args, **kwargs)
+
+    def expect_scale(self, scale: float) -> None:
+        """See `Step.expect_scale`."""
+        self.inner.expect_scale(scale)
+
+    def backward(self, run: Callable[[], None]) -> None:
+        """See `Step.backward`."""
+        self.inner.backward(run)
+
+    def unsynced(self) -> AbstractContextManager[None]:
+        """See `Step.unsynced`."""
+        return self.inner.unsynced()
+
+    def stored(self, parameter: nn.Parameter) -> Tensor:
+        """See `Step.stored`."""
+        return self.inner.stored(parameter)
+
+    def after_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
+        """See `Step.after_optimizer_step`."""
+        self.inner.after_optimizer_step(parameters)
+
+    def close(self) -> None:
+        """See `Step.close`."""
+        self.inner.close()

@@ -1,0 +1,1 @@
+"""Tensors of which a rank has a part, and that look whole."""

@@ -1,0 +1,205 @@
+"""Tensors of the model that another rank holds: hidden from this rank's tree, with their names and shapes kept.
+
+A hidden parameter or buffer stays a plain attribute of its module, without memory. So modules keep their class, their
+children and their hooks, and still answer questions about shapes and dtypes, but whatever walks over parameters sees
+only what this rank holds. `shown` puts everything back for a while, `restore` for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel.plan.plan import ELSEWHERE
+
+Make = Callable[[Tensor], Tensor]
+KEY = "_lightning_parallel_hidden"
+
+
+@dataclass
+class _Hidden:
+    """What one module hides, and the order in which it had everything."""
+
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    order: dict[str, list[str]] = field(default_factory=dict)
+    tied: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def hide(model: nn.Module, names: Collection[str], make: Make) -> None:
+    """Hides parameters and buffers by their FQN; what takes their place as attributes, `make` makes from them."""
+    tied = _ties(model)
+    made: dict[int, Tensor] = {}
+    for prefix, module in model.named_modules():
+        for table in ("_parameters", "_buffers"):
+            tensors: dict[str, Tensor | None] = getattr(module, table)
+            own = [name for name, tensor in tensors.items() if tensor is not None and _full(prefix, name) in names]
+            if own:
+                _hide_in(module, table, own, lambda t: made.setdefault(id(t), make(t)))
+                hidden: _Hidden = vars(module)[KEY]
+                hidden.tied.update({name: tied.get(_full(prefix, name), ()) for name in own})
+
+
+def _hide_in(module: nn.Module, table: str, names: list[str], make: Make) -> None:
+    hidden: _Hidden = vars(module).setdefault(KEY, _Hidden())
+    tensors: dict[str, Any] = getattr(module, table)
+    hidden.order.setdefault(table, list(tensors))
+    kept = hidden.parameters if table == "_parameters" else hidden.buffers
+    for name in names:
+        tensor = tensors.pop(name)
+        kept[name] = _twin(tensor)
+        vars(module)[name] = make(tensor)
+
+
+def _twin(tensor: Tensor) -> Tensor:
+    meta = tensor if tensor.is_meta else torch.empty_like(tensor, device="meta")
+    return nn.Parameter(meta.detach(), tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
+
+
+def _ties(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {name: tuple(same) for same in names.values() if len(same) > 1 for name in same}
+
+
+def mark_emptied(model: nn.Module) -> None:
+    """Marks what other ranks run: patterns of the plan no longer find modules of which nothing is left on this one."""
+    for module in model.modules():
+        if is_elsewhere(module):
+            for part in module.modules():
+                vars(part)[ELSEWHERE] = True
+
+
+def is_elsewhere(module: nn.Module) -> bool:
+    """Whether other ranks hold all its parameters."""
+    if any(True for _ in module.parameters()):
+        return False
+    return any(vars(part).get(KEY, _Hidden()).parameters for part in module.modules())
+
+
+def hidden_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """The hidden parameters and buffers by FQN, on meta."""
+    found: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules():
+        hidden: _Hidden = vars(module).get(KEY, _Hidden())
+        found.update({_full(prefix, name): t for name, t in {**hidden.parameters, **hidden.buffers}.items()})
+    return found
+
+
+@contextmanager
+def shown(model: nn.Module, make: Make, made: dict[str, Tensor] | None = None) -> Iterator[None]:
+    """Inside the tree is whole: `make` makes what stands for hidden tensors, except those tied to one that is held.
+
+    What was `made` before stands for the same parameter again; whether it learns is remembered.
+    """
+    if any(_shown_tables(module) for module in model.modules()):
+        yield
+        return
+    attributes = _put_back(model, make, {} if made is None else made)
+    try:
+        yield
+    finally:
+        for module, values in attributes:
+            _remember_who_learns(module)
+            for table in ("_parameters", "_buffers"):
+                for name in values:
+                    getattr(module, table).pop(name, None)
+            vars(module).update(values)
+
+
+@contextmanager
+def unshown(model: nn.Module) -> Iterator[None]:
+    """Inside the tree has what this rank holds, also where somebody is being shown the whole."""
+    tables = [table for module in model.modules() for table in _shown_tables(module)]
+    before = [dict(table) for table, _ in tables]
+    for table, names in tables:
+        for name in names:
+            del table[name]
+    try:
+        yield
+    finally:
+        for (table, names), whole in zip(tables, before, strict=True):
+            now = dict(table)
+            table.clear()
+            table.update({name: tensor if name in names else now.get(name, tensor) for name, tensor in whole.items()})
+
+
+def _shown_tables(module: nn.Module) -> list[tuple[dict[str, Any], list[str]]]:
+    """The module's tables in which hidden tensors are at the moment, with their names."""
+    hidden: _Hidden = vars(module).get(KEY, _Hidden())
+    tables = ((module._parameters, hidden.parameters), (module._buffers, hidden.buffers))
+    found = [(table, [name for name in kept if name in table]) for table, kept in tables]
+    return [(table, names) for table, names in found if names]
+
+
+def restore(model: nn.Module, make: Make) -> dict[str, Tensor]:
+    """Puts the hidden tensors back for good, as `make` makes them, and returns those that were made by their FQN."""
+    names = list(hidden_tensors(model))
+    _put_back(model, make, {})
+    for module in model.modules():
+        vars(module).pop(KEY, None)
+        vars(module).pop(ELSEWHERE, None)
+    everything = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+    return {name: everything[name] for name in names}
+
+
+def _remember_who_learns(module: nn.Module) -> None:
+    for name, twin in vars(module)[KEY].parameters.items():
+        shown = module._parameters.get(name)
+        if shown is not None:
+            twin.requires_grad_(shown.requires_grad)
+
+
+def _put_back(model: nn.Module, make: Make, made: dict[str, Tensor]) -> list[tuple[nn.Module, dict[str, Any]]]:
+    held = dict(model.named_parameters(remove_duplicate=False))
+    taken: list[tuple[nn.Module, dict[str, Any]]] = []
+    for prefix, module in model.named_modules():
+        hidden: _Hidden | None = vars(module).get(KEY)
+        if hidden is None:
+            continue
+        attributes = {name: vars(module).pop(name) for name in (*hidden.parameters, *hidden.buffers)}
+        taken.append((module, attributes))
+        for name, twin in hidden.parameters.items():
+            module._parameters[name] = _stand_in(_full(prefix, name), twin, hidden.tied[name], held, made, make)
+        for name, twin in hidden.buffers.items():
+            module._buffers[name] = make(twin)
+        _reorder(module, hidden)
+    return taken
+
+
+def _stand_in(
+    name: str, twin: Tensor, tied: tuple[str, ...], held: dict[str, Any], made: dict[str, Tensor], make: Make
+) -> Tensor:
+    for other in tied:
+        if other in held:
+            same: Tensor = held[other]
+            return same
+    key = tied[0] if tied else name
+    if key not in made:
+        tensor = make(twin)
+        made[key] = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, twin.requires_grad)
+    return made[key]
+
+
+def _reorder(module: nn.Module, hidden: _Hidden) -> None:
+    for table, order in hidden.order.items():
+        tensors: dict[str, Any] = getattr(module, table)
+        known = {name: tensors.pop(name) for name in order if name in tensors}
+        later = dict(tensors)
+        tensors.clear()
+        tensors.update({**known, **later})
+
+
+def without_memory(device: torch.device) -> Make:
+    """Makes tensors of zeros that have a shape and a device, but the memory of one element."""
+    return lambda tensor: torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+
+
+def _full(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

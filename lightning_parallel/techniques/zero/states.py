@@ -1,0 +1,251 @@
+"""ZeRO stages 1 and 2: whole parameters, sharded gradients and optimizer states.
+
+Every rank keeps the same rows of every parameter: those that `Shard(0)` of a DTensor gives it. Gradients are
+reduce-scattered to those rows, an optimizer steps them in place, and the rows are gathered back into the parameters.
+Source: S. Rajbhandari et al., ZeRO, SC 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import ceil
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lightning_parallel.collectives.functional import Pending, all_gather, all_reduce, reduce_scatter
+from lightning_parallel.mesh import ParallelMesh
+from lightning_parallel.techniques.gradients.buckets import Bucket, BucketedStep, has_shard
+from lightning_parallel.techniques.step import Step
+from lightning_parallel.techniques.tools.shards import divided_again, local
+
+BUCKET_BYTES = 25 * 2**20
+
+
+class ShardedStatesStep(BucketedStep):
+    """Reduces gradients to shards, lets optimizers step shards, and gathers the parameters after that.
+
+    Args:
+        inner: the step to wrap.
+        parameters: all parameters of the model.
+        mesh: its `fsdp` view holds the shards, `dp_replicate` the replicas of hybrid sharding.
+        stage: 1 keeps whole gradients while they accumulate, 2 reduces every backward pass and keeps shards.
+        offload: keeps the shards that the optimizer steps, and so its states, in host memory.
+    """
+
+    buckets: list[ScatterBucket]  # type: ignore[assignment]
+
+    def __init__(
+        self, inner: Step, parameters: Sequence[nn.Parameter], mesh: ParallelMesh, stage: int, offload: bool
+    ) -> None:
+        self._place: dict[nn.Parameter, tuple[ScatterBucket, int]] = {}
+        self._mesh, self._offload = mesh, offload
+        super().__init__(inner, parameters, self._make_bucket, BUCKET_BYTES, accumulates_locally=stage == 1)
+
+    def stored(self, parameter: nn.Parameter) -> Tensor:
+        """The rows of the parameter that this rank's optimizer steps, as a DTensor."""
+        self._adopt_unfrozen()
+        if parameter not in self._place:
+            return self.inner.stored(parameter)
+        bucket, index = self._place[parameter]
+        return bucket.shards[index].stored()
+
+    def after_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Gathers the stepped rows of all ranks into the whole parameters, the next bucket while one is unpacked."""
+        stepped = {id(self._place[parameter][0]) for parameter in parameters if parameter in self._place}
+        unpack: Callable[[], None] | None = None
+        for bucket in self.buckets:
+            if id(bucket) not in stepped:
+                continue
+            following = bucket.gather_parameters()
+            if unpack is not None:
+                unpack()
+            unpack = following
+        if unpack is not None:
+            unpack()
+        self.inner.after_optimizer_step(parameters)
+
+    def _make_bucket(self, parameters: Sequence[nn.Parameter]) -> Bucket:
+        bucket = ScatterBucket(parameters, self._mesh, self._offload)
+        for index, parameter in enumerate(parameters):
+            self._place[parameter] = (bucket, index)
+        return bucket
+
+
+class RowShard:
+    """The rows of one parameter that one rank of a mesh keeps.
+
+    In flat memory rank k's rows are the elements [k c, (k + 1) c), where c holds ceil(rows / ranks) rows; the last
+    ranks may have fewer, or none.
+    """
+
+    def __init__(self, parameter: nn.Parameter, mesh: DeviceMesh, offload: bool) -> None:
+        self.parameter, self.mesh, self.offload = parameter, mesh, offload
+        kept = local(parameter.detach())
+        self.shape, self.row = kept.shape, kept.numel() // kept.shape[0]
+        self.chunk = ceil(kept.shape[0] / mesh.size()) * self.row
+        self.start = min(mesh.get_local_rank() * self.chunk, kept.numel())
+        self.stop = min(self.start + self.chunk, kept.numel())
+        self._stored: DTensor | None = None
+        self._address = 0
+
+    @property
+    def numel(self) -> int:
+        """How many elements this rank keeps."""
+        return self.stop - self.start
+
+    def as_dtensor(self, flat: Tensor) -> DTensor:
+        """A flat piece of this rank's elements, as the sharded form of a tensor with the parameter's shape."""
+        rows = flat.view(self.numel // self.row, *self.shape[1:])
+        return divided_again(rows, self.mesh, self.parameter)
+
+    def stored(self) -> DTensor:
+        """This rank's rows in the parameter's own memory, or their copy on the host."""
+        kept = local(self.parameter.detach())
+        address = kept.data_ptr()
+        if self._stored is None or (address != self._address and not self.offload):
+            self._address = address  # a new one where the module's memory was replaced, as `module.to` does
+            current = kept.view(-1)[self.start : self.stop]
+            self._stored = self.as_dtensor(current.cpu() if self.offload else current)
+        return self._stored
+
+    def copy_whole(self, source: Tensor, chunks: Tensor, scale: float) -> None:
+        """Lays the whole tensor out as the chunks of all ranks, (ranks, chunk), the last ones padded with zeros."""
+        flat = source.reshape(-1)
+        full = flat.numel() // self.chunk
+        torch.mul(flat[: full * self.chunk].view(full, self.chunk), scale, out=chunks[:full])
+        if full < chunks.shape[0]:
+            rest = flat[full * self.chunk :]
+            chunks[full:].zero_()
+            chunks[full, : rest.numel()] = rest * scale
+
+    def assembled_from(self, chunks: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The copies, (target, source), that fill the parameter from the chunks of all ranks."""
+        flat = local(self.parameter.detach()).view(-1)
+        full = flat.numel() // self.chunk
+        if full == len(chunks):
+            return [(flat.view(full, self.chunk), chunks)]
+        whole, rest = flat[: full * self.chunk], flat[full * self.chunk :]
+        return [(whole.view(full, self.chunk), chunks[:full]), (rest, chunks[full, : rest.numel()])]
+
+
+class ScatterBucket(Bucket):
+    """A bucket whose message is laid out rank by rank: (ranks, this bucket's chunks and flags)."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], mesh: ParallelMesh, offload: bool) -> None:
+        super().__init__(parameters)
+        self.shards = [RowShard(parameter, mesh.fsdp, offload) for parameter in parameters]
+        self._shard_group = mesh.fsdp.get_group()
+        self._replica_group = mesh["dp_replicate"].get_group() if mesh.sizes["dp_replicate"] > 1 else None
+        self._ranks = mesh.fsdp.size()
+        self._scale = 1.0 / mesh.gradients.size()
+        ends = torch.tensor([shard.chunk for shard in self.shards]).cumsum(0).tolist()
+        self._slots = [slice(end - shard.chunk, end) for end, shard in zip(ends, self.shards, strict=True)]
+        self._width = ends[-1] + len(self.shards)
+        self._flags = slice(ends[-1], self._width)
+        self._message: Tensor | None = None
+        self._kept = torch.zeros(self._width, dtype=parameters[0].dtype, device=parameters[0].device)
+        self._carried: list[int] = []
+        self._of_one_replica = False  # what is kept is not summed over replicas yet
+        self._gradients = [
+            shard.as_dtensor(self._kept[slot][: shard.numel])
+            for shard, slot in zip(self.shards, self._slots, strict=True)
+        ]
+
+    # ---------------------------------------------------------------- gradients
+
+    def begin(self, synced: bool) -> None:
+        """See `Bucket.begin`. Gradients that are sharded already step aside, to be added to in `finish`."""
+        super().begin(synced)
+        self._kept.untyped_storage().resize_(self._width * self._kept.element_size())
+        self._carried = [i for i, parameter in enumerate(self.parameters) if has_shard(parameter)]
+        for index in self._carried:
+            gradient = self.parameters[index].grad
+            if gradient is not None and gradient is not self._gradients[index]:
+                self._gradients[index].to_local().copy_(local(gradient))  # the user put another tensor in its place
+            self.parameters[index].grad = None
+
+    def keep(self, index: int) -> None:
+        """See `Bucket.keep`. While whole gradients grow there are no shards of them, nor memory for shards."""
+        storage = self._kept.untyped_storage()
+        if storage.nbytes() and not any(map(has_shard, self.parameters)):
+            storage.resize_(0)
+
+    def put(self, index: int) -> None:
+        """See `Bucket.put`."""
+        if self._message is None:
+            self._message = self._kept.new_empty(self._ranks, self._width)
+        parameter, chunks = self.parameters[index], self._message[:, self._slots[index]]
+        if parameter.grad is None:
+            chunks.zero_()
+        elif parameter.grad.is_sparse:
+            raise TypeError("sparse gradients (Embedding(sparse=True)) cannot be sharded; use sparse=False")
+        else:
+            self.shards[index].copy_whole(local(parameter.grad), chunks, self._scale)
+            parameter.grad = None
+
+    def start(self, unused: list[int]) -> None:
+        """See `Bucket.start`."""
+        assert self._message is not None
+        self._message[:, self._flags] = 1
+        for index in unused:
+            self._message[:, self._flags.start + index] = 0
+        self._unused = unused
+        self._received = torch.empty_like(self._kept) if self._carried else self._kept
+        self._pending = reduce_scatter(self._received, self._message, self._shard_group)
+
+    def settle(self) -> None:
+        """See `Bucket.settle`. Hybrid sharding now sums the shards over the replicas, in passes that synchronise."""
+        self._pending.wait()
+        self._message = None
+        if self._of_one_replica:
+            self._add_carried()
+        group = self._replica_group
+        across = group is not None and self.synced
+        self._pending = all_reduce(self._received, group) if across and group is not None else Pending(None)
+        self._of_one_replica = group is not None and not self.synced
+
+    def finish(self) -> None:
+        """See `Bucket.finish`."""
+        self._pending.wait()
+        unused = set(self._unused_everywhere()) - set(self._carried)
+        self._add_carried()
+        self._received, self._pending = self._kept, Pending(None)  # lets go of what was only received to be added
+        for index, parameter in enumerate(self.parameters):
+            parameter.grad = None if index in unused else self._gradients[index]
+
+    def _unused_everywhere(self) -> list[int]:
+        if not self._unused:
+            return []
+        used = (self._received[self._flags][self._unused] > 0).tolist()
+        return [index for index, somewhere in zip(self._unused, used, strict=True) if not somewhere]
+
+    def _add_carried(self) -> None:
+        if not self._carried or self._received is self._kept:
+            return
+        self._kept[self._flags].zero_()
+        for index, slot in enumerate(self._slots):
+            if index not in self._carried:
+                self._kept[slot].zero_()
+        self._received = self._kept.add_(self._received)
+
+    # ---------------------------------------------------------------- parameters
+
+    def gather_parameters(self) -> Callable[[], None]:
+        """Starts to gather what all ranks stored; the function returned waits and fills the parameters."""
+        whole = self._kept.new_empty(self._ranks, self._flags.start)
+        own = whole[self.shards[0].mesh.get_local_rank()]
+        chunks = [shard.chunk for shard in self.shards]
+        kept = [shard.stored().to_local().view(-1) for shard in self.shards]
+        torch._foreach_copy_([s[: k.numel()] for s, k in zip(torch.split(own, chunks), kept, strict=True)], kept)
+        pending = all_gather(whole, own, self._shard_group)
+
+        def unpack() -> None:
+            pending.wait()
+            columns = zip(self.shards, torch.split(whole, chunks, dim=1), strict=True)
+            copies = [copy for shard, column in columns for copy in shard.assembled_from(column)]
+            torch._foreach_copy_([target for target, _ in copies], [source for _, source in copies])
+
+        return unpack

@@ -1,0 +1,74 @@
+"""ZeRO: data parallel in which ranks share the states, the gradients and the parameters among them.
+
+Source: S. Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar, Literal
+
+from torch import nn
+
+from lightning_parallel.arguments import one_of, true_or_false
+from lightning_parallel.mesh import Axis, ParallelMesh, Size
+from lightning_parallel.plan import ParallelPlan
+from lightning_parallel.techniques.gradients.average import average_gradients
+from lightning_parallel.techniques.step import Step
+from lightning_parallel.techniques.technique import Phase, Technique
+from lightning_parallel.techniques.tools.shards import has_no_rows
+from lightning_parallel.techniques.zero.parameters import Root, ShardedParametersStep, shard_parameters, unshardable
+from lightning_parallel.techniques.zero.states import ShardedStatesStep
+
+
+@dataclass(frozen=True)
+class Zero(Technique):
+    """Shards what data parallel replicates: `Zero(8)`; `Zero(4, replicate=2)` is hybrid sharding (HSDP).
+
+    Args:
+        size: number of ranks that share one copy; "auto" takes the ranks that no other technique claims.
+        stage: 1 shards optimizer states, 2 also gradients, 3 also parameters.
+        replicate: how many such copies there are; "auto" makes as many as there are ranks for.
+        offload: keeps optimizer states (stage 3: the shards of parameters too) in host memory.
+
+    Raises:
+        ValueError: a stage other than 1, 2, 3, or an `offload` that is no bool.
+    """
+
+    size: Size = "auto"
+    _: KW_ONLY
+    stage: Literal[1, 2, 3] = 3
+    replicate: Size = 1
+    offload: bool = False
+
+    phase: ClassVar[Phase] = Phase.SHARD
+
+    def __post_init__(self) -> None:
+        one_of("Zero", "stage", self.stage, (1, 2, 3))
+        true_or_false("Zero", offload=self.offload)
+
+    @property
+    def axes(self) -> Mapping[Axis, Size]:
+        """See `Technique.axes`."""
+        return {"dp_replicate": self.replicate, "dp_shard": self.size}
+
+    @property
+    def keeps_shards_on_host(self) -> bool:
+        """See `Technique.keeps_shards_on_host`."""
+        return self.offload and self.stage == 3
+
+    def parallelize(self, model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan) -> nn.Module:
+        """Stage 3 shards the parameters; the model returned is the root through which steps run."""
+        return shard_parameters(model, mesh, plan, self.offload) if self.stage == 3 else model
+
+    def wrap_step(self, step: Step, model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan) -> Step:
+        """Adds the reduction of gradients to shards, and of those without rows to share to all."""
+        if self.stage == 3:
+            assert isinstance(model, Root)
+            step = average_gradients(step, unshardable(model), mesh)
+            return ShardedParametersStep(step, model, mesh)
+        whole = [parameter for parameter in model.parameters() if has_no_rows(parameter)]
+        step = average_gradients(step, whole, mesh)
+        rows = [parameter for parameter in model.parameters() if not has_no_rows(parameter)]
+        return ShardedStatesStep(step, rows, mesh, self.stage, self.offload)
