@@ -9,6 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 
+from lightning_parallel.strategies import lightnings
 from lightning_parallel.strategies.data.batches import Batches
 from lightning_parallel.strategies.model.finetuning import adds_parameters, known_by_identity
 
@@ -37,8 +38,8 @@ class MeshCallback(Callback):
 
     def join(self, trainer: Trainer) -> None:
         """Stands among callbacks that were put in the place of the trainer's, too, as Lightning's Tuner does."""
-        if self not in _callbacks(trainer):
-            _callbacks(trainer).append(self)  # Lightning's Tuner reads the first
+        if self not in lightnings.callbacks_of(trainer):
+            lightnings.callbacks_of(trainer).append(self)  # Lightning's Tuner reads the first
             self._shown.close()
 
     # ---------------------------------------------------------------- before a pass over the data
@@ -48,7 +49,7 @@ class MeshCallback(Callback):
         loop = trainer.fit_loop.epoch_loop.val_loop
 
         def reset() -> None:
-            self._batches.begin_pass(loop._combined_loader)
+            self._batches.begin_pass(lightnings.combined_of(loop))
             type(loop).reset(loop)
 
         vars(loop)["reset"] = reset
@@ -69,8 +70,8 @@ class MeshCallback(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Before the loader's iterator is made: samplers on all ranks draw from the same state."""
-        self._batches.begin_pass(trainer.fit_loop._combined_loader)
-        if adds_parameters(_callbacks(trainer)):
+        self._batches.begin_pass(lightnings.combined_of(trainer.fit_loop))
+        if adds_parameters(lightnings.callbacks_of(trainer)):
             self._shown.enter_context(self._show_whole())
             self._shown.enter_context(known_by_identity())
 
@@ -88,7 +89,7 @@ class MeshCallback(Callback):
         """Ranks agree on what they got."""
         self._shown.close()
         is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        self._batches.begin(trainer.fit_loop._combined_loader, batch, batch_idx, 0, is_last)
+        self._batches.begin(lightnings.combined_of(trainer.fit_loop), batch, batch_idx, 0, is_last)
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -109,7 +110,7 @@ class MeshCallback(Callback):
         """Ranks agree on what they got; nobody writes predictions for samples that do not count."""
         self._begin(trainer.predict_loop, batch, batch_idx, dataloader_idx)
         if self._batches.weight == 0.0:
-            self._hidden = _callbacks(trainer)
+            self._hidden = lightnings.callbacks_of(trainer)
             seen = [callback for callback in self._hidden if not isinstance(callback, BasePredictionWriter)]
             vars(trainer)["callbacks"] = seen
 
@@ -119,7 +120,9 @@ class MeshCallback(Callback):
             vars(trainer)["callbacks"], self._hidden = self._hidden, []
 
     def _begin(self, loop: Any, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
-        self._batches.begin(loop._combined_loader, batch, batch_idx, dataloader_idx, loop.batch_progress.is_last_batch)
+        self._batches.begin(
+            lightnings.combined_of(loop), batch, batch_idx, dataloader_idx, loop.batch_progress.is_last_batch
+        )
 
     def on_validation_batch_end(self, trainer: Trainer, *_: Any) -> None:
         """After the last batch of a loader its values are computed, before the pass is over."""
@@ -158,8 +161,3 @@ class MeshCallback(Callback):
         """Predictions for samples that do not count are dropped."""
         self._batches.end()
         self._batches.drop_uncounted_predictions(trainer.predict_loop)
-
-
-def _callbacks(trainer: Trainer) -> list[Callback]:
-    callbacks: list[Callback] = vars(trainer)["callbacks"]
-    return callbacks

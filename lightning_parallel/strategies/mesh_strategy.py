@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from lightning_parallel.collectives.functional import broadcast_tensors
 from lightning_parallel.plan.find import check_plan, find_plan
 from lightning_parallel.plan.plan import ParallelPlan, require_plan
-from lightning_parallel.strategies import refusals
+from lightning_parallel.strategies import lightnings, refusals
 from lightning_parallel.strategies.build import materialise
 from lightning_parallel.strategies.callback import MeshCallback
 from lightning_parallel.strategies.checkpoint.whole import (
@@ -127,10 +127,9 @@ class MeshStrategy(RankStrategy):
         randomness.decorrelate_device(self.root_device, self._readers().rank)
 
     def _adopt_trainer(self, trainer: Trainer) -> None:
-        connector = trainer._accelerator_connector
         if self._divides_data is None:
-            self._divides_data = connector.use_distributed_sampler
-        connector.use_distributed_sampler = False  # Lightning's would replace the user's sampler and order
+            self._divides_data = lightnings.divides_data(trainer)
+        lightnings.let_divide_data(trainer, False)  # Lightning's would replace the user's sampler and order
         loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
         for loop in loops:
             loop.inference_mode = False  # sharded parameters and inference tensors do not mix

@@ -85,3 +85,11 @@ def test_folders_show_what_they_hold() -> None:
 def test_nobody_asks_who(pattern: str, remedy: str) -> None:
     found = [f"{file.relative_to(ROOT)}: {remedy}" for file in FILES if re.search(pattern, file.read_text())]
     assert not found
+
+
+def test_private_fields_of_loops_and_loaders_are_known_in_one_place() -> None:
+    private = r"\._(combined_loader|mode|iterator|spec|predictions|data_fetcher|accelerator_connector)\b"
+    strategies = (file for file in FILES if "strategies" in file.parts and file.name != "lightnings.py")
+    own = r"gradient\._spec"  # a DTensor's
+    found = [file.name for file in strategies if re.search(private, re.sub(own, "", file.read_text()))]
+    assert not found, "read them through strategies/lightnings.py"

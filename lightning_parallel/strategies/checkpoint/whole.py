@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_sum
 
+from lightning_parallel.strategies import lightnings
 from lightning_parallel.techniques.tools import elsewhere
 from lightning_parallel.techniques.tools.shards import gathered, shard_of
 
@@ -84,7 +85,7 @@ POSITIONS = "lightning_parallel_positions"
 
 def set_positions_aside(checkpoint: dict[str, Any]) -> None:
     """Moves the states of divided loaders out of the list that Lightning refuses where it has no such loaders."""
-    fit_loop = _fit_loop_state(checkpoint)
+    fit_loop = lightnings.saved_fit_loop(checkpoint)
     states = fit_loop.pop("combined_loader", [])
     checkpoint[POSITIONS] = {index: state for index, state in enumerate(states) if _is_position(state)}
     if others := [state for state in states if not _is_position(state)]:
@@ -94,14 +95,9 @@ def set_positions_aside(checkpoint: dict[str, Any]) -> None:
 def put_positions_back(checkpoint: dict[str, Any]) -> None:
     """Takes `set_positions_aside` back."""
     positions = checkpoint.pop(POSITIONS, {})
-    fit_loop = _fit_loop_state(checkpoint)
+    fit_loop = lightnings.saved_fit_loop(checkpoint)
     for index in sorted(positions):
         fit_loop.setdefault("combined_loader", []).insert(index, positions[index])
-
-
-def _fit_loop_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    state: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
-    return state
 
 
 def _is_position(state: Any) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_parallel.strategies import lightnings
 from lightning_parallel.strategies.data.loaders import DividedIterable
 from lightning_parallel.strategies.data.randomness import RandomState
 from lightning_parallel.strategies.data.shares import Notes, Readers, Share
@@ -69,7 +70,7 @@ class Batches:
             ValueError: on every rank, if the kinds of batches differ, or one rank ends before the others.
             SIGTERMException: on every rank, if one was asked to stop.
         """
-        loaders = [combined.flattened[dataloader_idx]] if combined._mode == "sequential" else combined.flattened
+        loaders = [combined.flattened[dataloader_idx]] if lightnings.reads_in_turn(combined) else combined.flattened
         last = is_last and any(length_of(loader) is None for loader in loaders)
         readings = _readings(combined, loaders, dataloader_idx)
         self._agree((dataloader_idx, batch_idx, int(last)), batch, self._content(readings, batch_idx))
@@ -87,7 +88,7 @@ class Batches:
     def drop_uncounted_predictions(self, loop: Any) -> None:
         """Removes what a prediction loop keeps for samples that do not count; they come last."""
         for dataloader_idx in self._uncounted:
-            for kept in (loop._predictions[dataloader_idx], loop.epoch_batch_indices[dataloader_idx]):
+            for kept in lightnings.kept_predictions(loop, dataloader_idx):
                 if kept:
                     kept.pop()
         self._uncounted.clear()
@@ -157,12 +158,8 @@ def generators_of(loader: Any) -> list[torch.Generator]:
 
 def _readings(combined: Any, loaders: Sequence[Any], dataloader_idx: int) -> list[Any]:
     """The passes that Lightning is at, though others may have been started meanwhile to look at a batch."""
-    iterator = combined._iterator
-    if combined._mode != "sequential":
-        return list(iterator.iterators)
-    if iterator._iterator_idx == dataloader_idx:
-        return list(iterator.iterators[:1])
-    return [getattr(loaders[0], "latest", None)]  # fetching ahead, Lightning is at the next loader already
+    iterators = lightnings.iterators_of(combined, dataloader_idx)
+    return [getattr(loaders[0], "latest", None)] if iterators is None else iterators
 
 
 def _notes(reading: Any) -> Notes | None:

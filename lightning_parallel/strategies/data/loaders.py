@@ -14,17 +14,17 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_parallel.strategies import lightnings
 from lightning_parallel.strategies.data.randomness import RandomState
 from lightning_parallel.strategies.data.shares import Notes, Pass, Readers, Reading, Share
 
@@ -314,9 +314,8 @@ def resume(loop: Any) -> None:
 
     They are made so early where something looks at data while the model is divided, or counts the steps to come.
     """
-    if loop.is_resuming and loop._combined_loader is not None:
-        loop._load_combined_loader_states()
-        iter(loop._data_fetcher)
+    if loop.is_resuming and lightnings.combined_of(loop) is not None:
+        lightnings.restart_loaders(loop)
 
 
 def divide(loader: Any, readers: Readers, batches_done: Callable[[], int]) -> Any:
@@ -337,10 +336,7 @@ def divide(loader: Any, readers: Readers, batches_done: Callable[[], int]) -> An
 
 
 def _divide_map(loader: DataLoader[Any], readers: Readers, batches_done: Callable[[], int]) -> Any:
-    batch_sampler = loader.batch_sampler
-    remembers_indices = isinstance(batch_sampler, _IndexBatchSamplerWrapper)
-    if isinstance(batch_sampler, _IndexBatchSamplerWrapper):
-        batch_sampler = batch_sampler._batch_sampler
+    batch_sampler, remembers_indices = lightnings.own_batch_sampler(loader.batch_sampler)
     divided: Divided
     if batch_sampler is None:
         divided = DealtBatches(loader.sampler, readers)
@@ -348,7 +344,7 @@ def _divide_map(loader: DataLoader[Any], readers: Readers, batches_done: Callabl
         divided = DividedBatches(batch_sampler.sampler, readers, batch_sampler.batch_size, batch_sampler.drop_last)
     else:
         divided = DealtBatches(batch_sampler, readers)
-    shown: Any = _IndexBatchSamplerWrapper(cast(Any, divided)) if remembers_indices else divided
+    shown: Any = lightnings.remembering_indices(divided) if remembers_indices else divided
     place = "sampler" if batch_sampler is None else "batch_sampler"
     stateful = callable(getattr(loader, "state_dict", None))
     changes = {place: shown, "divided": divided, "batches_done": batches_done, "content": _content_for(readers)}

@@ -12,10 +12,10 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch.utils._pytree import tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import Metric
 
+from lightning_parallel.strategies import lightnings
 from lightning_parallel.strategies.data.batches import generators_of
 from lightning_parallel.strategies.data.loaders import (
     CollateCounted,
@@ -40,7 +40,7 @@ def take_sample(trainer: Trainer) -> Sample:
     module: Any = trainer.lightning_module
     loop, step = _loop_and_step(trainer, module)
     loop.setup_data()
-    combined: Any = loop._combined_loader
+    combined: Any = lightnings.combined_of(loop)
     with _same_randomness(combined.flattened):
         batch = _prepared(trainer, module, _batch_of(combined))
     numbers = [*([0] if _takes_index(step) else []), *([0] if _names_loader(combined) else [])]
@@ -59,7 +59,7 @@ def _takes_index(step: Callable[..., Any]) -> bool:
 
 def _names_loader(combined: Any) -> bool:
     """Whether Lightning gives a step the loader's index: it does where loaders are read one after the other."""
-    return combined._mode == "sequential" and len(combined.flattened) > 1
+    return lightnings.reads_in_turn(combined) and len(combined.flattened) > 1
 
 
 def _loop_and_step(trainer: Trainer, module: LightningModule) -> tuple[Any, Callable[..., Any]]:
@@ -82,17 +82,16 @@ def _size_of(batch: Any) -> int:
 
 def _prepared(trainer: Trainer, module: Any, batch: Any) -> Any:
     batch = trainer.precision_plugin.convert_input(batch)
-    batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
-    return module._apply_batch_transfer_handler(batch, device=HOST, dataloader_idx=0)
+    return lightnings.transferred(module, batch, HOST)
 
 
 # ---------------------------------------------------------------- a batch
 
 
 def _batch_of(combined: Any) -> Any:
-    if combined._mode == "sequential":
+    if lightnings.reads_in_turn(combined):
         return _first_batch(combined.flattened[0])
-    return tree_unflatten([_first_batch(loader) for loader in combined.flattened], combined._spec)
+    return lightnings.as_given(combined, [_first_batch(loader) for loader in combined.flattened])
 
 
 def _first_batch(loader: Any) -> Any:

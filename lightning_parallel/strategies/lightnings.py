@@ -1,0 +1,100 @@
+"""Private fields of Lightning that batches, loaders, callback, sample and lifecycle need: known here, and nowhere else.
+
+Written against Lightning 2.6. Loops and combined loaders are `Any` where their classes are private or differ by loop.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils._pytree import tree_unflatten
+
+# ---------------------------------------------------------------- a trainer
+
+
+def callbacks_of(trainer: Trainer) -> list[Callback]:
+    """The trainer's own list: to change it is to change who is called."""
+    callbacks: list[Callback] = vars(trainer)["callbacks"]
+    return callbacks
+
+
+def divides_data(trainer: Trainer) -> bool:
+    """Whether Lightning may put its own DistributedSampler in the place of the user's sampler."""
+    return bool(trainer._accelerator_connector.use_distributed_sampler)
+
+
+def let_divide_data(trainer: Trainer, may: bool) -> None:
+    """See `divides_data`."""
+    trainer._accelerator_connector.use_distributed_sampler = may
+
+
+# ---------------------------------------------------------------- a loop
+
+
+def combined_of(loop: Any) -> CombinedLoader | None:
+    """The loaders that a loop reads, once it has set up its data."""
+    combined: CombinedLoader | None = loop._combined_loader
+    return combined
+
+
+def restart_loaders(loop: Any) -> None:
+    """Loaders of a fit loop go on from where a checkpoint says, and are iterated over anew."""
+    loop._load_combined_loader_states()
+    iter(loop._data_fetcher)
+
+
+def kept_predictions(loop: Any, dataloader_idx: int) -> tuple[list[Any], list[Any]]:
+    """The predictions that a loop keeps of one loader, and the indices of their samples: lists, one item a batch."""
+    return loop._predictions[dataloader_idx], loop.epoch_batch_indices[dataloader_idx]
+
+
+def saved_fit_loop(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint says of the fit loop and its loaders."""
+    state: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+    return state
+
+
+# ---------------------------------------------------------------- loaders read together
+
+
+def reads_in_turn(combined: CombinedLoader) -> bool:
+    """Whether loaders are read one after the other, and a batch is one loader's."""
+    return combined._mode == "sequential"
+
+
+def as_given(combined: CombinedLoader, items: list[Any]) -> Any:
+    """One item for each loader, in the structure in which the user gave the loaders."""
+    return tree_unflatten(items, combined._spec)
+
+
+def iterators_of(combined: CombinedLoader, dataloader_idx: int) -> list[Any] | None:
+    """The iterators that a batch came from; None where Lightning, fetching ahead, is at the next loader already."""
+    iterator: Any = combined._iterator
+    if not reads_in_turn(combined):
+        return list(iterator.iterators)
+    return list(iterator.iterators[:1]) if iterator._iterator_idx == dataloader_idx else None
+
+
+def own_batch_sampler(batch_sampler: Any) -> tuple[Any, bool]:
+    """The user's batch sampler, and whether Lightning wrapped it to remember the indices of samples."""
+    if isinstance(batch_sampler, _IndexBatchSamplerWrapper):
+        return batch_sampler._batch_sampler, True
+    return batch_sampler, False
+
+
+def remembering_indices(batch_sampler: Any) -> Any:
+    """Takes the unwrapping of `own_batch_sampler` back."""
+    return _IndexBatchSamplerWrapper(batch_sampler)
+
+
+# ---------------------------------------------------------------- a batch
+
+
+def transferred(module: LightningModule, batch: Any, device: torch.device) -> Any:
+    """The batch on a device, having passed the module's hooks before, at and after the transfer."""
+    before = module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return module._apply_batch_transfer_handler(before, device=device, dataloader_idx=0)
