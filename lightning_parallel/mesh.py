@@ -119,8 +119,8 @@ class ParallelMesh:
         self.data = self._view("dp_replicate", "dp_shard")
         #: ranks over which ZeRO shards states, gradients and parameters
         self.fsdp = self._view("dp_shard", "cp")
-        #: ranks whose gradients are averaged
-        self.gradients = self._view("dp_replicate", "dp_shard", "cp")
+        #: ranks whose gradients and logged values are averaged: they see other samples, or other parts of a sequence
+        self.loss = self._view("dp_replicate", "dp_shard", "cp")
 
     def __getitem__(self, axis: Axis) -> DeviceMesh:
         """The ranks that differ from this one in `axis` only."""

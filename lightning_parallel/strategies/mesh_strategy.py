@@ -41,7 +41,7 @@ from lightning_parallel.strategies.rank_strategy import RankStrategy, world_grou
 from lightning_parallel.strategies.ranks.agreement import fingerprint_model, gather, require_same
 from lightning_parallel.strategies.ranks.signals import Signals
 from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer
-from lightning_parallel.techniques.step import Run, Step
+from lightning_parallel.techniques.step import Coming, Run, Step
 from lightning_parallel.techniques.technique import Technique
 from lightning_parallel.techniques.tools.redirect import restore_forward
 from lightning_parallel.techniques.tools.shards import is_sharded
@@ -119,8 +119,8 @@ class MeshStrategy(RankStrategy):
         self._gradients = WholeGradients(self._whole, self._callbacks(), self._host_group())
         adapt_precision(self.precision_plugin, sharded, self._whole.holders(), self._gradients)
         if self.is_distributed:
-            self._log = StepLog(module, self._mesh().data.get_group(), self._host_group(), lambda: self._weight)
-            self._buffers = Buffers(module, self._mesh().data.get_group(), self._host_group())
+            self._log = StepLog(module, self._mesh().loss.get_group(), self._host_group(), lambda: self._weight)
+            self._buffers = Buffers(module, self._mesh().loss.get_group(), self._host_group())
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -157,13 +157,13 @@ class MeshStrategy(RankStrategy):
             broadcast_tensors(materialise.real_tensors(module), world_group(), self.root_device)
         divided = self._divided = DividedModel(module, mesh, self._host_group())
         divided.divide(self.techniques, plan)
-        shards = torch.device("cpu") if any(t.keeps_shards_on_host for t in self.techniques) else self.root_device
+        shards = torch.device("cpu") if any(t.traits.shards_on_host for t in self.techniques) else self.root_device
         self._deferred.materialise(module, self.root_device, shards, self._host_group())
         if self._waiting_state is not None:
             self._waiting_state()
         materialise.move_whole_tensors(module, self.root_device)
         self.model, self._plan = divided.model, plan
-        self._step = divided.wrap_step(plan)
+        self._step = divided.step()
 
     @property
     def _whole(self) -> DividedModel:
@@ -191,7 +191,7 @@ class MeshStrategy(RankStrategy):
     def _mean_loss(self, loss: Any) -> Any:
         """The loss over all ranks' samples, for optimizers that decide by it how far to go, as LBFGS does."""
         alone = not isinstance(loss, Tensor) or not self.is_distributed
-        return loss if alone else reduce_tensor(loss * self._weight, self._mesh().data.get_group(), "mean")
+        return loss if alone else reduce_tensor(loss * self._weight, self._mesh().loss.get_group(), "mean")
 
     # ---------------------------------------------------------------- data
 
@@ -256,14 +256,15 @@ class MeshStrategy(RankStrategy):
         return output
 
     def _run(self, context: AbstractContextManager[None], run: Callable[..., T], args: Any, kwargs: Any) -> T:
-        args = self._sharded(args)
+        batch, *rest = args
+        batch = self._whole.batch(batch)
         if self._log is None:
             with context:
-                return self._step.forward(Run(run), *args, **kwargs)
-        whole = self._whole.pipeline.ranks == 1
-        with context, self._log.counting(self._weight), Run(run) if whole else self._parts(run, self._log) as steps:
-            self._step.expect_scale(scale_of(self.precision_plugin))
-            output = self._step.forward(steps, *args, **kwargs)
+                return self._whole.outputs(self._step.forward(self._whole.run(Run(run)), batch, *rest, **kwargs))
+        steps = Run(run) if self._whole.pipeline.ranks == 1 else self._parts(run, self._log)
+        with context, self._log.counting(self._weight), self._whole.run(steps) as steps:
+            self._step.expect(Coming(scale_of(self.precision_plugin), self._fewest_samples))
+            output = self._whole.outputs(self._step.forward(steps, batch, *rest, **kwargs))
         self._log.reduce_step(self._weight)
         return output
 
@@ -271,16 +272,14 @@ class MeshStrategy(RankStrategy):
         self._latest = PartsRun(run, self._module(), log, self._whole.pipeline.rank)
         return self._latest
 
-    def _sharded(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        batch, *rest = args
-        assert self._plan is not None
-        for technique in self.techniques:
-            batch = technique.shard_batch(batch, self._mesh(), self._plan)
-        return (batch, *rest)
-
     @property
     def _weight(self) -> float:
         return 1.0 if self._batches is None else self._batches.weight
+
+    @property
+    def _fewest_samples(self) -> int | None:
+        meets = any(technique.traits.meets_in_forward for technique in self.techniques)
+        return self._batches.fewest_samples if meets and self._batches is not None else None
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Lightning's backward inside the techniques' step."""

@@ -79,7 +79,7 @@ class RankStrategy(ParallelStrategy):
             raise ValueError(f"process_group_backend={process_group_backend!r} is none of {', '.join(known)}")
         if not (timeout is None or isinstance(timeout, timedelta)):
             raise TypeError(f"timeout={timeout!r} is no time; pass datetime.timedelta(minutes=10), or None")
-        self.techniques = tuple(sorted(techniques, key=lambda technique: technique.phase))
+        self.techniques = tuple(sorted(techniques, key=lambda technique: technique.order))
         self.num_nodes = 1
         self._backend = process_group_backend
         self._timeout = timeout
@@ -166,7 +166,7 @@ class RankStrategy(ParallelStrategy):
         """A value reduced over the ranks that hold different samples, unless a group is given."""
         if not isinstance(tensor, Tensor) or not self.is_distributed:
             return tensor
-        return reduce_tensor(tensor, group or self._mesh().data.get_group(), reduce_op)
+        return reduce_tensor(tensor, group or self._mesh().loss.get_group(), reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002
         """Whether all ranks (or any) of the world say yes."""

@@ -80,9 +80,9 @@ def _refuse_split_backward(techniques: Sequence[Technique]) -> None:
     """Raises where one technique computes a backward in two halves, and another one cannot."""
     for splitting in techniques:
         for whole in techniques:
-            if splitting.splits_backward and whole.keeps_backward_whole is not None:
+            if splitting.traits.splits_backward and whole.traits.keeps_backward_whole is not None:
                 raise ValueError(
                     f"{splitting!r} computes gradients of inputs and of weights one after the other, but {whole!r} "
-                    f"{whole.keeps_backward_whole}, so all of it would be computed twice; choose a schedule such as "
-                    "'1f1b' or 'interleaved_1f1b', or leave the other out"
+                    f"{whole.traits.keeps_backward_whole}, so all of it would be computed twice; choose a schedule "
+                    "such as '1f1b' or 'interleaved_1f1b', or leave the other out"
                 )

@@ -17,9 +17,9 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_parallel.arguments import one_of
-from lightning_parallel.mesh import Axis, ParallelMesh, Size
-from lightning_parallel.plan import ParallelPlan
-from lightning_parallel.techniques.technique import Phase, Technique
+from lightning_parallel.mesh import Axis, Size
+from lightning_parallel.techniques.division import Division, Ground
+from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools.caches import CACHES
 from lightning_parallel.techniques.tools.redirect import Forward, redirect_forward
 
@@ -61,20 +61,20 @@ class ActivationCheckpoint(Technique):
         one_of("ActivationCheckpoint", "mode", self.mode, ("full", "selective"))
 
     @property
-    def keeps_backward_whole(self) -> str:
-        """See `Technique.keeps_backward_whole`."""
-        return "recomputes the forward in every backward"
+    def traits(self) -> Traits:
+        """See `Technique.traits`."""
+        return Traits(keeps_backward_whole="recomputes the forward in every backward")
 
     @property
     def axes(self) -> Mapping[Axis, Size]:
         """See `Technique.axes`: none."""
         return {}
 
-    def parallelize(self, model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan) -> nn.Module:
+    def divide(self, model: nn.Module, ground: Ground, seen: None) -> Division:
         """Leads the forward of every block through a checkpoint."""
-        for block in plan.require_blocks(model, repr(self)).values():
+        for block in ground.plan.require_blocks(model, repr(self)).values():
             redirect_forward(block, self._recomputed)
-        return model
+        return Division(model)
 
     def _recomputed(self, forward: Forward) -> Forward:
         extra: dict[str, Any] = {} if self.mode == "full" else {"context_fn": _keep_expensive}

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from lightning_parallel.arguments import one_of, true_or_false
-from lightning_parallel.mesh import Axis, ParallelMesh, Size
-from lightning_parallel.plan import ParallelPlan
-from lightning_parallel.techniques.technique import Phase, Technique
+from lightning_parallel.mesh import Axis, Size
+from lightning_parallel.techniques.division import Division, Ground
+from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools.redirect import Forward, redirect_forward
 
 
@@ -52,20 +52,20 @@ class Compile(Technique):
             one_of("Compile", "mode", self.mode, (None, *torch._inductor.list_mode_options()))
 
     @property
-    def keeps_backward_whole(self) -> str:
-        """See `Technique.keeps_backward_whole`."""
-        return "computes both in one compiled backward"
+    def traits(self) -> Traits:
+        """See `Technique.traits`."""
+        return Traits(keeps_backward_whole="computes both in one compiled backward")
 
     @property
     def axes(self) -> Mapping[Axis, Size]:
         """See `Technique.axes`: none."""
         return {}
 
-    def parallelize(self, model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan) -> nn.Module:
+    def divide(self, model: nn.Module, ground: Ground, seen: None) -> Division:
         """Leads the forward of every block through its compiled form."""
-        for block in plan.require_blocks(model, repr(self)).values():
+        for block in ground.plan.require_blocks(model, repr(self)).values():
             redirect_forward(block, self._compiled)
-        return model
+        return Division(model)
 
     def _compiled(self, forward: Forward) -> Forward:
         compile_forward = cast(Callable[..., Forward], torch.compile)

@@ -15,10 +15,10 @@ from torch import nn
 
 from lightning_parallel.arguments import one_of
 from lightning_parallel.mesh import Axis, ParallelMesh, Size
-from lightning_parallel.plan import ParallelPlan
+from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.gradients.average import Compression, average_gradients
 from lightning_parallel.techniques.step import Step
-from lightning_parallel.techniques.technique import Phase, Technique
+from lightning_parallel.techniques.technique import Phase, Technique, Traits
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,24 @@ class DataParallel(Technique):
         """See `Technique.axes`."""
         return {"dp_replicate": self.size}
 
-    def wrap_step(self, step: Step, model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan) -> Step:
+    @property
+    def traits(self) -> Traits:
+        """See `Technique.traits`."""
+        return Traits(averages_gradients=True)
+
+    def divide(self, model: nn.Module, ground: Ground, seen: None) -> Division:
+        """Leaves the model as it is; the division's step averages all gradients."""
+        return Averaged(model, ground.mesh, self)
+
+
+@dataclass(eq=False)
+class Averaged(Division):
+    """A model that every replica holds whole."""
+
+    mesh: ParallelMesh
+    technique: DataParallel
+
+    def step(self, step: Step) -> Step:
         """Adds the reduction of all gradients to the step."""
-        return average_gradients(step, list(model.parameters()), mesh, self.compression, self.bucket_mb)
+        asked = self.technique
+        return average_gradients(step, list(self.model.parameters()), self.mesh, asked.compression, asked.bucket_mb)

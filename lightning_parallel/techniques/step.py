@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
@@ -46,6 +47,47 @@ class Run(Generic[T_co]):
         """Does on this rank once what was noted, perhaps on another one."""
 
 
+class WrappedRun(Run[T_co]):
+    """A run around another one; a technique that acts around each call of the user's step overrides `__call__`."""
+
+    def __init__(self, inner: Run[T_co]) -> None:
+        self.inner = inner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> T_co:
+        """See `Run.__call__`."""
+        return self.inner(*args, **kwargs)
+
+    def __enter__(self) -> Self:
+        """See `Run.__enter__`."""
+        self.inner.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """See `Run.__exit__`."""
+        self.inner.__exit__(*error)
+
+    def notes(self, shares: Sequence[float] = (), means: Sequence[Sequence[Tensor]] = ()) -> Any:
+        """See `Run.notes`."""
+        return self.inner.notes(shares, means)
+
+    def replay(self, notes: Any) -> None:
+        """See `Run.replay`."""
+        self.inner.replay(notes)
+
+
+@dataclass(frozen=True)
+class Coming:
+    """What is known of a batch before its forward.
+
+    Attributes:
+        scale: by what the loss will be multiplied before backward, for steps that compute gradients before that.
+        samples: the least number of samples that a rank has which meets this one within the forward; None: nobody does.
+    """
+
+    scale: float = 1.0
+    samples: int | None = None
+
+
 class Step:
     """What happens to one batch: forward, backward, and the parameters as they are kept between steps.
 
@@ -57,8 +99,8 @@ class Step:
         """Runs the user's own `training_step` (or validation, test, predict) with its arguments."""
         return run(*args, **kwargs)
 
-    def expect_scale(self, scale: float) -> None:
-        """Says by what the loss will be multiplied before backward, for steps that compute gradients before that."""
+    def expect(self, coming: Coming) -> None:
+        """Tells what is known of the next batch."""
 
     def backward(self, run: Callable[[], None]) -> None:
         """Runs the backward pass; afterwards gradients are those of the global batch, unless inside `unsynced`."""
@@ -89,9 +131,9 @@ class WrappedStep(Step):
         """See `Step.forward`."""
         return self.inner.forward(run, *args, **kwargs)
 
-    def expect_scale(self, scale: float) -> None:
-        """See `Step.expect_scale`."""
-        self.inner.expect_scale(scale)
+    def expect(self, coming: Coming) -> None:
+        """See `Step.expect`."""
+        self.inner.expect(coming)
 
     def backward(self, run: Callable[[], None]) -> None:
         """See `Step.backward`."""

@@ -1,23 +1,21 @@
-"""What a technique is: a configuration whose behaviour is up to three maps, identities unless it says otherwise."""
+"""What the user asked for: a technique is a frozen configuration, never replaced and never written to."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 
-from lightning_parallel.mesh import Axis, Claim, ParallelMesh, Size
-from lightning_parallel.plan import ParallelPlan
-from lightning_parallel.techniques.step import Step
+from lightning_parallel.mesh import AXES, Axis, Claim, Size
+from lightning_parallel.techniques.division import Division, Ground
 
 
 class Phase(IntEnum):
-    """When a technique acts on the model. The order in which a user lists techniques has no meaning."""
+    """When a technique acts on the model."""
 
     SPLIT = 0
     PARTITION = 1
@@ -27,28 +25,29 @@ class Phase(IntEnum):
 
 
 @dataclass(frozen=True)
-class Sample:
-    """One step of the user's on a batch like those to come, to be looked at before the model is divided.
+class Traits:
+    """What others must know of a technique before it acts.
 
     Attributes:
-        run: runs the step on the batch, or on another one like it, without effect on logs and metrics.
-        size: how many samples the batch has.
-        batch: the batch.
-        device: where the batch and the module are at that time.
+        splits_backward: gradients of inputs and of weights are computed one after the other, from one graph.
+        keeps_backward_whole: why a backward pass cannot be split so; None if it can.
+        shards_on_host: parameters that it shards live in host memory.
+        averages_gradients: gradients are averaged over `mesh.loss`; where no technique does, the lifecycle sees to it.
+        meets_in_forward: ranks that read different samples wait for each other within a forward, so all of them must
+            divide their batches into as many microbatches.
     """
 
-    run: Callable[..., Any]
-    size: int
-    batch: Any
-    device: torch.device
+    splits_backward: bool = False
+    keeps_backward_whole: str | None = None
+    shards_on_host: bool = False
+    averages_gradients: bool = False
+    meets_in_forward: bool = False
 
 
 class Technique(ABC):
-    """One way to divide training: it claims axes of the mesh and maps model, batch and step."""
+    """One way to divide training: it claims axes of the mesh, looks at a model, and divides it."""
 
     phase: ClassVar[Phase]
-    ends_last: ClassVar[bool] = False
-    """Whether its step goes around those of all others, to finish what they leave."""
 
     @property
     @abstractmethod
@@ -60,38 +59,27 @@ class Technique(ABC):
         """The axes under the name by which messages call this technique."""
         return Claim(repr(self), self.axes)
 
-    def prepare(
-        self, model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan, sample: Callable[[], Sample]
-    ) -> Technique:
-        """Technique -> technique: the same after a look at the whole model and, where it must, at a step of it."""
-        return self
-
-    def parallelize(self, model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan) -> nn.Module:
-        """Model -> model: changes the network that the plan points to, keeping every parameter's name."""
-        return model
+    @property
+    def traits(self) -> Traits:
+        """What others must know of it before it acts."""
+        return Traits()
 
     @property
-    def splits_backward(self) -> bool:
-        """Whether gradients of inputs and of weights are computed one after the other, from one graph."""
-        return False
+    def order(self) -> tuple[int, int, str]:
+        """When it acts among others: by phase, then from the innermost axis of the mesh outwards, then by its text."""
+        innermost = max((AXES.index(axis) for axis in self.axes), default=-1)
+        return self.phase, -innermost, repr(self)
 
-    @property
-    def keeps_backward_whole(self) -> str | None:
-        """Why a backward pass of this technique cannot be split so, None if it can."""
+    def look(self, model: nn.Module, ground: Ground) -> Any:
+        """What this rank sees of the whole model before it is divided: plain data, compared by value on all ranks."""
         return None
 
-    @property
-    def keeps_shards_on_host(self) -> bool:
-        """Whether the parameters that `parallelize` shards live in host memory."""
-        return False
+    def divide(self, model: nn.Module, ground: Ground, seen: Any) -> Division:
+        """Divides the network that the plan points to, keeping every parameter's name.
 
-    def shard_batch(self, batch: Any, mesh: ParallelMesh, plan: ParallelPlan) -> Any:
-        """Batch -> batch: this rank's part of a batch that several ranks read alike."""
-        return batch
-
-    def wrap_step(self, step: Step, model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan) -> Step:
-        """Step -> step: what this technique does during a step, when the parameters are real and in place.
-
-        `model` is what this technique's `parallelize` returned.
+        Args:
+            model: what the technique before this one made of the user's module.
+            ground: what it is divided on.
+            seen: what `look` returned.
         """
-        return step
+        return Division(model)

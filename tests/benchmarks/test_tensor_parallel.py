@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import (
 from lightning_parallel import ParallelMesh, ParallelPlan, TensorParallel
 from lightning_parallel.mesh import AXES
 from lightning_parallel.techniques.step import Step
+from tests.grounds import ground
 from tests.ranks import run_on_ranks
 from tests.techniques.test_wire import world
 
@@ -192,9 +193,8 @@ def divided(mesh: ParallelMesh, blocks: list[Block], **options: Any) -> nn.Modul
     model = nn.Module()
     model.blocks = nn.ModuleList(blocks)
     plan = ParallelPlan(blocks="blocks.*")
-    technique = TensorParallel(RANKS, **options).prepare(model, mesh, plan, lambda: pytest.fail("no sample is needed"))
-    technique.parallelize(model, mesh, plan)
-    technique.wrap_step(Step(), model, mesh, plan)
+    technique, on = TensorParallel(RANKS, **options), ground(model, mesh, plan)
+    technique.divide(model, on, technique.look(model, on)).settle(Step())
     return nn.Sequential(*model.blocks)
 
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_parallel.plan.find import find_plan
 from lightning_parallel.strategies.hybrid import HybridStrategy
 from lightning_parallel.techniques.activation_checkpoint import ActivationCheckpoint
 from lightning_parallel.techniques.data_parallel import DataParallel
 from lightning_parallel.techniques.tools.redirect import restore_forward
 from lightning_parallel.techniques.zero import Zero
 from tests.curves import check_parity
+from tests.grounds import ground
 from tests.models import build, loaders
 
 Mode = Literal["full", "selective"]
@@ -53,7 +53,7 @@ def measured(mode: Mode | None) -> tuple[int, Counter[str], list[Tensor]]:
     model = build("llama")
     if mode:
         technique: Any = ActivationCheckpoint(mode)
-        technique.parallelize(model, None, find_plan(model))
+        technique.divide(model, ground(model), None)
     kept: dict[int, int] = {}
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_parallel.plan.find import find_plan
 from lightning_parallel.strategies.hybrid import HybridStrategy
 from lightning_parallel.techniques.activation_checkpoint import ActivationCheckpoint
 from lightning_parallel.techniques.compile import Compile
@@ -17,6 +16,7 @@ from lightning_parallel.techniques.tensor_parallel import TensorParallel
 from lightning_parallel.techniques.tools.redirect import restore_forward
 from lightning_parallel.techniques.zero import Zero
 from tests.curves import check_parity
+from tests.grounds import ground
 from tests.models import build, loaders
 
 pytestmark = [  # Dynamo's own
@@ -51,7 +51,7 @@ def test_blocks_share_one_graph() -> None:
     torch._dynamo.utils.counters.clear()
     model: nn.Module = build("llama")
     technique: Any = COMPILED
-    technique.parallelize(model, None, find_plan(model))
+    technique.divide(model, ground(model), None)
     model.loss(next(iter(loaders("llama", 4).train))).backward()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     for module in model.modules():

@@ -173,7 +173,7 @@ def test_who_talks_to_whom_among_512_ranks(world: None) -> None:
     assert {axis: members(mesh[axis]) for axis in AXES} == {axis: neighbours(axis) for axis in AXES}
     assert members(mesh.data) == neighbours("dp_replicate", "dp_shard")
     assert members(mesh.fsdp) == neighbours("dp_shard", "cp")
-    assert members(mesh.gradients) == neighbours("dp_replicate", "dp_shard", "cp")
+    assert members(mesh.loss) == neighbours("dp_replicate", "dp_shard", "cp")
 
 
 @pytest.mark.parametrize("world", [(512, 137)], indirect=True)
@@ -187,4 +187,4 @@ def test_replicas_and_shards_among_512_ranks(world: None) -> None:
 def test_an_unused_axis_has_one_rank(world: None) -> None:
     mesh = ParallelMesh({**dict.fromkeys(AXES, 1), "dp_shard": 512}, "cpu")
     assert {axis: len(members(mesh[axis])) for axis in AXES} == {**dict.fromkeys(AXES, 1), "dp_shard": 512}
-    assert members(mesh.data) == members(mesh.fsdp) == members(mesh.gradients) == list(range(512))
+    assert members(mesh.data) == members(mesh.fsdp) == members(mesh.loss) == list(range(512))

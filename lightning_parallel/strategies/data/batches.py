@@ -23,6 +23,7 @@ from lightning_parallel.strategies.ranks.agreement import (
     require_same,
 )
 from lightning_parallel.strategies.ranks.signals import Requested, Signals
+from lightning_parallel.techniques.tools.microbatches import batch_size
 
 ENDED: Mark = (-1, -1, 0, 0)
 
@@ -48,6 +49,8 @@ class Batches:
         self._uncounted: list[int] = []
         #: how much this rank's batch counts against the others' on average; 0.0 for one that does not count
         self.weight = 1.0
+        #: the least number of samples that any rank has of this batch
+        self.fewest_samples: int | None = None
 
     def register(self, loader: Any) -> None:
         """A loader is about to be used.
@@ -103,16 +106,30 @@ class Batches:
         dataloader_idx, batch_idx, last = position
         structure = describe(batch)
         place = f"batch {batch_idx} of loader {dataloader_idx}{', the last one' if last else ''}"
-        self._compare((*position, zlib.crc32(structure.encode())), lambda: place, lambda: structure, content)
+        mark, samples = (*position, zlib.crc32(structure.encode())), batch_size(batch) or 1
+        self.fewest_samples = self._compare(mark, lambda: place, lambda: structure, content, samples)
 
-    def _compare(self, mark: Mark, place: Callable[[], str], structure: Callable[[], str], content: Content) -> None:
-        """One small message in every batch; ranks say more only once they know that they differ."""
+    def _compare(
+        self,
+        mark: Mark,
+        place: Callable[[], str],
+        structure: Callable[[], str],
+        content: Content,
+        samples: int = 0,
+    ) -> int:
+        """One small message in every batch; ranks say more only once they know that they differ.
+
+        Returns:
+            The least number of samples that any rank has.
+        """
         signals = self._signals()
-        comparison = Comparison(mark, Requested() if signals is None else signals.requested, self._group, content)
+        requested = Requested() if signals is None else signals.requested
+        comparison = Comparison(mark, requested, self._group, content, samples)
         comparison.finish(place, structure)
         stop, requeue = comparison.anybody
         if signals is not None and (stop or requeue):
             signals.answer(Requested(bool(stop), bool(requeue)))
+        return comparison.fewest
 
     def _require_same_order(self, loaders: Sequence[Any], readings: Sequence[Any]) -> None:
         remedy = "if it divides itself by rank, pass Trainer(use_distributed_sampler=False)"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,10 +22,14 @@ from lightning_parallel.strategies.data.loaders import checksum
 from lightning_parallel.strategies.model.pipeline_group import PipelineGroup
 from lightning_parallel.strategies.model.sample import take_sample
 from lightning_parallel.strategies.ranks.agreement import described, gather, require_same
+from lightning_parallel.techniques.data_parallel import DataParallel
+from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer
-from lightning_parallel.techniques.step import Step
+from lightning_parallel.techniques.step import Run, Step
 from lightning_parallel.techniques.technique import Technique
 from lightning_parallel.techniques.tools import elsewhere
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -46,30 +50,70 @@ class DividedModel:
         self.model: nn.Module = module
         self._host = host
         self._names = list(module.state_dict())
-        self._divided: list[tuple[Technique, nn.Module]] = []
+        self._divisions: list[Division] = []
         self._made: dict[str, Tensor] = {}
 
-    def divide(self, techniques: Iterable[Technique], plan: ParallelPlan) -> None:
+    def divide(self, techniques: Sequence[Technique], plan: ParallelPlan) -> None:
         """Lets every technique keep its part of the model."""
-        for technique in self._prepared(techniques, plan):
-            self.model = technique.parallelize(self.model, self.mesh, plan)
-            self._divided.append((technique, self.model))
+        ground = Ground(self.mesh, plan, partial(take_sample, self.module.trainer))
+        if self.mesh.loss.size() > 1 and not any(technique.traits.averages_gradients for technique in techniques):
+            techniques = (*techniques, DataParallel(1))
+        for technique, seen in zip(techniques, self._looks(techniques, ground), strict=True):
+            division = technique.divide(self.model, ground, seen)
+            self.model = division.model
+            self._divisions.append(division)
 
-    def _prepared(self, techniques: Iterable[Technique], plan: ParallelPlan) -> list[Technique]:
-        """The techniques after a look at the whole model, which must show the same on every rank."""
-        sample = partial(take_sample, self.module.trainer)
-        prepared = [technique.prepare(self.module, self.mesh, plan, sample) for technique in techniques]
-        if prepared != list(techniques) or self.pipeline.ranks > 1:
-            seen = gather(checksum([described(vars(technique)) for technique in prepared]), self._host)
-            require_same("what a step on a sample batch shows", seen, "build model and data alike everywhere")
-        return prepared
+    def _looks(self, techniques: Sequence[Technique], ground: Ground) -> list[Any]:
+        """What techniques see of the whole model: the same on every rank, and an error on all if one cannot look."""
+        looks: list[Any] = []
+        failure: Exception | None = None
+        try:
+            looks = [technique.look(self.module, ground) for technique in techniques]
+        except Exception as error:
+            failure = error
+        failed = "" if failure is None else f"{type(failure).__name__}: {failure}"
+        said = gather((checksum(list(map(described, looks))), failed), self._host)
+        if failure is not None:
+            raise failure
+        for rank, (_, theirs) in enumerate(said):
+            if theirs:
+                raise RuntimeError(f"rank {rank} failed before the model was divided: {theirs}")
+        prints = [each for each, _ in said]
+        require_same(
+            "what a look at the model and a sample step shows", prints, "build model and data alike everywhere"
+        )
+        return looks
 
-    def wrap_step(self, plan: ParallelPlan) -> Step:
+    # ---------------------------------------------------------------- the maps of all divisions
+
+    def step(self) -> Step:
         """The step of all techniques, to be made when the parameters are real."""
         step = Step()
-        for technique, model in sorted(self._divided, key=lambda divided: divided[0].ends_last):
-            step = technique.wrap_step(step, model, self.mesh, plan)
+        for division in self._divisions:
+            step = division.step(step)
+        for division in self._divisions:
+            step = division.settle(step)
         return step
+
+    def run(self, run: Run[T]) -> Run[T]:
+        """The user's step as techniques surround each call of it."""
+        for division in self._divisions:
+            run = division.run(run)
+        return run
+
+    def batch(self, batch: Any) -> Any:
+        """This rank's part of a batch."""
+        for division in self._divisions:
+            batch = division.batch(batch)
+        return batch
+
+    def outputs(self, outputs: T) -> T:
+        """What a step returned, as one device would return it for the batch."""
+        for division in reversed(self._divisions):
+            outputs = division.outputs(outputs)
+        return outputs
+
+    # ---------------------------------------------------------------- who holds what
 
     @property
     def in_parts(self) -> bool:

@@ -26,7 +26,7 @@ from lightning_parallel.strategies.data.loaders import (
 )
 from lightning_parallel.strategies.data.randomness import RandomState
 from lightning_parallel.strategies.logged.kept_values import KeptValues
-from lightning_parallel.techniques.technique import Sample
+from lightning_parallel.techniques.division import Sample
 
 HOST = torch.device("cpu")
 

@@ -102,17 +102,24 @@ class Comparison:
         requested: what was asked of this rank; `anybody` then says what was asked of any.
         group: all ranks.
         content: what this rank reads; on all ranks with as many `readers`.
+        samples: how many this rank has; `fewest` then says how many any of them has at least.
     """
 
     def __init__(
-        self, mark: Mark, requested: Sequence[float], group: dist.ProcessGroup, content: Content | None = None
+        self,
+        mark: Mark,
+        requested: Sequence[float],
+        group: dist.ProcessGroup,
+        content: Content | None = None,
+        samples: int = 0,
     ) -> None:
         self._group, self._content = group, content or Content()
-        numbers = [*self._content.numbers(), *requested, *mark, *(-number for number in mark)]
+        numbers = [*self._content.numbers(), *requested, -samples, *mark, *(-number for number in mark)]
         self._numbers = torch.tensor(numbers, dtype=torch.float64)
         self._work = dist.all_reduce(self._numbers, op=dist.ReduceOp.MAX, group=group, async_op=True)
         self._places = len(mark)
         self.anybody: list[float] = []
+        self.fewest = samples
 
     def finish(self, where: Callable[[], str], what: Callable[[], str]) -> None:
         """Waits for the others.
@@ -128,7 +135,8 @@ class Comparison:
         numbers = self._numbers.tolist()
         highest, lowest = numbers[-2 * self._places : -self._places], numbers[-self._places :]
         readers = self._content.readers
-        self.anybody = numbers[2 * readers : -2 * self._places]
+        *self.anybody, fewest = numbers[2 * readers : -2 * self._places]
+        self.fewest = -int(fewest)
         if any(high != -low for high, low in zip(highest, lowest, strict=True)):
             self._explain(gather((where(), what()), self._group))
         if any(high != -low for high, low in zip(numbers[:readers], numbers[readers : 2 * readers], strict=True)):

@@ -29,9 +29,9 @@ def average_gradients(
     bucket_mb: float = 25,
 ) -> Step:
     """Averages the gradients of `parameters` over all ranks that hold them and see other data."""
-    if mesh.gradients.size() == 1:
+    if mesh.loss.size() == 1:
         return step
-    group = mesh.gradients.get_group()
+    group = mesh.loss.get_group()
     hook = _communication_hook(compression, group)
     made: list[AllReduceBucket] = []
 

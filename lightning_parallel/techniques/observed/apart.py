@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_parallel.techniques.division import Sample
 from lightning_parallel.techniques.observed.positions import buffers_kept
 from lightning_parallel.techniques.observed.shapes import ShapesOnly
-from lightning_parallel.techniques.technique import Sample
 from lightning_parallel.techniques.tools import microbatches
 
 PRODUCTS = {"mm", "bmm"}

@@ -18,7 +18,7 @@ from lightning_parallel.techniques.pipeline_parallel.gradients import Gradients,
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import Schedule
 from lightning_parallel.techniques.pipeline_parallel.stages import Stages
 from lightning_parallel.techniques.pipeline_parallel.ties import Tie, sum_over_holders
-from lightning_parallel.techniques.step import Run, Step, WrappedStep
+from lightning_parallel.techniques.step import Coming, Run, Step, WrappedStep
 from lightning_parallel.techniques.tools import microbatches
 from lightning_parallel.techniques.tools.boundaries import forget_ends
 from lightning_parallel.techniques.tools.means import Shares, is_among
@@ -57,7 +57,7 @@ class PipelineStep(WrappedStep):
         self._stages = Stages(model, made, device)
         self._exchange = Exchange(self._lane, schedule.rank_of, schedule.stages)
         self._slots = _slots(model, made, schedule)
-        self._scale = 1.0
+        self._coming = Coming()
         self._model = model
 
     def close(self) -> None:
@@ -66,9 +66,9 @@ class PipelineStep(WrappedStep):
         self._stages.close()
         self.inner.close()
 
-    def expect_scale(self, scale: float) -> None:
-        """See `Step.expect_scale`."""
-        self._scale = scale
+    def expect(self, coming: Coming) -> None:
+        """See `Step.expect`."""
+        self._coming = coming
 
     def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
         """Runs the schedule, and returns on every rank what the step would return for the whole batch.
@@ -98,14 +98,14 @@ class PipelineStep(WrappedStep):
     ) -> tuple[Work, list[int]]:
         batch, *rest = args
         size = microbatches.batch_size(batch) or 1
-        count = min(self._schedule.microbatches, size)
+        count = min(self._schedule.microbatches, self._coming.samples or size)
         parts, sizes = microbatches.split(batch, count), microbatches.part_sizes(size, count)
         training = torch.is_grad_enabled()
         work = Work(
             steps=[partial(run, part, *rest, **kwargs) for part in parts],
             signatures=[(training, *_signature(part)) for part in parts],
             loss_of=_loss_of,
-            scale=self._scale if training else None,
+            scale=self._coming.scale if training else None,
             shares=Shares(sizes),
             gradients={stage: Gradients(self._of_stage(stage, learning)) for stage in self._here},
         )

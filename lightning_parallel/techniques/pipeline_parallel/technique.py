@@ -6,9 +6,8 @@ Clusters, SC 2021; P. Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_parallel.arguments import whole_number
 from lightning_parallel.mesh import Axis, ParallelMesh, Size
-from lightning_parallel.plan import ParallelPlan
+from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.observed.apart import require_apart
 from lightning_parallel.techniques.observed.positions import Traversal, traverse
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut, cut, names_elsewhere
@@ -30,7 +29,7 @@ from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import (
 )
 from lightning_parallel.techniques.pipeline_parallel.step import PipelineStep
 from lightning_parallel.techniques.step import Step
-from lightning_parallel.techniques.technique import Phase, Sample, Technique
+from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools import boundaries, elsewhere
 
 
@@ -58,7 +57,6 @@ class PipelineParallel(Technique):
     microbatches: int | Literal["auto"] = "auto"
     stages_per_rank: int | None = None
     split: tuple[int, ...] | None = None
-    seen: Traversal | None = field(default=None, repr=False, compare=False)
 
     phase: ClassVar[Phase] = Phase.SPLIT
 
@@ -77,39 +75,39 @@ class PipelineParallel(Technique):
         return {"pp": self.size}
 
     @property
-    def splits_backward(self) -> bool:
-        """See `Technique.splits_backward`."""
+    def traits(self) -> Traits:
+        """See `Technique.traits`."""
         sizes = file_sizes(self.schedule) if is_file(self.schedule) else (2, 4)
-        return make_schedule(self.schedule, *sizes).splits_backward
+        return Traits(splits_backward=make_schedule(self.schedule, *sizes).splits_backward)
 
-    def prepare(
-        self, model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan, sample: Callable[[], Sample]
-    ) -> PipelineParallel:
+    def look(self, model: nn.Module, ground: Ground) -> Seen | None:
         """Looks at one step, to know what runs before and after the blocks, and how much work it is."""
-        if mesh.sizes["pp"] == 1:
-            return self
-        blocks = plan.require_blocks(model, repr(self))
-        one = sample()
+        ranks = ground.mesh.sizes["pp"]
+        if ranks == 1:
+            return None
+        blocks = ground.plan.require_blocks(model, repr(self))
+        one = ground.sample()
         seen = traverse(model, blocks, one.run, one.device)
-        count = self._count(mesh, one.size)
+        count = self._count(ranks, one.size)
         if count > 1:
             require_apart(model, one)
-        return dataclasses.replace(self, seen=seen, microbatches=count)
+        return Seen(seen, count)
 
-    def _count(self, mesh: ParallelMesh, samples: int) -> int:
+    def _count(self, ranks: int, samples: int) -> int:
         """How many microbatches, where "auto" is to decide."""
         if self.microbatches != "auto":
             return self.microbatches
         if is_file(self.schedule):
             return file_sizes(self.schedule)[1]
-        ranks = mesh.sizes["pp"]
         return nearest_legal_microbatches(self.schedule, ranks, min(4 * ranks, max(1, samples)))[0]
 
-    def parallelize(self, model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan) -> nn.Module:
+    def divide(self, model: nn.Module, ground: Ground, seen: Seen | None) -> Division:
         """Keeps what this rank's stages need."""
-        if mesh.sizes["pp"] == 1:
-            return model
-        made, schedule = self._divided(mesh)
+        if seen is None:
+            return Division(model)
+        mesh = ground.mesh
+        schedule = make_schedule(self.schedule, mesh.sizes["pp"], seen.microbatches, self.stages_per_rank)
+        made = cut(seen.step, schedule.stages, self.split)
         here = schedule.stages_of(mesh["pp"].get_local_rank())
         names = set(names_elsewhere(model, made, here))
         direct = [parameter for name, parameter in model.named_parameters() if name in made.seen.direct]
@@ -120,20 +118,33 @@ class PipelineParallel(Technique):
         for stage in here:
             boundaries.mark_end(modules[made.blocks_of(stage)[-1]])
         elsewhere.mark_emptied(model)
-        return model
+        return DividedLayers(model, mesh, made, schedule)
 
-    def wrap_step(self, step: Step, model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan) -> Step:
+
+@dataclass(frozen=True)
+class Seen:
+    """What a pipeline has to know of a model.
+
+    Attributes:
+        step: what a step of it showed.
+        microbatches: into how many parts a batch is divided.
+    """
+
+    step: Traversal
+    microbatches: int
+
+
+@dataclass(eq=False)
+class DividedLayers(Division):
+    """A model of which this rank holds some stages."""
+
+    mesh: ParallelMesh
+    made: Cut
+    schedule: Schedule
+
+    def step(self, step: Step) -> Step:
         """Runs the schedule in every step."""
-        if mesh.sizes["pp"] == 1:
-            return step
-        made, schedule = self._divided(mesh)
-        return PipelineStep(step, model, made, schedule, mesh["pp"].get_group(), mesh.device)
-
-    def _divided(self, mesh: ParallelMesh) -> tuple[Cut, Schedule]:
-        assert self.seen is not None
-        assert self.microbatches != "auto"
-        schedule = make_schedule(self.schedule, mesh.sizes["pp"], self.microbatches, self.stages_per_rank)
-        return cut(self.seen, schedule.stages, self.split), schedule
+        return PipelineStep(step, self.model, self.made, self.schedule, self.mesh["pp"].get_group(), self.mesh.device)
 
 
 def _block_counts(split: object) -> tuple[int, ...]:

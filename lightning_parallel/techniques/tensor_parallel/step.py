@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_parallel.techniques.step import Run, Step, WrappedStep
+from lightning_parallel.techniques.step import Step, WrappedStep
 from lightning_parallel.techniques.tensor_parallel.partition import Partition
-from lightning_parallel.techniques.tensor_parallel.whole.divided_tensor import whole_tensors
 from lightning_parallel.techniques.tools.shards import local
-
-T = TypeVar("T")
 
 
 class TensorParallelStep(WrappedStep):
@@ -35,11 +31,6 @@ class TensorParallelStep(WrappedStep):
         self._set_aside: dict[nn.Parameter, Tensor] = {}
         self._unsummed: set[nn.Parameter] = set()
         self._synced = True
-
-    def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
-        """See `Step.forward`. Logits that are returned are whole."""
-        output: T = whole_tensors(self.inner.forward(run, *args, **kwargs))
-        return output
 
     def backward(self, run: Callable[[], None]) -> None:
         """See `Step.backward`."""

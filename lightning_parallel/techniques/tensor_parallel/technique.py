@@ -5,31 +5,29 @@ Source: M. Shoeybi et al., Megatron-LM, 2019; V. Korthikanti et al., MLSys 2023 
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass, field
-from typing import ClassVar
-from weakref import WeakKeyDictionary
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch import nn
 
 from lightning_parallel.arguments import true_or_false
-from lightning_parallel.mesh import Axis, ParallelMesh, Size
+from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.plan.plan import ParallelPlan, starred
 from lightning_parallel.plan.styles import find_styles
+from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.step import Step
-from lightning_parallel.techniques.technique import Phase, Sample, Technique
+from lightning_parallel.techniques.technique import Phase, Technique
 from lightning_parallel.techniques.tensor_parallel.layout import Divided, divide_parameters, find_divided
 from lightning_parallel.techniques.tensor_parallel.partition import BLOCK_STYLES, Partition
 from lightning_parallel.techniques.tensor_parallel.step import TensorParallelStep
+from lightning_parallel.techniques.tensor_parallel.whole.divided_tensor import whole_tensors
 from lightning_parallel.techniques.tools.boundaries import ends_stage
 
 log = logging.getLogger(__name__)
-
-_partitions: WeakKeyDictionary[ParallelMesh, Partition] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -56,10 +54,8 @@ class TensorParallel(Technique):
     sequence_parallel: bool = True
     regather: bool = False
     overlap: bool = False
-    styles: Mapping[str, str] | None = field(default=None, init=False, repr=False, compare=False)
 
     phase: ClassVar[Phase] = Phase.PARTITION
-    ends_last: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         switches = {name: getattr(self, name) for name in ("sequence_parallel", "regather", "overlap")}
@@ -76,41 +72,47 @@ class TensorParallel(Technique):
         """See `Technique.axes`."""
         return {"tp": self.size}
 
-    def prepare(
-        self, model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan, sample: Callable[[], Sample]
-    ) -> TensorParallel:
-        """Finds out on the whole model what is divided, and whether its sizes allow it."""
-        if mesh.sizes["tp"] == 1:
-            return self
-        styles = plan.styles or find_styles(model, plan)
+    def look(self, model: nn.Module, ground: Ground) -> Mapping[str, str]:
+        """Finds out on the whole model what is divided and how, and whether its sizes allow it."""
+        ranks = ground.mesh.sizes["tp"]
+        if ranks == 1:
+            return {}
+        styles = ground.plan.styles or find_styles(model, ground.plan)
         divided = find_divided(model, styles)
         if not divided:
-            raise ValueError(_nothing_to_divide(self, model, plan))
+            raise ValueError(_nothing_to_divide(self, model, ground.plan))
         for each in divided:
-            each.check(mesh.sizes["tp"])
+            each.check(ranks)
         if dist.get_rank() == 0:
             log.info("Tensor parallel divides %s", dict(styles))
-        prepared = dataclasses.replace(self)
-        object.__setattr__(prepared, "styles", dict(styles))
-        return prepared
+        return dict(styles)
 
-    def parallelize(self, model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan) -> nn.Module:
-        """Keeps this rank's part of every weight that the plan's styles name."""
-        if self.styles is None:
-            return model
-        divided = find_divided(model, self.styles)
+    def divide(self, model: nn.Module, ground: Ground, seen: Mapping[str, str]) -> Division:
+        """Keeps this rank's part of every weight that the styles name."""
+        if not seen:
+            return Division(model)
+        mesh, plan, divided = ground.mesh, ground.plan, find_divided(model, seen)
         runs = list(_runs_of_blocks(model, plan))
         runs += _other_blocks(model, divided, {name for run in runs for name in run})
         group, options = mesh["tp"].get_group(), (self.sequence_parallel, self.regather, self.overlap)
-        _partitions[mesh] = Partition(divided, runs, group, plan.sequence_dim, *options)
+        partition = Partition(divided, runs, group, plan.sequence_dim, *options)
         divide_parameters(model, divided, mesh["tp"])
-        return model
+        return DividedFeatures(model, partition)
 
-    def wrap_step(self, step: Step, model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan) -> Step:
+
+@dataclass(eq=False)
+class DividedFeatures(Division):
+    """A model of whose features, heads and vocabulary each rank has a part."""
+
+    partition: Partition
+
+    def outputs(self, outputs: Any) -> Any:
+        """Makes logits whole that the step returned."""
+        return whole_tensors(outputs)
+
+    def settle(self, step: Step) -> Step:
         """Adds the sum of what ranks have summands of."""
-        if self.styles is None:
-            return step
-        return TensorParallelStep(step, _partitions[mesh])
+        return TensorParallelStep(step, self.partition)
 
 
 def _runs_of_blocks(model: nn.Module, plan: ParallelPlan) -> Iterator[dict[str, nn.Module]]:

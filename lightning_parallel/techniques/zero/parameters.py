@@ -202,7 +202,7 @@ class ShardedParametersStep(WrappedStep):
     def __init__(self, inner: Step, root: Any, mesh: ParallelMesh) -> None:
         super().__init__(inner)
         self._root = root
-        self._backward = ShardedBackward(root, mesh.gradients.get_group())
+        self._backward = ShardedBackward(root, mesh.loss.get_group())
         self._flags = _RequiresGrad(root)
         root.before_forward_of = self._flags.agree
 

@@ -140,7 +140,7 @@ class ScatterBucket(Bucket):
         self._shard_group = mesh.fsdp.get_group()
         self._replica_group = mesh["dp_replicate"].get_group() if mesh.sizes["dp_replicate"] > 1 else None
         self._ranks = mesh.fsdp.size()
-        self._scale = 1.0 / mesh.gradients.size()
+        self._scale = 1.0 / mesh.loss.size()
         ends = torch.tensor([shard.chunk for shard in self.shards]).cumsum(0).tolist()
         self._slots = [slice(end - shard.chunk, end) for end, shard in zip(ends, self.shards, strict=True)]
         self._width = ends[-1] + len(self.shards)

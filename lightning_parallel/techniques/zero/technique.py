@@ -13,10 +13,10 @@ from torch import nn
 
 from lightning_parallel.arguments import one_of, true_or_false
 from lightning_parallel.mesh import Axis, ParallelMesh, Size
-from lightning_parallel.plan import ParallelPlan
+from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.gradients.average import average_gradients
 from lightning_parallel.techniques.step import Step
-from lightning_parallel.techniques.technique import Phase, Technique
+from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools.shards import has_no_rows
 from lightning_parallel.techniques.zero.parameters import Root, ShardedParametersStep, shard_parameters, unshardable
 from lightning_parallel.techniques.zero.states import ShardedStatesStep
@@ -54,21 +54,40 @@ class Zero(Technique):
         return {"dp_replicate": self.replicate, "dp_shard": self.size}
 
     @property
-    def keeps_shards_on_host(self) -> bool:
-        """See `Technique.keeps_shards_on_host`."""
-        return self.offload and self.stage == 3
+    def traits(self) -> Traits:
+        """See `Technique.traits`."""
+        return Traits(shards_on_host=self.offload and self.stage == 3, averages_gradients=True)
 
-    def parallelize(self, model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan) -> nn.Module:
-        """Stage 3 shards the parameters; the model returned is the root through which steps run."""
-        return shard_parameters(model, mesh, plan, self.offload) if self.stage == 3 else model
-
-    def wrap_step(self, step: Step, model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan) -> Step:
-        """Adds the reduction of gradients to shards, and of those without rows to share to all."""
+    def divide(self, model: nn.Module, ground: Ground, seen: None) -> Division:
+        """Stage 3 shards the parameters; its model is the root through which steps run."""
         if self.stage == 3:
-            assert isinstance(model, Root)
-            step = average_gradients(step, unshardable(model), mesh)
-            return ShardedParametersStep(step, model, mesh)
-        whole = [parameter for parameter in model.parameters() if has_no_rows(parameter)]
-        step = average_gradients(step, whole, mesh)
-        rows = [parameter for parameter in model.parameters() if not has_no_rows(parameter)]
-        return ShardedStatesStep(step, rows, mesh, self.stage, self.offload)
+            return ShardedParameters(shard_parameters(model, ground.mesh, ground.plan, self.offload), ground.mesh)
+        return ShardedStates(model, ground.mesh, self)
+
+
+@dataclass(eq=False)
+class ShardedParameters(Division):
+    """A model of whose parameters each rank keeps shards."""
+
+    model: Root
+    mesh: ParallelMesh
+
+    def step(self, step: Step) -> Step:
+        """Runs the step through the root; gradients of what cannot be sharded are averaged."""
+        step = average_gradients(step, unshardable(self.model), self.mesh)
+        return ShardedParametersStep(step, self.model, self.mesh)
+
+
+@dataclass(eq=False)
+class ShardedStates(Division):
+    """A model of whose gradients and optimizer states each rank keeps shards."""
+
+    mesh: ParallelMesh
+    technique: Zero
+
+    def step(self, step: Step) -> Step:
+        """Adds the reduction of gradients to shards, and of those without rows to share to all."""
+        parameters = list(self.model.parameters())
+        step = average_gradients(step, [p for p in parameters if has_no_rows(p)], self.mesh)
+        rows = [p for p in parameters if not has_no_rows(p)]
+        return ShardedStatesStep(step, rows, self.mesh, self.technique.stage, self.technique.offload)

@@ -1,0 +1,79 @@
+"""What techniques act on, and what one technique did to one model in one run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from lightning_parallel.mesh import ParallelMesh
+from lightning_parallel.plan import ParallelPlan
+from lightning_parallel.techniques.step import Run, Step
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One step of the user's on a batch like those to come, to be looked at before the model is divided.
+
+    Attributes:
+        run: runs the step on the batch, or on another one like it, without effect on logs and metrics.
+        size: how many samples the batch has.
+        batch: the batch.
+        device: where the batch and the module are at that time.
+    """
+
+    run: Callable[..., Any]
+    size: int
+    batch: Any
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What a model is divided on.
+
+    Attributes:
+        mesh: all ranks.
+        plan: what the model's parts are.
+        sample: takes a sample step; only techniques that must see one call it.
+    """
+
+    mesh: ParallelMesh
+    plan: ParallelPlan
+    sample: Callable[[], Sample]
+
+
+@dataclass(eq=False)
+class Division:
+    """What a technique did to a model: the identity of all maps, of which techniques override some.
+
+    Attributes:
+        model: what the next technique gets; its parameters may still be on meta.
+    """
+
+    model: nn.Module
+
+    def batch(self, batch: Any) -> Any:
+        """Batch -> batch: this rank's part of a batch that several ranks read alike. Opposite of `outputs`."""
+        return batch
+
+    def outputs(self, outputs: Any) -> Any:
+        """Outputs -> outputs: what the user's step returned on this rank's part, as it would be for the batch."""
+        return outputs
+
+    def run(self, run: Run[T]) -> Run[T]:
+        """Run -> run: around every call of the user's step, be it for a microbatch and one stage of it."""
+        return run
+
+    def step(self, step: Step) -> Step:
+        """Step -> step: around a batch. Called when parameters are real and in place."""
+        return step
+
+    def settle(self, step: Step) -> Step:
+        """Step -> step: around the steps of all techniques, to finish what they leave."""
+        return step

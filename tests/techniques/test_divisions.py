@@ -1,0 +1,318 @@
+"""A technique that only this file knows: all maps of a division, on an axis that no other technique has.
+
+It is context parallel in its crudest form, for a model that treats every position alike: ranks of `cp` read the same
+samples and each computes its own positions. Nothing of the lifecycle knows it, and it trains as one process does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, TypeVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.data import DataLoader
+
+from lightning_parallel import (
+    ActivationCheckpoint,
+    Compile,
+    DataParallel,
+    HybridStrategy,
+    ParallelMesh,
+    PipelineParallel,
+    TensorParallel,
+    Zero,
+)
+from lightning_parallel.mesh import Axis, Size, resolve_sizes
+from lightning_parallel.techniques.division import Division, Ground
+from lightning_parallel.techniques.step import Coming, Run, Step, WrappedRun, WrappedStep
+from lightning_parallel.techniques.technique import Phase, Technique, Traits
+from tests.curves import SMALL, compare, curve
+from tests.grounds import ground
+from tests.models import Loaders, build
+from tests.ranks import ranks, run_on_ranks
+from tests.trainers import trainer
+
+T = TypeVar("T")
+LENGTH, WIDTH, CLASSES = 8, 6, 5
+
+
+@dataclass(frozen=True)
+class OwnPositions(Technique):
+    """Every rank of `cp` computes its own positions of the samples that all of them read."""
+
+    size: Size = "auto"
+    meets: bool = False
+
+    phase: ClassVar[Phase] = Phase.PARTITION
+
+    @property
+    def axes(self) -> Mapping[Axis, Size]:
+        return {"cp": self.size}
+
+    @property
+    def traits(self) -> Traits:
+        return Traits(meets_in_forward=self.meets)
+
+    def look(self, model: nn.Module, ground: Ground) -> int:
+        return sum(1 for _ in model.parameters())
+
+    def divide(self, model: nn.Module, ground: Ground, seen: int) -> Division:
+        assert seen
+        return Positions(model, ground.mesh)
+
+
+@dataclass(eq=False)
+class Positions(Division):
+    mesh: ParallelMesh
+    happened: list[str] = field(default_factory=list)
+
+    def batch(self, batch: Any) -> Any:
+        self.happened.append("batch")
+        own = self.mesh["cp"].get_local_rank()
+        return [part.chunk(self.mesh.sizes["cp"], 1)[own] if part.dim() > 1 else part for part in batch]
+
+    def outputs(self, outputs: Any) -> Any:
+        self.happened.append("outputs")
+        if not isinstance(outputs, Tensor) or outputs.dim() < 2:
+            return outputs
+        parts = [torch.empty_like(outputs) for _ in range(self.mesh.sizes["cp"])]
+        dist.all_gather(parts, outputs.contiguous(), group=self.mesh["cp"].get_group())
+        return torch.cat(parts, 1)
+
+    def run(self, run: Run[T]) -> Run[T]:
+        return Told("run", self, run)
+
+    def step(self, step: Step) -> Step:
+        return ToldStep("step", self, step)
+
+    def settle(self, step: Step) -> Step:
+        return ToldStep("settle", self, step)
+
+
+class Told(WrappedRun[T]):
+    def __init__(self, name: str, division: Positions, inner: Run[T]) -> None:
+        super().__init__(inner)
+        self.name, self.division = name, division
+
+    def __call__(self, *args: Any, **kwargs: Any) -> T:
+        self.division.happened.append(self.name)
+        return super().__call__(*args, **kwargs)
+
+
+class ToldStep(WrappedStep):
+    latest: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, name: str, division: Positions, inner: Step) -> None:
+        super().__init__(inner)
+        self.name, self.division = name, division
+        self.latest[name] = self
+
+    def expect(self, coming: Coming) -> None:
+        self.latest["coming"] = coming
+        super().expect(coming)
+
+    def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
+        self.division.happened.append(self.name)
+        return super().forward(run, *args, **kwargs)
+
+
+class Sentences(torch.utils.data.Dataset[list[Tensor]]):
+    def __init__(self, size: int) -> None:
+        draw = torch.Generator().manual_seed(5)
+        self.inputs = torch.randn(size, LENGTH, WIDTH, generator=draw)
+        self.labels = torch.randint(CLASSES, (size, LENGTH), generator=draw)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[index], self.labels[index]
+
+
+class Tagger(LightningModule):
+    """Treats every position alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        layers = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.layers, self.head = nn.ModuleList(layers), nn.Linear(WIDTH, CLASSES)
+
+    def logits(self, inputs: Tensor) -> Tensor:
+        for layer in self.layers:
+            inputs = layer(inputs)
+        return self.head(inputs)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = cross_entropy(self.logits(batch[0]).flatten(0, 1), batch[1].flatten())
+        self.log("train_loss", loss, prog_bar=True, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", cross_entropy(self.logits(batch[0]).flatten(0, 1), batch[1].flatten()))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.logits(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def fitted(techniques: tuple[Technique, ...] | None, data_ranks: int = 1) -> tuple[Any, list[Tensor]]:
+    if techniques is None:  # Lightning warns wherever a process group exists, even of one rank
+        warnings.filterwarnings("ignore", ".*sync_dist=True")
+
+    def make(**options: Any) -> Trainer:
+        strategy = "auto" if techniques is None else HybridStrategy(*techniques)
+        return trainer(strategy, max_epochs=2, accumulate_grad_batches=2, gradient_clip_val=0.5, **options)
+
+    data = [DataLoader(Sentences(size), batch_size=8 // data_ranks) for size in (32, 8)]
+    model = Tagger()
+    found = curve(make, model, Loaders(*data))
+    predictions = make().predict(model, DataLoader(Sentences(8), batch_size=8)) if data_ranks == 1 else []
+    return found, predictions
+
+
+def fit_once(strategy: HybridStrategy, samples: int, batch_size: int = 8) -> None:
+    """One epoch without evaluation."""
+    data = DataLoader(Sentences(samples), batch_size=batch_size)
+    trainer(strategy, max_epochs=1, limit_val_batches=0).fit(Tagger(), data, data)
+
+
+@pytest.mark.parametrize(
+    ("techniques", "ranks_", "data_ranks"),
+    [
+        ((OwnPositions(2),), 2, 1),
+        ((Zero(1, stage=3), OwnPositions(2)), 2, 1),
+        ((DataParallel(2), OwnPositions(2)), 4, 2),
+        ((OwnPositions(2), PipelineParallel(2, microbatches=2)), 4, 1),
+    ],
+    ids=["cp", "zero3 over cp", "dp x cp", "pp x cp"],
+)
+def test_a_technique_that_nothing_knows_trains_as_one_process(
+    techniques: tuple[Technique, ...], ranks_: int, data_ranks: int
+) -> None:
+    (wanted, expected) = run_on_ranks(1, fitted, None)[0]
+    for rank, (got, predictions) in enumerate(run_on_ranks(ranks_, fitted, techniques, data_ranks)):
+        compare(wanted, got, where=f"rank {rank}: ")
+        for mine, whole in zip(predictions, expected, strict=False):
+            torch.testing.assert_close(mine, whole, rtol=1e-4, atol=SMALL * 1e-4)
+
+
+@ranks(4)
+def test_maps_happen_where_they_belong() -> None:
+    techniques = OwnPositions(2), PipelineParallel(2, microbatches=2)
+    fit_once(HybridStrategy(*techniques), samples=8)
+    division = ToldStep.latest["step"].division
+    calls = division.happened.count("run")
+    assert calls == 2  # one for each microbatch of this rank's stage
+    assert division.happened == ["batch", "settle", "step", *["run"] * calls, "outputs"]
+
+
+def coming_samples(meets: bool) -> list[int | None]:
+    """What steps were told of the last batch, of which one reader has 4 samples and the other one 3."""
+    strategy = HybridStrategy(DataParallel(2), OwnPositions(1, meets=meets))
+    fit_once(strategy, samples=7, batch_size=4)
+    return ToldStep.latest["coming"].samples
+
+
+def test_ranks_that_meet_in_a_forward_know_the_least_number_of_samples() -> None:
+    assert run_on_ranks(2, coming_samples, True) == [3, 3]
+    assert run_on_ranks(2, coming_samples, False) == [None, None]
+
+
+class Disagreeing(OwnPositions):
+    def look(self, model: nn.Module, ground: Ground) -> int:
+        return dist.get_rank()
+
+
+class FailingOnOne(OwnPositions):
+    def look(self, model: nn.Module, ground: Ground) -> int:
+        if dist.get_rank() == 1:
+            raise ValueError("this rank cannot see it")
+        return 1
+
+
+def refused(technique: Technique) -> str:
+    with pytest.raises((ValueError, RuntimeError)) as raised:
+        fit_once(HybridStrategy(technique), samples=8)
+    return str(raised.value)
+
+
+def test_what_ranks_see_is_compared_by_value_for_every_technique() -> None:
+    for said in run_on_ranks(2, refused, Disagreeing(2)):
+        assert "must be the same on every rank" in said
+
+
+def test_what_one_rank_cannot_see_is_an_error_on_all() -> None:
+    first, second = run_on_ranks(2, refused, FailingOnOne(2))
+    assert second == "this rank cannot see it"
+    assert "rank 1" in first
+    assert "this rank cannot see it" in first
+
+
+# ---------------------------------------------------------------- order
+
+SET = (
+    PipelineParallel(2, schedule="1f1b", microbatches=2),
+    TensorParallel(2),
+    OwnPositions(2),
+    ActivationCheckpoint(),
+    Compile(backend="eager"),
+    Zero(2, stage=2),
+)
+
+
+def test_the_order_in_which_a_user_lists_techniques_has_no_meaning() -> None:
+    orders = {HybridStrategy(*given).techniques for given in itertools.permutations(SET)}
+    assert len(orders) == 1
+    names = [type(technique).__name__ for technique in orders.pop()]
+    split, checkpoint, compiled, shard = "PipelineParallel", "ActivationCheckpoint", "Compile", "Zero"
+    assert names == [split, "TensorParallel", "OwnPositions", checkpoint, compiled, shard]
+
+
+def test_every_permutation_gives_the_same_divisions() -> None:
+    dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+    try:
+        techniques = TensorParallel(2), OwnPositions(2), ActivationCheckpoint()
+        mesh = ParallelMesh(resolve_sizes((each.claim for each in techniques), 4), "cpu")
+        seen = {tuple(divided(given, mesh)) for given in itertools.permutations(techniques)}
+    finally:
+        dist.destroy_process_group()
+    assert len(seen) == 1
+
+
+def divided(given: tuple[Technique, ...], mesh: ParallelMesh) -> list[str]:
+    model: nn.Module = build("llama")
+    on = ground(model, mesh)
+    techniques = HybridStrategy(*given).techniques
+    looks = [technique.look(model, on) for technique in techniques]
+    divisions = []
+    for technique, look in zip(techniques, looks, strict=True):
+        divisions.append(technique.divide(model, on, look))
+        model = divisions[-1].model
+    names = [type(division).__name__ for division in divisions]
+    return [*names, *(f"{name} {tuple(p.shape)} {type(p).__name__}" for name, p in model.named_parameters())]
+
+
+def test_techniques_are_never_written_to() -> None:
+    (before, after) = run_on_ranks(2, technique_around_a_fit)[0]
+    assert before == after
+
+
+def technique_around_a_fit() -> tuple[str, str]:
+    technique = PipelineParallel(2)
+    before = repr(vars(technique))
+    strategy = HybridStrategy(technique)
+    fit_once(strategy, samples=8)
+    assert strategy.techniques == (technique,)
+    return before, repr(vars(strategy.techniques[0]))
