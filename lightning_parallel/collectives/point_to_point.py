@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+T = TypeVar("T")
 
 
 class Lane:
@@ -88,3 +91,52 @@ def share_object(value: Any, source: int, group: dist.ProcessGroup, device: torc
     values = [value]
     dist.broadcast_object_list(values, group_src=source, group=group, device=device)
     return values[0]
+
+
+def share_made(make: Callable[[], T], what: str, source: int, group: dist.ProcessGroup, device: torch.device) -> T:
+    """What the rank `source` of the group makes, on all its ranks; `make` runs there only, `what` names it in errors.
+
+    Raises:
+        TypeError: it cannot be sent.
+        Exception: what was raised while it was made. On every rank, as all errors here.
+    """
+    if group.rank() != source:
+        theirs = share_object(None, source, group, device)
+        if isinstance(theirs, _Raised):
+            raise theirs.error()
+        return pickle.loads(theirs)  # type: ignore[no-any-return]
+    try:
+        made = make()
+        sent = _sendable(made, what)
+    except Exception as error:
+        share_object(_Raised.of(error), source, group, device)
+        raise
+    share_object(sent, source, group, device)
+    return made
+
+
+def _sendable(value: Any, what: str) -> bytes:
+    try:
+        return pickle.dumps(value)
+    except Exception as error:
+        raise TypeError(f"{what} cannot go to other ranks ({error}); use tensors and plain values") from error
+
+
+@dataclass(frozen=True)
+class _Raised:
+    """What one rank raised: the error itself where it can be sent."""
+
+    pickled: bytes | None
+    text: str
+
+    @classmethod
+    def of(cls, error: Exception) -> _Raised:
+        try:
+            pickled = pickle.dumps(error)
+            same = str(pickle.loads(pickled)) == str(error)
+        except Exception:
+            same = False
+        return cls(pickled if same else None, f"{type(error).__name__}: {error}")
+
+    def error(self) -> Exception:
+        return RuntimeError(self.text) if self.pickled is None else pickle.loads(self.pickled)

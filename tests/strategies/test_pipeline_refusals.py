@@ -146,6 +146,21 @@ class SkipsOne(Handwritten):
         return None if batch[0][0, 0] > 0 else loss
 
 
+class SometimesBySamples(Handwritten):
+    """Has a mean over targets for some samples, and one over samples for others."""
+
+    def loss(self, batch: Any) -> Tensor:
+        logits = self.head(self.body(self.stem(batch[0])))
+        return logits.square().mean() if batch[0][0, 0] > 0 else F.cross_entropy(logits, batch[1])
+
+
+class ReturnsUnsendable(Handwritten):
+    """Returns what no other rank can get."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": self.loss(batch), "more": lambda: batch}
+
+
 def run(make: Any, strategy: Any, **options: Any) -> None:
     data = DataLoader(points(32, seed=1), 8)
     trainer(strategy(), **({"max_epochs": 1} | options)).fit(make(), data, data)
@@ -207,13 +222,20 @@ def test_callbacks_that_need_whole_parameters() -> None:
         assert "StochasticWeightAveraging reads and writes whole parameters" in message
 
 
+def test_during_a_step() -> None:
+    with pytest.raises(RanksFailed, match=r"block blocks\.3 was called where blocks\.0 was in the sample"):
+        run_on_ranks(2, run, Sometimes, PP2)
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (Sometimes, r"block blocks\.3 was called where blocks\.0 was in the sample"),
         (SkipsOne, r"returned no loss for microbatches \[\d.*a batch is skipped as a whole"),
+        (SometimesBySamples, r"computed a cross-entropy for microbatches \[\d.*decide it by batch_idx"),
+        (ReturnsUnsendable, r"what a step returned, .* cannot go to other ranks \(.*lambda"),
     ],
 )
-def test_during_a_step(make: Any, said: str) -> None:
-    with pytest.raises(RanksFailed, match=said):
-        run_on_ranks(2, run, make, PP2)
+def test_an_error_in_what_the_last_stage_says_is_one_on_all_ranks(make: Any, said: str) -> None:
+    first, second = refused(make, PP2)
+    assert first == second
+    assert re.search(said, first), first

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_parallel.collectives.point_to_point import Lane, share_object
+from lightning_parallel.collectives.point_to_point import Lane, share_made
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut
 from lightning_parallel.techniques.pipeline_parallel.exchange import Exchange
 from lightning_parallel.techniques.pipeline_parallel.executor import Executor, Work
@@ -75,7 +75,8 @@ class PipelineStep(WrappedStep):
 
         Raises:
             TypeError: a batch that cannot be divided.
-            ValueError: a step that returns a loss for some microbatches only.
+            ValueError: a step that returns a loss for some microbatches only; as all errors in what it returned or
+                logged, on every rank of the pipeline.
         """
         parameters = {name: slot.parameter() for name, slot in self._slots.items()}
         learning = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
@@ -118,16 +119,19 @@ class PipelineStep(WrappedStep):
 
     def _shared(self, work: Work, sizes: Sequence[int], run: Run[Any]) -> tuple[Any, Any, float]:
         """What the rank of the last stage says, on all: the output, the notes, the correction of gradients."""
-        last = self._schedule.rank_of(self._schedule.stages - 1)
-        said = None
-        if self._rank == last:
+
+        def said() -> tuple[Any, Any, float]:
             outputs = [work.outputs[number] for number in range(len(sizes))]
             _require_all_or_none(outputs, work.backward)
             shares, correction = work.shares.final()
             means = {number: work.means_of(number) for number in work.outputs}
             merged = map_tensors(Tensor.cpu, _merged(outputs, sizes, shares, means))
-            said = merged, run.notes([shares[number] for number in means], list(means.values())), correction
-        output, notes, correction = share_object(said, last, self._group, self._lane.device)
+            return merged, run.notes([shares[number] for number in means], list(means.values())), correction
+
+        last = self._schedule.rank_of(self._schedule.stages - 1)
+        output, notes, correction = share_made(
+            said, "what a step returned, logged or keeps on the module", last, self._group, self._lane.device
+        )
         return map_tensors(lambda tensor: tensor.to(self._lane.device), output), notes, correction
 
     def _handed_over(self, loss: Tensor, work: Work, learning: dict[str, nn.Parameter], scale: float) -> Tensor:
