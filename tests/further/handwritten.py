@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from tests.further.blocks import Between, Differing, Growing
 from tests.further.built import (
     Direct,
     FrozenFront,
@@ -29,6 +30,9 @@ MODELS: dict[str, Callable[..., Handwritten]] = {
         Dataclasses,
         InPlace,
         Views,
+        Growing,
+        Differing,
+        Between,
         Skip,
         Unet,
         Losses,

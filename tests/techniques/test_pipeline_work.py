@@ -13,15 +13,19 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import flop_registry
 
 from lightning_parallel import DataParallel, HybridStrategy, PipelineParallel, PipelineParallelStrategy, Zero
+from lightning_parallel.techniques.pipeline_parallel.gradients import HandOver
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import SCHEDULES, make_schedule
 from lightning_parallel.techniques.pipeline_parallel.schedule.simulate import simulate
+from lightning_parallel.techniques.tools.shards import leaf_of
 from tests.models import PlainBlock
-from tests.ranks import run_on_ranks
+from tests.ranks import ranks, run_on_ranks
 from tests.strategies.test_deferred_init import LiveBytes
 from tests.techniques.test_wire import group_size
 from tests.trainers import trainer
@@ -199,3 +203,14 @@ def test_only_a_stages_own_parameters_are_ever_allocated() -> None:
     for peak, held in run_on_ranks(4, built, 4):
         assert held == whole / 4
         assert peak < 1.75 * held  # its own, and the one that is being made
+
+
+@ranks(2)
+def test_a_divided_parameter_that_no_step_used_gets_no_gradient() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    unused, used = (nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)])) for _ in range(2))
+    leaves = [leaf_of(unused), leaf_of(used)]
+    always = torch.zeros((), requires_grad=True)
+    HandOver.apply(torch.ones(()), [None, torch.full((2,), 3.0)], 1.0, always, *leaves).backward()
+    assert unused.grad is None
+    assert used.grad.full_tensor().tolist() == [3.0] * 4

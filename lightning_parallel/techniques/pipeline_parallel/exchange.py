@@ -7,8 +7,8 @@ tensors travel. Stages on one rank hand over without a message.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -39,26 +39,66 @@ class Layout:
     tensors: tuple[Shape, ...]
 
 
+class _Slot:
+    """Where a tensor is, and of what shape."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape = shape_of(tensor)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Slot) and self.shape == other.shape
+
+    def __hash__(self) -> int:
+        return hash(self.shape)
+
+    def __repr__(self) -> str:
+        return f"a tensor of shape {self.shape[0]} and {self.shape[1]}"
+
+
 def layout_of(value: Any) -> Layout:
-    """The layout of what a block returned.
+    """The layout of what a stage returned.
 
     Raises:
         TypeError: something in it can be neither sent as a tensor nor pickled.
     """
-    tensors = list(tensors_of(value))
-    rest = map_tensors(lambda _: _Slot(), value)
     try:
-        pickled = pickle.dumps(rest)
+        return Layout(pickle.dumps(_with_slots(value)), tuple(map(shape_of, tensors_of(value))))
     except Exception as error:
         raise TypeError(
-            f"a block returned a {type(value).__name__} with something that cannot go to the next stage ({error}); "
+            f"a block returned something that cannot go to the next stage ({error}); "
             "return tensors and plain values (for Hugging Face models: use_cache=False)"
         ) from error
-    return Layout(pickled, tuple(map(shape_of, tensors)))
 
 
-class _Slot:
-    """Where a tensor was."""
+def _with_slots(value: Any) -> Any:
+    return map_tensors(_Slot, value)
+
+
+def difference(before: Any, now: Any, where: str = "") -> str | None:
+    """Where two structures differ, and in what; None if they do not."""
+    if type(before) is not type(now):
+        return f"{where} is a {type(now).__name__} and was a {type(before).__name__}"
+    children, own = children_of(before), children_of(now)
+    if len(children) != len(own) or _names(before) != _names(now):
+        return f"{where} holds {_names(now) or len(own)} and held {_names(before) or len(children)}"
+    if not children:
+        return None if _is_same(before, now) else f"{where} is {now!r} and was {before!r}"
+    names = _names(before) or range(len(children))
+    pairs = zip(names, children, own, strict=True)
+    return next((found for name, old, new in pairs if (found := difference(old, new, f"{where}[{name!r}]"))), None)
+
+
+def _names(value: Any) -> list[Any]:
+    if isinstance(value, Mapping) or not is_dataclass(value):
+        return list(value) if isinstance(value, Mapping) else []
+    return [field.name for field in fields(value)]
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    try:
+        return bool(before is now or before == now) or pickle.dumps(before) == pickle.dumps(now)
+    except Exception:  # what compares itself in a way of its own, or cannot be sent
+        return False
 
 
 def rebuild(layout: Layout, tensors: list[Tensor]) -> Any:
@@ -95,24 +135,27 @@ class Exchange:
 
     def __init__(self, lane: Lane, rank_of: Callable[[int], int], stages: int) -> None:
         self.lane, self._rank_of, self._stages = lane, rank_of, stages
-        self._known: dict[Hashable, Layout] = {}
+        self._known: dict[Hashable, Layout] = {}  # of what was received
+        self._sent: dict[Hashable, Any] = {}  # structures, with slots for tensors
 
     def send_forward(self, stage: int, microbatch: int, signature: Hashable, value: Any) -> None:
         """Sends what a stage returned to the next one.
 
         Raises:
+            TypeError: something in it can be neither sent as a tensor nor pickled.
             ValueError: for microbatches of one shape, the value had another layout before.
         """
         to, tag = self._rank_of(stage + 1), self._tag(stage, microbatch)
-        layout = layout_of(value)
-        known = self._known.get((stage, signature))
-        if known is None:
-            self._known[stage, signature] = layout
+        before = self._sent.get((stage, signature))
+        if before is None:
+            layout = layout_of(value)
+            self._sent[stage, signature] = pickle.loads(layout.rest)
             self.lane.send_object(layout, to, tag)
-        elif known != layout:
+        elif found := difference(before, _with_slots(value)):
             raise ValueError(
-                f"the last block of stage {stage} returned tensors {layout.tensors} for a microbatch for which it "
-                f"returned {known.tensors} before; what goes from stage to stage must follow from the batch's shapes"
+                f"what stage {stage} hands on differs from what it handed on for a microbatch of the same shapes: "
+                f"{found}; what goes from stage to stage must follow from the batch's shapes, but for the values of "
+                "tensors: return as tensors what varies"
             )
         for tensor in tensors_of(value):
             self.lane.send(tensor, to, tag)

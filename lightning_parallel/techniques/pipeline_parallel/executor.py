@@ -21,7 +21,7 @@ from lightning_parallel.techniques.pipeline_parallel.exchange import (
 )
 from lightning_parallel.techniques.pipeline_parallel.gradients import Enter, Gradients, Saved, save
 from lightning_parallel.techniques.pipeline_parallel.schedule.actions import Action, Kind
-from lightning_parallel.techniques.pipeline_parallel.stages import StageOutput, Stages
+from lightning_parallel.techniques.pipeline_parallel.stages import HandedOn, Stages
 from lightning_parallel.techniques.tools.means import Means, Shares
 from lightning_parallel.values import map_tensors
 
@@ -111,8 +111,8 @@ class Executor:
             received = map_tensors(lambda tensor: _entering(tensor, inputs), received)
         means = Means() if stage == self._last and len(self._work.steps) > 1 else None
         output = self._stages.run(stage, received, self._work.steps[microbatch], means)
-        if isinstance(output, StageOutput):
-            self._keep_returned(place, inputs, output.value)
+        if stage < self._last:
+            self._keep_returned(place, inputs, output)
         else:
             self._keep_result(place, inputs, output)
         if means is not None:
@@ -127,7 +127,7 @@ class Executor:
         layout, arriving = self._arriving.pop(place)
         return rebuild(layout, [tensor.wait() for tensor in arriving])
 
-    def _keep_returned(self, place: Place, inputs: list[Tensor], value: Any) -> None:
+    def _keep_returned(self, place: Place, inputs: list[Tensor], value: HandedOn) -> None:
         stage, microbatch = place
         outputs = floating(value)
         if self._work.backward:

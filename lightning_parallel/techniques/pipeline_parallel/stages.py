@@ -1,8 +1,8 @@
 """Runs one stage: the user's own step, in which only this stage's part of the model is really there.
 
 Every stage runs the whole step on a microbatch. Blocks of earlier stages return what was received, or zeros of its
-shape; what runs before the blocks exists for its shapes only; and when the first block of the next stage is called, the
-step is left with what the stage's last block returned. Only the last stage runs the step to its end.
+shape; what runs before the blocks exists for its shapes only; and the
+step is left when the stage's last block has returned. Only the last stage runs the step to its end.
 """
 
 from __future__ import annotations
@@ -30,24 +30,33 @@ class StageEndedError(BaseException):
 
 
 @dataclass
+class HandedOn:
+    """What a stage gives to the next one.
+
+    Attributes:
+        result: what its last block returned.
+        carried: what goes past the blocks.
+        shapes: of each block so far, what it returned, with `Absent` for its tensors.
+    """
+
+    result: Any = None
+    carried: dict[Call, Any] = field(default_factory=dict)
+    shapes: dict[int, Any] = field(default_factory=dict)
+
+
+@dataclass
 class _Now:
     """The stage that runs."""
 
     stage: int
     received: Any
     carried: dict[Call, Any]
+    shapes: dict[int, Any]
     position: int = 0
     result: Any = None
     calls: Counter[str] = field(default_factory=Counter)
     depth: int = 0  # within parts
     means: Means | None = None
-
-
-@dataclass(frozen=True)
-class StageOutput:
-    """What a stage gives to the next one: what its last block returned, and what goes past the blocks."""
-
-    value: Any
 
 
 class Stages:
@@ -84,23 +93,24 @@ class Stages:
             means: watches what follows the blocks.
 
         Returns:
-            What the step returned, or `StageOutput` if there is a stage after this one.
+            What the step returned, or `HandedOn` if there is a stage after this one.
         """
-        self._now = _Now(stage, *(received if stage else (None, {})))
-        self._now.means = means
+        given = received if stage else HandedOn()
+        self._now = _Now(stage, given.result, given.carried, given.shapes, means=means)
         try:
             output = step()
         except StageEndedError:
             carried = {c: value for c, value in self._now.carried.items() if self.cut.carried[c].last > stage}
-            return StageOutput((self._now.result, carried))
+            return HandedOn(self._now.result, carried, self._now.shapes)
         finally:
             if means is not None:
                 means.end()
-            self._now = None
+            position, self._now = self._now.position, None
         if stage < self.cut.stages - 1:
+            missing = self.cut.seen.blocks[position // 2]
             raise RuntimeError(
-                f"the step ended before block {self.cut.blocks_of(stage + 1)[0]} was called, though it was in the "
-                "sample that was looked at; a pipeline needs steps that run all blocks"
+                f"the step ended before block {missing} was called, though it was in the sample that was looked at; a "
+                "pipeline needs steps that run all blocks"
             )
         return output
 
@@ -115,14 +125,16 @@ class Stages:
                 return call(*args, **kwargs)
             self._require_order(now, number)
             now.position = 2 * number + 2
-            if mine > now.stage:
-                raise StageEndedError
+            ends = self.cut.stage_at(2 * number + 3) > mine
             if mine < now.stage:
-                if self.cut.stage_at(2 * number + 3) == now.stage:
+                if ends and self.cut.stage_at(2 * number + 3) == now.stage:
                     return now.received
-                return self._carried(now, (name, 0)) if (name, 0) in now.carried else _zeros_like(now.received)
+                return self._carried(now, (name, 0)) if (name, 0) in now.carried else self._zeros(now.shapes[number])
             now.result = call(*args, **kwargs)
             self._keep(now, (name, 0), now.result)
+            now.shapes[number] = map_tensors(Absent, now.result)
+            if ends:  # at once: what follows may change the result in place
+                raise StageEndedError
             self._watch_after(now, number)
             return now.result
 
@@ -186,9 +198,9 @@ class Stages:
         """What a module returned on an earlier stage, with zeros for what nobody will use."""
         goes_on = self.cut.carried[call].last > now.stage
         value = now.carried[call]
-        return self._with_zeros(map_tensors(Tensor.clone, value) if goes_on else value)
+        return self._zeros(map_tensors(Tensor.clone, value) if goes_on else value)
 
-    def _with_zeros(self, value: Any) -> Any:
+    def _zeros(self, value: Any) -> Any:
         return map_leaves(lambda leaf: leaf.zeros(self._device) if isinstance(leaf, Absent) else leaf, value)
 
 
@@ -197,6 +209,15 @@ class Absent:
 
     def __init__(self, tensor: Tensor) -> None:
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Absent) and (self.shape, self.dtype) == (other.shape, other.dtype)
+
+    def __hash__(self) -> int:
+        return hash((self.shape, self.dtype))
+
+    def __repr__(self) -> str:
+        return f"a tensor of shape {self.shape} and {self.dtype}"
 
     def zeros(self, device: torch.device) -> Tensor:
         """A tensor like it."""
@@ -207,7 +228,3 @@ def _tensors_of(module: nn.Module) -> list[Tensor]:
     """All parameters, and those elsewhere that stand as plain attributes."""
     plain = (value for part in module.modules() for value in vars(part).values() if isinstance(value, Tensor))
     return [*module.parameters(), *plain]
-
-
-def _zeros_like(value: Any) -> Any:
-    return map_tensors(lambda t: torch.zeros(t.shape, dtype=t.dtype, device=t.device), value)

@@ -251,7 +251,9 @@ class _Leaf:
     def _move_gradient(self, tensor: Tensor) -> None:
         gradient: Any = tensor.grad
         tensor.grad, parameter = None, self.parameter
-        if parameter.grad is None:
+        if gradient is None:  # handed over by a pipeline for a parameter that no step used
+            pass
+        elif parameter.grad is None:
             wrap = cast(Callable[..., Tensor], DTensor)
             parameter.grad = wrap(gradient, parameter._spec, requires_grad=False)
         else:
