@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,26 @@ def children_of(value: Any) -> list[Any]:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [getattr(value, field.name) for field in dataclasses.fields(value)]
     return []
+
+
+def batch_size(batch: Any) -> int | None:
+    """The number of samples in a batch: the first dimension that most of its tensors have.
+
+    Where there are none, the length that most lists of plain values have, as those of texts; None where nothing tells.
+    """
+    tensors = [len(tensor) for tensor in tensors_of(batch) if tensor.dim()]
+    sizes = Counter(tensors or map(len, _plain_lists(batch)))
+    return sizes.most_common(1)[0][0] if sizes else None
+
+
+def _plain_lists(value: Any) -> Iterator[Sequence[Any]]:
+    """Lists in a batch that hold no others: of those nobody knows whether they hold samples or are samples."""
+    children = children_of(value)
+    if not isinstance(value, (list, tuple)):
+        for child in children:
+            yield from _plain_lists(child)
+    elif children and not any(isinstance(child, Tensor) or children_of(child) for child in children):
+        yield value
 
 
 def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
@@ -54,7 +75,8 @@ def rebuilt(value: Any, children: Sequence[Any]) -> Any:
 
 def like(value: Any, items: Sequence[Any]) -> Any:
     """A list or tuple of the class of `value`."""
-    return type(value)(*items) if isinstance(value, tuple) and type(value) is not tuple else type(value)(items)
+    make = getattr(type(value), "_make", type(value))  # named tuples alone take their items one by one
+    return make(items)
 
 
 def _filled(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:

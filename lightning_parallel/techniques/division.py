@@ -12,6 +12,7 @@ from torch import nn
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.techniques.step import Run, Step
+from lightning_parallel.values import batch_size
 
 T = TypeVar("T")
 
@@ -22,15 +23,18 @@ class Sample:
 
     Attributes:
         run: runs the step on the batch, or on another one like it, without effect on logs and metrics.
-        size: how many samples the batch has.
         batch: the batch.
         device: where the batch and the module are at that time.
     """
 
     run: Callable[..., Any]
-    size: int
     batch: Any
     device: torch.device
+
+    @property
+    def size(self) -> int | None:
+        """How many samples the batch has, None where nothing in it tells."""
+        return batch_size(self.batch)
 
 
 @dataclass(frozen=True)

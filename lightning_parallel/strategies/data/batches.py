@@ -23,7 +23,7 @@ from lightning_parallel.strategies.ranks.agreement import (
     require_same,
 )
 from lightning_parallel.strategies.ranks.signals import Requested, Signals
-from lightning_parallel.techniques.tools.microbatches import batch_size
+from lightning_parallel.values import batch_size
 
 ENDED: Mark = (-1, -1, 0, 0)
 

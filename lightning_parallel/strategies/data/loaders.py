@@ -18,7 +18,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities.data import extract_batch_size
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, get_worker_info
@@ -27,6 +26,7 @@ from torch.utils.data.distributed import DistributedSampler
 from lightning_parallel.strategies import lightnings
 from lightning_parallel.strategies.data.randomness import RandomState
 from lightning_parallel.strategies.data.shares import Notes, Pass, Readers, Reading, Share
+from lightning_parallel.values import batch_size
 
 T = TypeVar("T")
 
@@ -290,7 +290,7 @@ class DividedIterator(Iterable[Any]):
     def _parts(self, notes: Notes) -> Iterator[Any]:
         batches = iter(self.batches)
         for number, dealt in enumerate(iter(lambda: list(islice(batches, self.readers.ranks)), [])):
-            batch, share = self.readers.turn(dealt, [_samples_in(batch) for batch in dealt])
+            batch, share = self.readers.turn(dealt, [batch_size(batch) or 1 for batch in dealt])
             notes.note(number, share, self.readers.ranks)
             yield batch
 
@@ -300,13 +300,6 @@ class SizedDividedIterator(DividedIterator):
 
     def __len__(self) -> int:
         return -(-len(self.batches) // self.readers.ranks)
-
-
-def _samples_in(batch: Any) -> int:
-    try:
-        return extract_batch_size(batch)
-    except Exception:  # Lightning finds no tensor to read it from: every batch counts the same
-        return 1
 
 
 def resume(loop: Any) -> None:

@@ -24,7 +24,7 @@ from lightning_parallel.strategies.logged.logging import StepLog
 from lightning_parallel.strategies.logged.metrics import BatchMetric, UndoableMetric
 from lightning_parallel.techniques.step import Run
 from lightning_parallel.techniques.tools.means import is_among
-from lightning_parallel.techniques.tools.microbatches import batch_size
+from lightning_parallel.values import batch_size
 
 T = TypeVar("T")
 HOST = torch.device("cpu")

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import Metric
@@ -49,7 +48,7 @@ def take_sample(trainer: Trainer) -> Sample:
         with _same_randomness([]), _without_traces(module), trainer.precision_plugin.forward_context():
             return step(on, *numbers)
 
-    return Sample(run, _size_of(batch), batch, HOST)
+    return Sample(run, batch, HOST)
 
 
 def _takes_index(step: Callable[..., Any]) -> bool:
@@ -71,13 +70,6 @@ def _loop_and_step(trainer: Trainer, module: LightningModule) -> tuple[Any, Call
     }
     assert trainer.state.fn is not None
     return choices[trainer.state.fn]
-
-
-def _size_of(batch: Any) -> int:
-    try:
-        return extract_batch_size(batch)
-    except Exception:  # Lightning finds no tensor to read it from
-        return 1
 
 
 def _prepared(trainer: Trainer, module: Any, batch: Any) -> Any:

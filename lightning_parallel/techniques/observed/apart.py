@@ -6,75 +6,179 @@ twice as large, and what it makes of pairs four times. A product that sums over 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lightning_parallel.techniques.division import Sample
-from lightning_parallel.techniques.observed.positions import buffers_kept
-from lightning_parallel.techniques.observed.shapes import ShapesOnly
+from lightning_parallel.techniques.observed.recorder import buffers_kept
+from lightning_parallel.techniques.observed.shapes import ShapesOnly, Watch, mark_of
 from lightning_parallel.techniques.tools import microbatches
+from lightning_parallel.techniques.tools.telling import warn
+from lightning_parallel.values import batch_size, tensors_of
 
 PRODUCTS = {"mm", "bmm"}
+REMEDY = "use microbatches=1 or LayerParallelStrategy"
 
 
 @dataclass(frozen=True)
 class _Made:
-    """What an operation made, and over how many elements a product ran."""
+    """What an operation made.
+
+    Attributes:
+        name: of the operation.
+        shapes: of its results.
+        along: over how many elements a product ran.
+        floating: whether the first result is of floating point.
+        training: whether it behaves as in training, where that makes a difference.
+        read: the numbers of the operations that made what it read.
+    """
 
     name: str
-    shape: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
     along: int
+    floating: bool
+    training: bool
+    read: frozenset[int]
 
     def is_of_pairs(self, twice: _Made) -> bool:
         sums = self.along > 0 and twice.along == 2 * self.along and twice.numel > 1
         return twice.numel > 2 * self.numel or sums
 
+    def normalises(self, twice: _Made) -> bool:
+        """Whether it divides by what it finds in all samples; of a single one it would keep as many statistics."""
+        if "batch_norm" not in self.name or not self.training:
+            return False
+        return twice.numel > self.numel and self.shapes[1:] == twice.shapes[1:]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.shapes[0] if self.shapes else ()
+
     @property
     def numel(self) -> int:
-        return torch.Size(self.shape).numel()
+        return sum(torch.Size(shape).numel() for shape in self.shapes)
 
 
-def require_apart(model: nn.Module, sample: Sample) -> None:
+@dataclass
+class _Look(Watch):
+    """All that the step made on some samples, up to the error that ended it, if one did."""
+
+    all: list[_Made] = field(default_factory=list)
+    error: Exception | None = None
+
+    def made(self, func: Any, args: Any, kwargs: Any, result: Any, inputs: Sequence[Tensor]) -> int:
+        """See `Watch.made`; the mark is the operation's number, from 1."""
+        results = list(tensors_of(result))
+        along = args[0].shape[-1] if func._opname in PRODUCTS else 0
+        floating = bool(results) and results[0].is_floating_point()
+        read = frozenset(mark for mark in map(mark_of, inputs) if mark is not None)
+        named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+        training = bool(named.get("training", "_no_" not in func._opname))
+        shapes = tuple(tuple(each.shape) for each in results)
+        self.all.append(_Made(func._opname, shapes, along, floating, training, read))
+        return len(self.all)
+
+
+def require_apart(model: nn.Module, sample: Sample, parts: int, complete: bool) -> None:
     """Raises unless each sample of a batch counts by itself.
 
+    Args:
+        model: whole.
+        sample: a step on a batch.
+        parts: into how many microbatches the batch is to be divided.
+        complete: whether the step could be followed to its end on the whole batch.
+
     Raises:
-        ValueError: samples meet each other; names the operation.
+        ValueError: samples meet each other, which names the operation; or the step fails on a part of a batch.
     """
-    half = sample.size // 2
-    if not half or microbatches.batch_size(sample.batch) != sample.size:
+    size = sample.size or 1
+    some = microbatches.split(sample.batch, 2)[-1] if size > 1 else sample.batch  # the smaller one, where they differ
+    half = batch_size(some) or 1
+    once = _look(model, sample, some)
+    twice = _look(model, sample, microbatches.merge([some, some], [half, half]))
+    if complete:
+        _require_any_number(model, sample, min(parts, size))
+    if once.error is not None or twice.error is not None:
+        warn(_unchecked(f"on {half} or {2 * half} samples the step failed: {once.error or twice.error!r}"))
+    if not _do_the_same(once, twice):
+        if _grows_faster(once, twice):
+            warn(_unchecked(f"on {2 * half} samples the step does something else than on {half}"))
         return
-    some = microbatches.split(sample.batch, 2)[-1]  # the smaller one, where they differ
-    once = _made(model, lambda: sample.run(some), sample.device)
-    twice = _made(model, lambda: sample.run(microbatches.merge([some, some], [half, half])), sample.device)
-    if [made.name for made in once] != [made.name for made in twice]:
-        return  # the step decides by values, and nothing can be said
-    for one, two in zip(once, twice, strict=True):
+    _require_no_pairs(once, twice, half)
+    _warn_of_statistics(once, twice, sample)
+
+
+def _require_any_number(model: nn.Module, sample: Sample, parts: int) -> None:
+    """The step runs on a microbatch too, if it is one that a batch has at its end."""
+    part = microbatches.split(sample.batch, parts)[-1]
+    error = _look(model, sample, part).error
+    if error is not None:
+        raise ValueError(
+            f"the step runs on a batch of {sample.size} samples, but fails on a microbatch of {batch_size(part)} of "
+            f"them ({type(error).__name__}: {error}); write it for any number of samples, or {REMEDY}"
+        ) from error
+
+
+def _do_the_same(once: _Look, twice: _Look) -> bool:
+    names = [made.name for made in once.all], [made.name for made in twice.all]
+    stopped = once.error is not None or twice.error is not None
+    shorter = min(map(len, names)) if stopped else None
+    return names[0][:shorter] == names[1][:shorter]
+
+
+def _grows_faster(once: _Look, twice: _Look) -> bool:
+    """Whether some operation makes more than twice as much; a loop over samples makes twice as much of everything."""
+    sizes: tuple[Counter[str], Counter[str]] = (Counter(), Counter())
+    for counter, look in zip(sizes, (once, twice), strict=True):
+        for made in look.all:
+            counter[made.name] += made.numel
+    return any(sizes[1][name] > 2 * sizes[0][name] for name in sizes[1])
+
+
+def _unchecked(why: str) -> str:
+    return (
+        f"Whether samples of a batch meet each other, as in a contrastive loss, could not be checked, because {why}. "
+        f"If they do, {REMEDY}: in a pipeline each microbatch meets its own samples only"
+    )
+
+
+def _require_no_pairs(once: _Look, twice: _Look, half: int) -> None:
+    for one, two in zip(once.all, twice.all, strict=False):
         if one.is_of_pairs(two):
             raise ValueError(
                 f"samples of a batch meet each other in the step: {one.name} makes a tensor of shape {one.shape} of "
                 f"{half} samples and one of shape {two.shape} of {2 * half}, as a contrastive loss does. In a pipeline "
-                "each microbatch would meet its own samples only; use microbatches=1 or LayerParallelStrategy"
+                f"each microbatch would meet its own samples only; {REMEDY}"
             )
 
 
-def _made(model: nn.Module, run: Callable[[], Any], device: torch.device) -> list[_Made]:
-    found: list[_Made] = []
+def _warn_of_statistics(once: _Look, twice: _Look, sample: Sample) -> None:
+    """Of what is reduced over all samples and then meets each of them."""
+    reduced: set[int] = set()
+    for number, (one, two) in enumerate(zip(once.all, twice.all, strict=False), start=1):
+        grows = two.numel > one.numel
+        if one.normalises(two) or (grows and one.floating and one.read & reduced):
+            warn(
+                f"The step looks at all samples of a batch at once: {one.name} makes a tensor of shape {one.shape} "
+                f"with what it finds in all of them. In a pipeline these are the samples of a microbatch, not the "
+                f"{sample.size} of the batch, so the curve is not that of one device; {REMEDY}"
+            )
+            return
+        from_samples = any(twice.all[read - 1].numel > once.all[read - 1].numel for read in one.read)
+        if not grows and one.floating and (from_samples or one.read & reduced):
+            reduced.add(number)
 
-    def made(func: Any, args: Any, kwargs: Any, result: Any, inputs: Sequence[Tensor]) -> bool:
-        name = func._opname
-        along = args[0].shape[-1] if name in PRODUCTS else 0
-        shapes = (tuple(leaf.shape) for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
-        found.extend(_Made(name, shape, along) for shape in shapes)
-        return True
 
-    with torch.no_grad(), buffers_kept(model), ShapesOnly(model.parameters(), device, made=made):
+def _look(model: nn.Module, sample: Sample, batch: Any) -> _Look:
+    look = _Look()
+    with torch.no_grad(), buffers_kept(model), ShapesOnly(model.parameters(), sample.device, look):
         try:
-            run()
-        except Exception:  # what the first look could follow may fail on other samples
-            return []
-    return found
+            sample.run(batch)
+        except Exception as error:
+            look.error = error
+    return look

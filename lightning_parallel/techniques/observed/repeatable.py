@@ -64,13 +64,14 @@ class Repeatable:
         Args:
             first: what the first call did.
             noted: runs something and tells its operations.
+
+        Raises:
+            Exception: that of a block which cannot be called again.
         """
         after = _random_state()
         try:
             second = noted(self._again())
             return second == first or second == noted(self._again())
-        except Exception:  # nothing is known of a block that cannot be called again
-            return True
         finally:
             _set_random(after)
 

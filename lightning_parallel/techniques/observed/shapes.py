@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from lightning_parallel.techniques.observed.answers import Answers, plausible
 from lightning_parallel.values import map_tensors, tensors_of
 
 aten = torch.ops.aten
@@ -34,32 +35,51 @@ SHAPE_ONLY = {
 """Operations that give values, and look at nothing but the shape and the dtype of their first argument."""
 
 
+class Watch:
+    """Hears what happens while code runs in shapes only; this one does nothing about it."""
+
+    def read(self, tensor: Tensor) -> None:
+        """An operation reads a dependent tensor; a parameter is told as itself."""
+
+    def made(self, func: Any, args: Any, kwargs: Any, result: Any, inputs: Sequence[Tensor]) -> Any:
+        """An operation on `inputs`, some of them dependent, made a result on meta; returns the mark to put on it."""
+        return True
+
+    def asked(self, tensor: Tensor) -> None:
+        """Python gets a made-up value of a dependent tensor."""
+
+    def required(self, tensor: Tensor) -> None:
+        """A tensor is to have gradients."""
+
+    def differentiated(self, tensors: Sequence[Tensor] | None) -> None:
+        """The code asks for gradients of these tensors, or of all."""
+
+
 class ShapesOnly(TorchDispatchMode):
     """While active, results that depend on a parameter exist as shapes only.
 
     Args:
         parameters: the tensors whose values are not to be used.
-        device: where the model would run; shapes claim to be on meta, so new tensors asked for there come here.
-        reads: called with every dependent tensor that an operation reads; for a parameter, with the parameter.
-        made: called with an operation, its arguments and its result on meta, and the tensors that it read, of which
-            some depend on a parameter; returns the mark that the results are to bear.
+        device: where the model would run; shapes claim to be there, though they are on meta.
+        watch: hears what happens.
     """
 
-    def __init__(
-        self,
-        parameters: Iterable[Tensor],
-        device: torch.device,
-        reads: Callable[[Tensor], None] = lambda _: None,
-        made: Callable[[Any, Any, Any, Any, Sequence[Tensor]], Any] = lambda *_: True,
-    ) -> None:
+    def __init__(self, parameters: Iterable[Tensor], device: torch.device, watch: Watch | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._parameters = {id(parameter): parameter for parameter in parameters}
-        self._device, self._reads, self._made = device, reads, made
+        self.device, self.watch = device, watch or Watch()
+        self._answers = Answers(self)
+        self._proxies: list[Tensor] = []
         self._written: list[Tensor] = []
+
+    def __enter__(self) -> Any:
+        self._answers.__enter__()  # type: ignore[no-untyped-call]
+        return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         """Memory that was written to may be the user's: it bears no mark afterwards."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._answers.__exit__(*error)  # type: ignore[no-untyped-call]
         for tensor in self._written:
             vars(tensor).pop(MARK, None)
             vars(tensor.untyped_storage()).pop(MARK, None)
@@ -67,31 +87,52 @@ class ShapesOnly(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         if "device" in kwargs and str(kwargs["device"]).startswith("meta"):
-            kwargs["device"] = self._device
-        inputs = [value for value in _leaves(args, kwargs) if isinstance(value, Tensor)]
+            kwargs["device"] = self.device
+        inputs = [self._itself(value) for value in _leaves(args, kwargs) if isinstance(value, Tensor)]
         dependent = [tensor for tensor in inputs if self.depends(tensor)]
         if not dependent:
             return func(*args, **kwargs)
         if func._overloadpacket in SHAPE_ONLY:
             return self._by_shape(func, args, kwargs)
         for tensor in dependent:
-            self._reads(tensor)
-        answer = _plausible_answer(func, args)
-        return answer if answer is not None else self._on_meta(func, args, kwargs, inputs)
+            self.watch.read(tensor)
+        answer = plausible(func, args)
+        return self._on_meta(func, args, kwargs, inputs) if answer is None else self._answered(answer, dependent)
+
+    def _answered(self, answer: Any, dependent: list[Tensor]) -> Any:
+        for tensor in dependent:
+            self.watch.asked(tensor)
+        return answer
 
     def depends(self, tensor: Tensor) -> bool:
         """Whether the tensor's values are unknown here."""
         return id(tensor) in self._parameters or tensor.is_meta or mark_of(tensor) is not None
 
+    def proxy(self, tensor: Tensor) -> Tensor:
+        """A tensor on meta that counts as the same one."""
+        if tensor.is_meta:
+            return tensor
+        with _disable_current_modes():  # what asks for meta is given the true device otherwise
+            twin = _twin(tensor)
+        if id(tensor) in self._parameters:
+            self._parameters[id(twin)] = self._parameters[id(tensor)]
+            self._proxies.append(twin)  # its id must not become that of another one
+        elif mark_of(tensor) is not None:
+            vars(twin)[MARK] = mark_of(tensor)
+        return twin
+
+    def _itself(self, tensor: Tensor) -> Tensor:
+        return self._parameters.get(id(tensor), tensor)
+
     def _by_shape(self, func: Any, args: Any, kwargs: Any) -> Any:
         first, *rest = args
-        return func(torch.zeros((), dtype=first.dtype, device=self._device).expand(first.shape), *rest, **kwargs)
+        return func(torch.zeros((), dtype=first.dtype, device=self.device).expand(first.shape), *rest, **kwargs)
 
     def _on_meta(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
         known = _known_shapes(func, args, kwargs)
         if known is not None:
             result = pytree.tree_map_only(_Shape, _Shape.empty, known)
-            self._mark_all(result, self._made(func, args, kwargs, result, inputs), inputs)
+            self._mark_all(result, self.watch.made(func, args, kwargs, result, inputs), inputs)
             return result
         originals: dict[int, Tensor] = {}
 
@@ -107,17 +148,25 @@ class ShapesOnly(TorchDispatchMode):
         if func._overloadpacket is aten.index:
             args = (args[0], [part for index in args[1] for part in _as_positions(index, self.depends)])
         on_meta = pytree.tree_map_only(Tensor, twin, (args, kwargs))
-        result = _shapes_of(func, on_meta[0], on_meta[1], self._device)
+        result = _shapes_of(func, on_meta[0], on_meta[1], lambda leaf: self._made_up(originals.get(id(leaf), leaf)))
         result = pytree.tree_map_only(Tensor, lambda tensor: originals.get(id(tensor), tensor), result)
+        if any(isinstance(leaf, Tensor) and not self.depends(leaf) for leaf in _leaves((result,), {})):
+            for tensor in filter(self.depends, inputs):
+                self.watch.asked(tensor)
         _remember_shapes(func, args, kwargs, result)
-        self._mark_all(result, self._made(func, on_meta[0], on_meta[1], result, inputs), inputs)
+        self._mark_all(result, self.watch.made(func, on_meta[0], on_meta[1], result, inputs), inputs)
         return result
+
+    def _made_up(self, tensor: Tensor) -> Tensor:
+        if self.depends(tensor):
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, device=self.device)
+        return tensor.clone()  # the operation may write to it
 
     def _mark_all(self, result: Any, mark: Any, inputs: list[Tensor]) -> None:
         if any(id(tensor) in self._parameters or mark_of(tensor) is not None for tensor in inputs):
             written = {id(tensor) for tensor in inputs}
             for tensor in _leaves((result,), {}):
-                if isinstance(tensor, Tensor):
+                if isinstance(tensor, Tensor) and (tensor.is_meta or id(tensor) in written):
                     self._mark(tensor, mark, id(tensor) in written)
 
     def _mark(self, tensor: Tensor, mark: Any, written: bool) -> None:
@@ -164,7 +213,7 @@ def _known_shapes(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _remember_shapes(func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    if _makes_new(func) and all(isinstance(leaf, Tensor) for leaf in _leaves((result,), {})):
+    if _makes_new(func) and all(isinstance(leaf, Tensor) and leaf.is_meta for leaf in _leaves((result,), {})):
         if len(_shapes) >= REMEMBERED:
             _shapes.clear()
         _shapes[_call(func, args, kwargs)] = pytree.tree_map_only(Tensor, _Shape.of, result)
@@ -186,17 +235,29 @@ def _call(func: Any, args: Any, kwargs: Any) -> Hashable:
     return (func, *lengths, *kwargs, *leaves)
 
 
-def _shapes_of(func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
-    """What an operation returns, on meta; some have no rule for shapes, or one for fewer dtypes than they compute."""
+def _shapes_of(func: Any, args: Any, kwargs: Any, made_up: Callable[[Tensor], Tensor]) -> Any:
+    """What an operation returns, on meta; some have no rule for shapes, or one for fewer dtypes than they compute.
+
+    Those run on made-up values. Integers that come out keep theirs: they may be the lengths of the rest.
+    """
     try:
         return func(*args, **kwargs)
     except (NotImplementedError, RuntimeError):
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        real = [torch.zeros_like(leaf, device=device) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        real = [made_up(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         again_args, again_kwargs = pytree.tree_unflatten(real, structure)
         written = {id(made): leaf for made, leaf in zip(real, leaves, strict=True)}
         result = func(*again_args, **again_kwargs)
-        return pytree.tree_map_only(Tensor, lambda tensor: written.get(id(tensor), _twin(tensor)), result)
+
+        def shape_of(made: Tensor) -> Tensor:
+            same = written.get(id(made))
+            return same if same is not None else _twin(made) if _learns(made) else made
+
+        return pytree.tree_map_only(Tensor, shape_of, result)
+
+
+def _learns(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _twin(tensor: Tensor) -> Tensor:
@@ -209,20 +270,6 @@ def _as_positions(index: Tensor | None, depends: Callable[[Tensor], bool]) -> li
         return [index]
     count = 1 if depends(index) else int(index.sum())
     return [torch.empty(count, dtype=torch.long, device="meta") for _ in range(index.dim())]
-
-
-def _plausible_answer(func: Any, args: Any) -> Any:
-    """What code that asks for a value gets; None for operations that ask for none."""
-    packet = func._overloadpacket
-    if packet is aten._local_scalar_dense:
-        return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 1)
-    if packet is aten.equal:
-        return True
-    if packet is aten.nonzero:
-        return torch.zeros(1, args[0].dim(), dtype=torch.long)
-    if packet is aten.masked_select:
-        return torch.zeros(1, dtype=args[0].dtype)
-    return None
 
 
 def zeros_for_shapes(value: Any, device: torch.device) -> Any:

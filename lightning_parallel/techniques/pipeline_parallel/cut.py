@@ -76,12 +76,16 @@ class Cut:
     def stages_of(self, parameter: str) -> frozenset[int]:
         """The stages that use a parameter; one that no forward used goes with its block, or to the last stage."""
         positions = self.seen.uses.get(parameter)
-        if positions:
-            return frozenset(map(self.stage_at, positions)) | self._made_again.get(parameter, frozenset())
-        for number, block in enumerate(self.seen.blocks):
-            if parameter.startswith(f"{block}."):
-                return frozenset({self._stage_of_block[number]})
-        return frozenset({self.stages - 1})
+        own = self.stage_holding(parameter)
+        if not positions:
+            return frozenset({self.stages - 1 if own is None else own})
+        unknown = frozenset({self.stages - 1} if own is None and not self.seen.complete else ())
+        return frozenset(map(self.stage_at, positions)) | self._made_again.get(parameter, frozenset()) | unknown
+
+    def stage_holding(self, name: str) -> int | None:
+        """The stage of the block in which a parameter or a buffer lies, None beside the blocks."""
+        blocks = (number for number, block in enumerate(self.seen.blocks) if name.startswith(f"{block}."))
+        return next((self._stage_of_block[number] for number in blocks), None)
 
     def stages_calling(self, module: str) -> frozenset[int]:
         """The stages that call a module."""
@@ -160,10 +164,12 @@ def names_elsewhere(model: nn.Module, made: Cut, here: Collection[int]) -> Itera
 
 
 def _stages_of_buffer(name: str, made: Cut) -> frozenset[int]:
-    for number, block in enumerate(made.seen.blocks):
-        if name.startswith(f"{block}."):
-            return frozenset({made.stage_at(2 * number + 1)})
+    own = made.stage_holding(name)
+    if own is not None:
+        return frozenset({own})
     parts = made.seen.parts
     part = next((part for part in parts if name.startswith(f"{part}.")), name.rpartition(".")[0])
-    stages = made.stages_calling(part)
-    return stages if part in parts or stages == {made.stages - 1} else frozenset()
+    stages, last = made.stages_calling(part), frozenset({made.stages - 1})
+    if part in parts and not made.seen.complete:
+        return stages | last
+    return stages if part in parts or stages == last else frozenset()

@@ -23,7 +23,7 @@ from lightning_parallel.techniques.tools import microbatches
 from lightning_parallel.techniques.tools.boundaries import forget_ends
 from lightning_parallel.techniques.tools.means import Shares, is_among
 from lightning_parallel.techniques.tools.shards import leaf_of, local
-from lightning_parallel.values import map_tensors, tensors_of
+from lightning_parallel.values import batch_size, map_tensors, tensors_of
 
 T = TypeVar("T")
 
@@ -98,7 +98,7 @@ class PipelineStep(WrappedStep):
         self, run: Run[Any], args: tuple[Any, ...], kwargs: dict[str, Any], learning: dict[str, nn.Parameter]
     ) -> tuple[Work, list[int]]:
         batch, *rest = args
-        size = microbatches.batch_size(batch) or 1
+        size = batch_size(batch) or 1
         count = min(self._schedule.microbatches, self._coming.samples or size)
         parts, sizes = microbatches.split(batch, count), microbatches.part_sizes(size, count)
         training = torch.is_grad_enabled()

@@ -17,7 +17,8 @@ from lightning_parallel.arguments import whole_number
 from lightning_parallel.mesh import Axis, ParallelMesh, Size
 from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.observed.apart import require_apart
-from lightning_parallel.techniques.observed.positions import Traversal, traverse
+from lightning_parallel.techniques.observed.positions import Traversal
+from lightning_parallel.techniques.observed.recorder import traverse
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut, cut, names_elsewhere
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import (
     Schedule,
@@ -31,6 +32,8 @@ from lightning_parallel.techniques.pipeline_parallel.step import PipelineStep
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools import boundaries, elsewhere
+from lightning_parallel.techniques.tools.microbatches import split
+from lightning_parallel.techniques.tools.telling import warn
 
 
 @dataclass(frozen=True)
@@ -89,17 +92,26 @@ class PipelineParallel(Technique):
         one = ground.sample()
         seen = traverse(model, blocks, one.run, one.device)
         count = self._count(ranks, one.size)
+        schedule = make_schedule(self.schedule, ranks, count, self.stages_per_rank)
+        cut(seen, schedule.stages, self.split)  # a model that cannot be cut, or a batch, is refused here
+        split(one.batch, min(count, one.size or count))
         if count > 1:
-            require_apart(model, one)
+            require_apart(model, one, count, seen.complete)
         return Seen(seen, count)
 
-    def _count(self, ranks: int, samples: int) -> int:
+    def _count(self, ranks: int, samples: int | None) -> int:
         """How many microbatches, where "auto" is to decide."""
         if self.microbatches != "auto":
             return self.microbatches
         if is_file(self.schedule):
             return file_sizes(self.schedule)[1]
-        return nearest_legal_microbatches(self.schedule, ranks, min(4 * ranks, max(1, samples)))[0]
+        if samples is not None and samples < ranks:
+            warn(
+                f"A batch of {samples} gives {samples} microbatches to {ranks} ranks of a pipeline, which mostly wait "
+                f"for each other; batches of {4 * ranks} samples or more keep them at work"
+            )
+        wanted = 4 * ranks if samples is None else min(4 * ranks, max(1, samples))
+        return nearest_legal_microbatches(self.schedule, ranks, wanted)[0]
 
     def divide(self, model: nn.Module, ground: Ground, seen: Seen | None) -> Division:
         """Keeps what this rank's stages need."""

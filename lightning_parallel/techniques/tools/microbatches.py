@@ -6,20 +6,13 @@ first dimension is that of the batch are divided; everything else goes to every 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_parallel.values import children_of, like, rebuilt, tensors_of
-
-
-def batch_size(batch: Any) -> int | None:
-    """The number of samples: the first dimension that most tensors have, None where there is no such tensor."""
-    sizes = Counter(len(tensor) for tensor in tensors_of(batch) if tensor.dim())
-    return sizes.most_common(1)[0][0] if sizes else None
+from lightning_parallel.values import batch_size, children_of, like, rebuilt, tensors_of
 
 
 def split(batch: Any, parts: int) -> list[Any]:

@@ -1,0 +1,354 @@
+"""Runs a step of the user's for its shapes, and records where its parts run and what goes past the blocks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.flop_counter import flop_registry
+
+from lightning_parallel.plan.plan import starred
+from lightning_parallel.techniques.observed.positions import Call, Made, SkipTensor, Source, Traversal
+from lightning_parallel.techniques.observed.repeatable import Operations, Repeatable, operation
+from lightning_parallel.techniques.observed.shapes import ShapesOnly, Watch, mark_of, mark_tensors
+from lightning_parallel.techniques.tools.redirect import Forward, redirect_call, restore_call
+from lightning_parallel.techniques.tools.telling import warn
+from lightning_parallel.values import children_of, tensors_of
+
+UNDIVIDED = "use ZeroStrategy, which divides any model"
+
+
+def traverse(
+    model: nn.Module, blocks: Mapping[str, nn.Module], run: Callable[[], Any], device: torch.device
+) -> Traversal:
+    """Runs a step of the user's on a sample batch for its shapes, and notes what happens.
+
+    Args:
+        model: whole; its parameters may be on meta.
+        blocks: the repeated layers by FQN.
+        run: runs the step.
+        device: where the batch is.
+
+    Raises:
+        ValueError: the blocks do not run one after the other, each once, or the step takes gradients past them.
+        RuntimeError: the step could not be followed up to its last block.
+    """
+    recorder = _Recorder(model, blocks)
+    with torch.no_grad(), buffers_kept(model), recorder.attached(), ShapesOnly(model.parameters(), device, recorder):
+        try:
+            run()
+        except _Unexpected as error:
+            raise ValueError(str(error)) from None
+        except Exception as error:
+            recorder.stop(error)
+    return recorder.traversal()
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Afterwards buffers hold what they held: a step may count in them."""
+    before = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
+    try:
+        yield
+    finally:
+        for buffer, value in before:
+            buffer.copy_(value)
+
+
+class _Unexpected(BaseException):
+    """The step does what no pipeline can follow."""
+
+
+class _Recorder(Watch):
+    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+        self._model, self._blocks = model, dict(blocks)
+        self._names: dict[int, list[str]] = {}  # tied parameters have several
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self._names.setdefault(id(parameter), []).append(name)
+        self._module_names = {id(module): name for name, module in model.named_modules()}
+        self._kept_alive = list(model.modules())  # a block may replace modules, and new ones take the ids of freed ones
+        self._end = 2 * len(blocks)
+        self._position = 0
+        self._order: list[str] = []
+        self._uses: dict[str, set[int]] = {}
+        self._calls: dict[str, set[int]] = {}
+        self._work = [0.0] * (self._end + 1)
+        self._skip_tensors: dict[tuple[Made, int], SkipTensor] = {}
+        self._parts: dict[str, int] = {}  # and how often each was called
+        self._depth = 0  # within parts
+        self._asked = False  # for a value, within the module that runs
+        self._required: dict[int, tuple[int, Tensor]] = {}
+        self._between: list[weakref.ref[Tensor]] = []  # what code between modules has had in its hands
+        self._complete = True
+        self._operations: Operations = []
+        self._whole = {name for block in blocks for name in _ancestors(block)}
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Inside, the blocks and all modules tell when they run."""
+        with ExitStack() as stack:
+            stack.callback(register_module_forward_pre_hook(self._on_call).remove)
+            stack.callback(register_module_forward_hook(self._on_return, always_call=True).remove)
+            for name, block in self._blocks.items():
+                redirect_call(block, lambda call, name=name: self._watched(name, call))  # type: ignore[misc]
+                stack.callback(restore_call, block)
+            yield
+
+    def _on_call(self, module: nn.Module, _: Any) -> None:
+        name = self._module_names.get(id(module))
+        if name is not None:
+            self._calls.setdefault(name, set()).add(self._position)
+        is_part = self._is_part(module)
+        self._asked = self._asked and not (is_part and self._depth == 0)
+        self._depth += is_part
+
+    def _on_return(self, module: nn.Module, _: Any, output: Any) -> None:
+        if not self._is_part(module):
+            return
+        self._depth -= 1
+        if self._depth == 0:
+            name = self._module_names[id(module)]
+            before = self._parts.get(name, 0)
+            self._parts[name] = before + 1
+            self._note_returned(output, Made(self._position), (name, before))
+
+    def _is_part(self, module: nn.Module) -> bool:
+        """Whether this is, or is within, a module beside the blocks that has parameters."""
+        name = self._module_names.get(id(module))
+        if name is None or name in self._whole or self._position % 2:
+            return False
+        return any(True for _ in module.parameters())
+
+    def _watched(self, name: str, call: Forward) -> Forward:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self._require_order(name)
+            self._order.append(name)
+            self._position = 2 * len(self._order) - 1
+            self._asked = False
+            repeatable = Repeatable(call, args, kwargs)
+            self._operations = []
+            output = call(*args, **kwargs)
+            self._require_alike(name, repeatable)
+            self._note_returned(output, Made(self._position, returned=True), (name, 0))
+            self._position += 1
+            return output
+
+        return watched
+
+    def _require_order(self, name: str) -> None:
+        if self._position % 2:
+            raise _Unexpected(f"the block {name} runs inside the block {self._order[-1]}; name one of the two only")
+        if name in self._order:
+            raise _Unexpected(
+                f"the block {name} runs twice in one step, so it cannot belong to one stage; name layers that run "
+                f"once, as in plan=ParallelPlan(blocks='net.layers.*'); where there are none, {UNDIVIDED}"
+            )
+        if torch._C._are_functorch_transforms_active():
+            raise _Unexpected(
+                f"the block {name} runs inside a transform of torch.func, which would have to go through all stages; "
+                f"transform what lies inside one block or follows the last one, or {UNDIVIDED}"
+            )
+
+    def _require_alike(self, name: str, repeatable: Repeatable) -> None:
+        work, asked = list(self._work), self._asked
+        failed, settled = None, False
+        try:
+            settled = repeatable.settles(list(self._operations), self._noted)
+        except Exception as error:
+            failed = error
+        self._work, self._asked = work, asked
+        if failed is not None:
+            warn(
+                f"Whether the block {name} does the same in every call could not be checked: called again with the "
+                f"same input, it failed ({type(failed).__name__}: {failed}). A pipeline calls it once for each "
+                "microbatch, on one of its ranks: it must not depend on what earlier calls or other blocks left"
+            )
+        elif not settled:
+            raise _Unexpected(
+                f"the block {name}, called again with the same input, does something else: it depends on Python state "
+                "that blocks or calls share, such as a counter, and a pipeline runs them on several ranks, once for "
+                "each microbatch; hand such values from block to block as arguments, or fix them in __init__"
+            )
+
+    def _noted(self, run: Callable[[], Any]) -> Operations:
+        self._operations = []
+        run()
+        return list(self._operations)
+
+    def _note_returned(self, output: Any, made: Made, call: Call) -> None:
+        def mark(number: int) -> Made:
+            return replace(made, sources=frozenset({Source(call, made.position, number)}))
+
+        mark_tensors(output, mark)
+        self._between += map(weakref.ref, tensors_of(output))
+        if (self._asked or made.returned) and _has_numbers(output):  # they may go where nobody sees them
+            for later in range(made.position + 2, self._end + 1):
+                self._note_skip(mark(-1), later, "a number")
+        self._asked = False
+
+    # ---------------------------------------------------------------- what the operations tell
+
+    def read(self, tensor: Tensor) -> None:
+        """See `Watch.read`."""
+        self._read_at(tensor, self._position)
+
+    def _read_at(self, tensor: Tensor, position: int) -> None:
+        made = mark_of(tensor)
+        for name in self._names.get(id(tensor), ()):
+            self._uses.setdefault(name, set()).add(position)
+        if made is not None and id(tensor) not in self._names:
+            self._note_skip(made, position, f"a tensor of shape {tuple(tensor.shape)}")
+
+    def _note_skip(self, made: Made, used: int, what: str) -> None:
+        if not made.is_at_hand(used):
+            self._skip_tensors.setdefault((made, used), SkipTensor(made, used, what))
+
+    def asked(self, tensor: Tensor) -> None:
+        """A value that leaves for Python may go anywhere: it is used wherever the step goes from here."""
+        if self._position % 2 or self._depth:
+            self._asked = True
+            return
+        for later in range(self._position, self._end + 1, 2):
+            self._read_at(tensor, later)
+
+    def made(self, func: Any, args: Any, kwargs: Any, result: Any, inputs: Sequence[Tensor]) -> Made:
+        """See `Watch.made`."""
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            self._work[self._position] += count(*args, **kwargs, out_val=result)
+        if self._position % 2:
+            self._operations.append(operation(func, args, kwargs, filter(self._is_known, inputs)))
+        if self._position % 2 or self._depth:
+            return Made(self._position)
+        self._between += map(weakref.ref, tensors_of(result))
+        marks = [mark for mark in map(mark_of, inputs) if mark is not None]
+        read = {name for tensor in inputs for name in self._names.get(id(tensor), ())}
+        parameters = frozenset(read.union(*(mark.parameters for mark in marks)))
+        if any(mark.sources is None for mark in marks):
+            return Made(self._position, parameters=parameters)
+        return Made(self._position, False, frozenset().union(*(mark.sources for mark in marks)), parameters)
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        return not tensor.is_meta and id(tensor) not in self._names and mark_of(tensor) is None
+
+    # ---------------------------------------------------------------- gradients within the step
+
+    def required(self, tensor: Tensor) -> None:
+        """See `Watch.required`."""
+        self._required.setdefault(id(tensor), (self._position, tensor))  # the tensor, so that its id stays its own
+
+    def differentiated(self, tensors: Sequence[Tensor] | None) -> None:
+        """Gradients within a step must not come back through other stages, which have gone on or are yet to come."""
+        if tensors is None:
+            raise _Unexpected(
+                "the step calls backward, but in a pipeline the schedule decides when backward runs; return the loss, "
+                f"or {UNDIVIDED}"
+            )
+        in_block, after = self._position % 2 == 1, self._position == self._end
+        past = [tensor for tensor in tensors if not self._begins_here(tensor)]
+        if (past or not (in_block or after)) and tensors:
+            raise _Unexpected(
+                f"the step takes gradients to a tensor of shape {tuple((past or tensors)[0].shape)}, which would have "
+                "to come back through other stages; a pipeline takes gradients within a step inside one block only, "
+                f"or to what the last block returned: {UNDIVIDED}"
+            )
+
+    def _begins_here(self, tensor: Tensor) -> bool:
+        """Whether all that depends on a tensor so far lies where the step is now."""
+        if id(tensor) in self._names:
+            return all(self._uses.get(name, set()) <= {self._position} for name in self._names[id(tensor)])
+        made = mark_of(tensor)
+        if made is not None:
+            return bool(made.is_at_hand(self._position))
+        return self._required.get(id(tensor), (0, tensor))[0] == self._position
+
+    # ---------------------------------------------------------------- the result
+
+    def stop(self, error: Exception) -> None:
+        """The step could not be followed further: whatever is still there may be used in what is left of it.
+
+        Raises:
+            RuntimeError: not all blocks have run.
+        """
+        said = f"{type(error).__name__}: {error}"
+        if not self._has_run_all:
+            missing = [name for name in self._blocks if name not in self._order]
+            inside = self._position % 2
+            place = f"in the block {self._order[-1]}" if inside else f"before the block {(missing or ['?'])[0]}"
+            raise RuntimeError(
+                "the order of the model's parts is found by one step in which parameters have shapes but no values, "
+                f"and that failed {place}: {said}; if this place needs values, compute them from the batch alone, or "
+                f"{UNDIVIDED} without a look at its step"
+            ) from error
+        self._complete = False
+        for tensor in [reference() for reference in self._between]:
+            made = None if tensor is None else mark_of(tensor)
+            if tensor is not None and made is not None and made.sources is not None:
+                self._note_skip(made, self._end, f"a tensor of shape {tuple(tensor.shape)}")
+        warn(
+            f"What follows the last block could not be followed without values ({said}): the last stage keeps all "
+            "parameters that are in no block, and nothing is known of what the loss reads of parameters in blocks"
+        )
+
+    @property
+    def _has_run_all(self) -> bool:
+        return len(self._order) == len(self._blocks) and self._position % 2 == 0
+
+    def traversal(self) -> Traversal:
+        """What was seen.
+
+        Raises:
+            ValueError: the step came to its end without some of the blocks.
+        """
+        if not self._has_run_all:
+            raise ValueError(_without(self._blocks, self._order))
+        return Traversal(
+            tuple(self._order),
+            {name: frozenset(positions) for name, positions in self._uses.items()},
+            {name: frozenset(positions) for name, positions in self._calls.items()},
+            tuple(self._work),
+            tuple(self._skip_tensors.values()),
+            tuple(self._parts),
+            frozenset(name for name, _ in self._model.named_parameters() if not self._is_within(name)),
+            self._complete,
+        )
+
+    def _is_within(self, parameter: str) -> bool:
+        """Whether it belongs to a block or to a part beside the blocks."""
+        return any(name in self._parts or name in self._blocks for name in _ancestors(parameter))
+
+
+def _without(blocks: Mapping[str, nn.Module], ran: Sequence[str]) -> str:
+    missing = [name for name in blocks if name not in ran]
+    patterns = tuple(dict.fromkeys(map(starred, ran)))
+    if set(patterns) & set(map(starred, missing)):
+        patterns = tuple(ran)
+    remedy = (
+        f"name those in plan=ParallelPlan(blocks={patterns!r})"
+        if ran
+        else f"call them as modules, layer(x) and not layer.forward(x), name others in plan=ParallelPlan(blocks=...), "
+        f"or {UNDIVIDED}"
+    )
+    return (
+        f"the step ran without the blocks {', '.join(missing[:3])}{', …' * (len(missing) > 3)}; "
+        f"a pipeline needs blocks that run in every step: {remedy}"
+    )
+
+
+def _has_numbers(value: Any) -> bool:
+    children = children_of(value)
+    return any(map(_has_numbers, children)) if children else isinstance(value, (int, float))
+
+
+def _ancestors(name: str) -> Iterator[str]:
+    """The FQN of everything in which something lies."""
+    yield ""
+    for end, letter in enumerate(name):
+        if letter == ".":
+            yield name[:end]

@@ -1,0 +1,388 @@
+"""What one look at a step finds: in one process, without values."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_parallel.techniques.division import Sample
+from lightning_parallel.techniques.observed.apart import require_apart
+from lightning_parallel.techniques.observed.positions import Traversal
+from lightning_parallel.techniques.observed.recorder import traverse
+from lightning_parallel.techniques.pipeline_parallel.cut import Cut
+from lightning_parallel.values import batch_size, map_tensors
+
+WIDTH, SAMPLES = 4, 8
+HOST = torch.device("cpu")
+
+
+class Model(nn.Module):
+    """Four blocks between a stem and a head; `scale` belongs to no module of its own."""
+
+    def __init__(self, block: Callable[[], nn.Module] = lambda: nn.Linear(WIDTH, WIDTH)) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.blocks = nn.ModuleList(block() for _ in range(4))
+
+    def body(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def look(model: Model, step: Callable[..., Any], batch: Any = None) -> Traversal:
+    blocks = {name: module for name, module in model.named_modules() if name in {f"blocks.{k}" for k in range(4)}}
+    batch = torch.randn(SAMPLES, WIDTH) if batch is None else batch
+    return traverse(model, blocks, lambda: step(model, batch), HOST)
+
+
+def stages_of(seen: Traversal, name: str) -> frozenset[int]:
+    return Cut(seen, (2, 2)).stages_of(name)
+
+
+def plain(model: Model, x: Tensor) -> Tensor:
+    return model.head(model.body(model.stem(x))).mean()
+
+
+# ---------------------------------------------------------------- the end of the step
+
+
+class OwnError(Exception):
+    pass
+
+
+def breaks_off(model: Model, x: Tensor) -> Tensor:
+    before = model.stem(x * model.scale)
+    hidden = model.body(before)
+    raise OwnError("cannot go on")
+    return (model.head(hidden) * model.scale + before).mean()
+
+
+def test_an_end_that_was_not_seen_may_use_anything(caplog: pytest.LogCaptureFixture) -> None:
+    seen = look(Model(), breaks_off)
+    assert not seen.complete
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "OwnError: cannot go on" in caplog.text
+    for name in ("scale", "stem.weight", "head.weight"):
+        assert 1 in stages_of(seen, name), name
+    assert stages_of(seen, "blocks.0.weight") == {0}
+    assert Cut(seen, (2, 2)).carried["stem", 0].last == 1  # `before` is still there when the step breaks off
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        lambda h: h.detach().cpu().numpy().mean(),
+        lambda h: numpy.asarray(h).sum(),
+        lambda h: h.tolist()[0][0],
+        lambda h: float(h.mean()),
+        lambda h: float(f"{h.mean():.3f}"),
+        lambda h: h.norm().item(),
+    ],
+)
+def test_values_that_python_asks_for(leave: Callable[[Tensor], Any], caplog: pytest.LogCaptureFixture) -> None:
+    """The look goes on with made-up ones, and what they were made of is there wherever they may be used."""
+
+    def step(model: Model, x: Tensor) -> Tensor:
+        factor = leave(model.stem(x) * model.scale)
+        hidden = model.body(x)
+        return (model.head(hidden) * factor).mean() + leave(hidden)
+
+    seen = look(Model(), step)
+    assert seen.complete
+    assert not caplog.records
+    assert stages_of(seen, "head.weight") == {1}
+    assert stages_of(seen, "scale") == {0, 1}
+    assert Cut(seen, (2, 2)).carried["stem", 0].last == 1
+
+
+class TellsItsNorm(nn.Linear):
+    def forward(self, x: Tensor) -> tuple[Tensor, float]:
+        return super().forward(x), x.norm().item()
+
+
+def test_numbers_that_blocks_return() -> None:
+    def step(model: Model, x: Tensor) -> Tensor:
+        norms = []
+        for block in model.blocks:
+            x, norm = block(x)
+            norms.append(norm)
+        return x.mean() * sum(norms)
+
+    made = Cut(look(Model(lambda: TellsItsNorm(WIDTH, WIDTH)), step), (2, 2))
+    assert made.carried["blocks.0", 0].last == 1
+
+
+# ---------------------------------------------------------------- what has no shapes-only form
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers(kind: Any) -> None:
+    def step(model: Model, x: Tensor) -> Tensor:
+        for block in model.blocks:
+            x = block(x)[0]
+        return model.head(x).mean()
+
+    seen = look(Model(lambda: kind(WIDTH, WIDTH, batch_first=True)), step, torch.randn(SAMPLES, 3, WIDTH))
+    assert seen.uses["blocks.1.weight_hh_l0"] == {3}
+    assert stages_of(seen, "blocks.3.bias_ih_l0") == {1}
+
+
+def test_packed_sequences() -> None:
+    def step(model: Model, x: Tensor) -> Tensor:
+        for block in model.blocks:
+            packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([3, 2] * 4), True, enforce_sorted=False)
+            x, _ = nn.utils.rnn.pad_packed_sequence(block(packed)[0], batch_first=True)
+        return model.head(x).mean()
+
+    seen = look(Model(lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True)), step, torch.randn(SAMPLES, 3, WIDTH))
+    assert seen.complete
+    assert seen.uses["blocks.2.weight_ih_l0"] == {5}
+
+
+class GetsASize(nn.Linear):
+    def forward(self, x: Tensor, size: torch.Size) -> Tensor:
+        return super().forward(x.view(size))
+
+
+def test_sizes_as_arguments() -> None:
+    def step(model: Model, x: Tensor) -> Tensor:
+        for block in model.blocks:
+            x = block(x, x.shape)
+        return x.mean()
+
+    assert look(Model(lambda: GetsASize(WIDTH, WIDTH)), step).complete
+
+
+class Renews(nn.Module):
+    """Puts a new module in the place of one of its own whenever it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.act = nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.act = nn.Sequential(nn.Tanh())
+        return self.act(self.layer(x))
+
+
+def test_modules_that_are_replaced_are_not_taken_for_others() -> None:
+    calls = look(Model(Renews), plain).calls
+    assert not {name for name in calls if ".act" in name}
+    assert all(calls[f"blocks.{k}"] == {2 * k + 1} for k in range(4))
+
+
+# ---------------------------------------------------------------- gradients within a step
+
+
+def penalty(model: Model, x: Tensor, requires: Callable[[Tensor], Any]) -> Tensor:
+    x = x.clone()
+    requires(x)
+    y = model.body(x)
+    (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    return y.mean() + gradient.norm()
+
+
+def by_transform(model: Model, x: Tensor) -> Tensor:
+    return torch.func.grad(lambda z: model.body(z).sum())(x).norm()
+
+
+def by_backward(model: Model, x: Tensor) -> Tensor:
+    loss = plain(model, x)
+    loss.backward()
+    return loss
+
+
+def to_an_early_weight(model: Model, x: Tensor) -> Tensor:
+    y = plain(model, x)
+    return y + torch.autograd.grad(y, model.stem.weight, create_graph=True)[0].norm()
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (lambda m, x: penalty(m, x, lambda t: t.requires_grad_()), r"gradients to a tensor of shape \(8, 4\).*Zero"),
+        (lambda m, x: penalty(m, x, lambda t: setattr(t, "requires_grad", True)), r"gradients to a tensor of shape"),
+        (by_transform, r"block blocks\.0 runs inside a transform of torch\.func.*ZeroStrategy"),
+        (by_backward, r"the step calls backward.*ZeroStrategy"),
+        (to_an_early_weight, r"gradients to a tensor of shape \(4, 4\)"),
+    ],
+)  # fmt: skip
+def test_gradients_that_would_pass_stages_are_refused(step: Callable[..., Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        look(Model(), step)
+
+
+def test_gradients_after_the_last_block() -> None:
+    def step(model: Model, x: Tensor) -> Tensor:
+        hidden = model.body(model.stem(x)).requires_grad_()
+        y = model.head(hidden).sum()
+        to_hidden, to_weight = torch.autograd.grad(y, [hidden, model.head.weight], create_graph=True)
+        return y + to_hidden.norm() + to_weight.norm()
+
+    assert look(Model(), step).complete
+
+
+# ---------------------------------------------------------------- refusals that say what to do
+
+
+def shared(model: Model, x: Tensor) -> Tensor:
+    return model.body(model.body(x)).mean()
+
+
+def the_first_two(model: Model, x: Tensor) -> Tensor:
+    return model.blocks[1](model.blocks[0](x)).mean()
+
+
+def by_forward(model: Model, x: Tensor) -> Tensor:
+    for block in model.blocks:
+        x = block.forward(x)
+    return x.mean()
+
+
+def fails_early(model: Model, x: Tensor) -> Tensor:
+    raise OwnError("no values")
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (shared, r"block blocks\.0 runs twice.*ZeroStrategy"),
+        (the_first_two, r"without the blocks blocks\.2, .*ParallelPlan\(blocks=\('blocks\.0', 'blocks\.1'\)\)"),
+        (by_forward, r"call them as modules, layer\(x\) and not layer\.forward\(x\)"),
+        (fails_early, r"failed before the block blocks\.0: OwnError: no values;.*ZeroStrategy"),
+    ],
+)  # fmt: skip
+def test_refusals(step: Callable[..., Any], said: str) -> None:
+    with pytest.raises((ValueError, RuntimeError), match=said):
+        look(Model(), step)
+
+
+# ---------------------------------------------------------------- what could not be checked
+
+
+class OnceOnly(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        if "called" in vars(self):
+            raise OwnError("a second time")
+        self.called = True
+        return super().forward(x)
+
+
+def test_blocks_that_cannot_be_called_again(caplog: pytest.LogCaptureFixture) -> None:
+    look(Model(lambda: OnceOnly(WIDTH, WIDTH)), plain)
+    assert "block blocks.0 does the same in every call could not be checked" in caplog.text
+    assert "OwnError: a second time" in caplog.text
+
+
+def check_apart(step: Callable[..., Any], parts: int = 4, complete: bool = True) -> None:
+    model = Model()
+    require_apart(model, Sample(lambda batch: step(model, batch), torch.randn(SAMPLES, WIDTH), HOST), parts, complete)
+
+
+def contrastive(model: Model, x: Tensor) -> Tensor:
+    y = model.body(x)
+    return F.cross_entropy(y @ model.stem(x).t(), torch.arange(len(x)))
+
+
+def test_a_loss_over_pairs() -> None:
+    with pytest.raises(ValueError, match=r"samples of a batch meet .* mm makes a tensor of shape \(4, 4\) of 4"):
+        check_apart(contrastive)
+
+
+def test_a_step_for_one_number_of_samples_only() -> None:
+    def step(model: Model, x: Tensor) -> Tensor:
+        if len(x) != SAMPLES:
+            raise OwnError("eight only")
+        return contrastive(model, x)
+
+    with pytest.raises(ValueError, match=r"fails on a microbatch of 2 of them \(OwnError: eight only\).*=1"):
+        check_apart(step)
+
+
+def test_a_step_that_could_not_be_followed_either(caplog: pytest.LogCaptureFixture) -> None:
+    check_apart(breaks_off, complete=False)
+    assert "could not be checked, because on 4 or 8 samples the step failed: OwnError" in caplog.text
+
+
+def test_pairs_before_the_step_could_not_be_followed() -> None:
+    def step(model: Model, x: Tensor) -> None:
+        contrastive(model, x)
+        raise OwnError
+
+    with pytest.raises(ValueError, match="samples of a batch meet"):
+        check_apart(step, complete=False)
+
+
+def test_pairs_in_loops(caplog: pytest.LogCaptureFixture) -> None:
+    def step(model: Model, x: Tensor) -> Tensor:
+        rows = list(model.body(x))
+        return torch.stack([(one * other).sum() for one in rows for other in rows]).logsumexp(0)
+
+    check_apart(step)
+    assert "could not be checked, because on 8 samples the step does something else than on 4" in caplog.text
+
+
+def test_loops_over_samples_are_no_pairs(caplog: pytest.LogCaptureFixture) -> None:
+    check_apart(lambda model, x: torch.stack([row.square().sum() for row in model.body(x)]).mean())
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (lambda m, x: F.batch_norm(m.body(x), None, None, training=True).mean(), "batch_norm"),
+        (lambda m, x: (m.body(x) - m.body(x).mean(0)).square().mean(), "sub"),
+        (lambda m, x: (m.body(x) / m.body(x).std()).mean(), "div"),
+    ],
+)
+def test_statistics_of_the_batch(step: Callable[..., Any], said: str, caplog: pytest.LogCaptureFixture) -> None:
+    check_apart(step)
+    assert "looks at all samples of a batch at once" in caplog.text
+    assert said in caplog.text
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        plain,
+        lambda m, x: F.layer_norm(m.body(x), (WIDTH,)).mean(),
+        lambda m, x: F.group_norm(m.body(x), 2).mean(),
+        lambda m, x: F.instance_norm(m.body(x).unsqueeze(1)).mean(),
+        lambda m, x: (m.body(x).mean() * m.scale).exp(),
+        lambda m, x: F.batch_norm(m.body(x), torch.zeros(WIDTH), torch.ones(WIDTH)).mean(),
+        lambda m, x: F.cross_entropy(m.body(x), torch.arange(len(x)) % WIDTH, label_smoothing=0.1),
+    ],
+)
+def test_samples_that_count_by_themselves(step: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+    check_apart(step)
+    assert not caplog.records
+
+
+# ---------------------------------------------------------------- the number of samples
+
+
+@pytest.mark.parametrize(
+    ("batch", "size"),
+    [
+        ({"x": torch.zeros(3, 2), "y": torch.zeros(3), "z": torch.zeros(())}, 3),
+        (["a", "bc", "d"], 3),
+        ({"text": ["a", "bc"], "label": ("x", "y")}, 2),
+        ([("a", "b"), ("c", "d"), ("e", "f")], None),
+        ({"scalar": 3}, None),
+    ],
+)
+def test_the_number_of_samples(batch: Any, size: int | None) -> None:
+    assert batch_size(batch) == size
+
+
+def test_tuples_of_all_kinds_are_rebuilt() -> None:
+    named = torch.zeros(2, 3).max(0)
+    value = {"size": torch.Size([2, 3]), "named": named, "plain": (torch.zeros(1), 2)}
+    again = map_tensors(lambda tensor: tensor, value)
+    assert [type(item) for item in again.values()] == [torch.Size, type(named), tuple]
