@@ -1,0 +1,182 @@
+"""One architecture trained once: in one process, or on two ranks under a technique.
+
+Everything is computed in double precision, so that only the order of sums may differ.
+"""
+
+import contextlib
+import linecache
+import logging
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+import lightning_parallel
+from lightning_parallel import DataParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy, ZeroStrategy
+from tests.compatibility.architectures import Architecture
+from tests.curves import Curve, curve
+from tests.rank_process import leave_group
+from tests.trainers import trainer
+
+BATCH = 8  # samples of the batch that one process sees
+
+
+@dataclass(frozen=True)
+class Technique:
+    """A column of the table: two ranks, and how many of them read different samples."""
+
+    strategy: Callable[[], Strategy]
+    readers: int
+    padded: bool = False  # some targets are -100, more in some samples than in others
+
+
+TECHNIQUES = {
+    "dp2": Technique(DataParallelStrategy, 2),
+    "dp2 padded": Technique(DataParallelStrategy, 2, padded=True),
+    "zero3": Technique(lambda: ZeroStrategy(2), 2),
+    "pp2": Technique(lambda: PipelineParallelStrategy(2, schedule="1f1b", microbatches=2), 1),
+    "tp2": Technique(lambda: TensorParallelStrategy(2), 1),
+}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a rank failed; `ours` is a message that says what is refused and what to do."""
+
+    kind: str
+    message: str
+    ours: bool
+    place: str
+
+    @property
+    def consequence(self) -> bool:
+        return " by peer" in self.message or "another rank" in self.message
+
+
+@dataclass
+class Trained:
+    """What a run left on one rank; `share` is the part of the parameters' elements that this rank kept."""
+
+    curve: Curve = field(default_factory=Curve)
+    parameters: list[str] = field(default_factory=list)
+    share: float = 1.0
+    steps: int = 0
+
+
+class Model(LightningModule):
+    """What a user writes around a model of transformers."""
+
+    def __init__(self, architecture: Architecture) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.config = architecture.config()
+        self.network = architecture.build(self.config)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = self.network(**batch).loss
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        learning = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.SGD(learning, lr=0.05, momentum=0.9)
+
+
+class Watch(Callback):
+    """Counts steps, and what this rank keeps while it trains."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.kept, self.steps = total, total, 0
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        self.steps += 1
+        self.kept = sum(local(parameter).numel() for parameter in module.parameters())
+
+
+def local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def train(architecture: Architecture, technique: str | None, padded: bool, accumulate: int = 1) -> Trained | Failure:
+    """Trains three steps; without a technique on this process alone, `accumulate` parts of a batch one by one."""
+    with quiet(), doubles_stay():
+        try:
+            return _train(architecture, TECHNIQUES[technique] if technique else None, padded, accumulate)
+        except Exception as error:
+            failure = as_failure(error)
+            del error
+    leave_group()  # frees the other rank
+    return failure
+
+
+def _train(architecture: Architecture, technique: Technique | None, padded: bool, accumulate: int) -> Trained:
+    model = Model(architecture)
+    watch = Watch(sum(parameter.numel() for parameter in model.parameters()))
+    size = BATCH // accumulate // (technique.readers if technique else 1)
+    data = DataLoader(architecture.data(model.config, padded), size)
+
+    def make_trainer(callbacks: list[Callback]) -> Trainer:
+        return trainer(
+            technique.strategy() if technique else "auto",
+            callbacks=[*callbacks, watch],
+            max_epochs=1,
+            accumulate_grad_batches=accumulate,
+            precision="64-true",
+        )
+
+    result = curve(make_trainer, model, (data,))
+    return Trained(result, [name for name, _ in model.named_parameters()], watch.kept / watch.total, watch.steps)
+
+
+def as_failure(error: Exception) -> Failure:
+    frames = traceback.extract_tb(error.__traceback__)
+    last = frames[-1]
+    root = lightning_parallel.__path__[0]
+    line = linecache.getline(last.filename, last.lineno or 0).strip()
+    said = line.startswith("raise") and last.filename.startswith(root) and isinstance(error, (ValueError, TypeError))
+    ours = said and error.__cause__ is None and error.__context__ is None
+    nearest = next((frame for frame in reversed(frames) if frame.filename.startswith(root)), last)
+    place = " < ".join(
+        f"{frame.filename.split('/lightning_parallel/')[-1]}:{frame.lineno}" for frame in (last, nearest)
+    )
+    return Failure(type(error).__name__, " ".join(str(error).split()), ours, place)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in ("lightning_parallel", "transformers", "lightning.pytorch")]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+    for logger, level in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def doubles_stay() -> Iterator[None]:
+    """Transformers computes losses and norms in single precision, whatever a model computes in."""
+    single, softmax = Tensor.float, F.log_softmax
+
+    def as_double(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return tensor if tensor.dtype is torch.float64 else single(tensor, *args, **kwargs)
+
+    def in_double(tensor: Tensor, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
+        return softmax(tensor, *args, dtype=None if tensor.dtype is torch.float64 else dtype, **kwargs)
+
+    Tensor.float, F.log_softmax = as_double, in_double
+    try:
+        yield
+    finally:
+        Tensor.float, F.log_softmax = single, softmax

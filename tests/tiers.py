@@ -1,0 +1,51 @@
+"""Two tiers of one table: a covering choice of its cells runs by default, the rest under the marker `exhaustive`.
+
+`@covering(layout=LAYOUTS, column=COLUMNS)` stands for one `parametrize` over the product of its factors. Of two factors
+the default tier has every value of each; of three or more it has every pair of values of any two of them.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+Cell = tuple[int, ...]  # for each factor, the number of its value
+
+
+def covering(**factors: Iterable[Any]) -> pytest.MarkDecorator:
+    """Marks the cells that a covering choice can do without; in ids, values look as `parametrize` shows them."""
+    values = [list(choices) for choices in factors.values()]
+    sizes = [len(choices) for choices in values]
+    default = set(cover(sizes, min(2, len(sizes) - 1)))
+    rows = []
+    for cell in itertools.product(*map(range, sizes)):
+        marks = () if cell in default else (pytest.mark.exhaustive,)
+        rows.append(pytest.param(*(choices[k] for choices, k in zip(values, cell, strict=True)), marks=marks))
+    return pytest.mark.parametrize(tuple(factors), rows)
+
+
+def cover(sizes: Sequence[int], strength: int) -> list[Cell]:
+    """Some cells in which every combination of `strength` values is found: greedily the most new ones first.
+
+    Among equals that cell is taken whose values were taken least often, so that values meet different partners.
+    """
+    cells = list(itertools.product(*map(range, sizes)))
+    missing = {part for cell in cells for part in parts(cell, strength)}
+    taken: Counter[tuple[int, int]] = Counter()
+    chosen = []
+    while missing:
+        cell = max(cells, key=lambda cell: (len(missing & parts(cell, strength)), -used(cell, taken)))
+        chosen.append(cell)
+        missing -= parts(cell, strength)
+        taken.update(enumerate(cell))
+    return chosen
+
+
+def parts(cell: Cell, strength: int) -> set[tuple[tuple[int, int], ...]]:
+    return set(itertools.combinations(enumerate(cell), strength))
+
+
+def used(cell: Cell, taken: Counter[tuple[int, int]]) -> int:
+    return sum(taken[value] for value in enumerate(cell))
