@@ -15,10 +15,12 @@ from lightning_parallel.collectives.functional import Pending, all_reduce
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.techniques.gradients.buckets import Bucket, BucketedStep
 from lightning_parallel.techniques.step import Step
+from lightning_parallel.techniques.tools.holders import Holders
 from lightning_parallel.techniques.tools.shards import as_gradient, local
 
 Compression = Literal["bf16", "fp16", "powersgd"]
 CommunicationHook = Callable[[Any, Any], Future[Tensor]]
+BucketHook = Callable[[Any], Future[Tensor]]
 
 
 def average_gradients(
@@ -31,15 +33,16 @@ def average_gradients(
     """Averages the gradients of `parameters` over all ranks that hold them and see other data."""
     if mesh.loss.size() == 1:
         return step
-    group = mesh.loss.get_group()
-    hook = _communication_hook(compression, group)
+    hooks: dict[Holders, BucketHook | None] = {}
     made: list[AllReduceBucket] = []
 
-    def make_bucket(members: Sequence[nn.Parameter]) -> Bucket:
-        made.append(AllReduceBucket(members, group, hook, index=len(made)))
+    def make_bucket(members: Sequence[nn.Parameter], holders: Holders) -> Bucket:
+        if holders not in hooks:
+            hooks[holders] = _communication_hook(compression, holders.all.get_group())
+        made.append(AllReduceBucket(members, holders, hooks[holders], index=len(made)))
         return made[-1]
 
-    return BucketedStep(step, parameters, make_bucket, int(bucket_mb * 2**20))
+    return BucketedStep(step, parameters, mesh, make_bucket, int(bucket_mb * 2**20))
 
 
 class AllReduceBucket(Bucket):
@@ -51,15 +54,16 @@ class AllReduceBucket(Bucket):
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        group: dist.ProcessGroup,
-        hook: Callable[[Any], Future[Tensor]] | None = None,
+        holders: Holders,
+        hook: BucketHook | None = None,
         index: int = 0,
     ) -> None:
         super().__init__(parameters)
-        self._group = group
+        self._group = holders.all.get_group()
         self._hook = hook
         self._index = index
-        self._scale = 1.0 if hook else 1.0 / group.size()  # torch's hooks divide for themselves
+        divided = holders.all.size() if hook else 1  # torch's hooks divide by the ranks of the group for themselves
+        self._scale = holders.scale * divided
         self._message: Tensor | None = None
         self._views: list[Tensor] = []
         self._gradients: list[Tensor] = []
@@ -144,9 +148,7 @@ class AllReduceBucket(Bucket):
         return self._index == 0
 
 
-def _communication_hook(
-    compression: Compression | None, group: dist.ProcessGroup
-) -> Callable[[Any], Future[Tensor]] | None:
+def _communication_hook(compression: Compression | None, group: dist.ProcessGroup) -> BucketHook | None:
     if compression is None:
         return None
     state, hook = _hook_and_state(compression, group)

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.techniques.step import Step, WrappedStep
+from lightning_parallel.techniques.tools.holders import Holders, holders_of
 from lightning_parallel.techniques.tools.shards import local
 
 IN_FLIGHT = 2
@@ -92,7 +94,8 @@ class BucketedStep(WrappedStep):
     Args:
         inner: the step to wrap.
         parameters: those whose gradients are reduced; frozen ones join when they are unfrozen.
-        make_bucket: makes a bucket of parameters.
+        mesh: says who holds a parameter.
+        make_bucket: makes a bucket of parameters that have the same holders.
         bucket_bytes: how large the gradients of one bucket may grow.
         accumulates_locally: whether `unsynced` passes skip the reduction (ZeRO-2 reduces each, to keep only shards).
     """
@@ -101,12 +104,14 @@ class BucketedStep(WrappedStep):
         self,
         inner: Step,
         parameters: Iterable[nn.Parameter],
-        make_bucket: Callable[[Sequence[nn.Parameter]], Bucket],
+        mesh: ParallelMesh,
+        make_bucket: Callable[[Sequence[nn.Parameter], Holders], Bucket],
         bucket_bytes: int,
         accumulates_locally: bool = True,
     ) -> None:
         super().__init__(inner)
         self.buckets: list[Bucket] = []
+        self._holders_of = partial(holders_of, mesh=mesh)
         self._make_bucket = make_bucket
         self._bucket_bytes = bucket_bytes
         self._accumulates_locally = accumulates_locally
@@ -200,8 +205,8 @@ class BucketedStep(WrappedStep):
         if not ready:
             return
         self._waiting = [parameter for parameter in self._waiting if not parameter.requires_grad]
-        for group in split_by_size(ready[::-1], self._bucket_bytes):
-            bucket = self._make_bucket(group)
+        for group, holders in split_by_size(ready[::-1], self._bucket_bytes, self._holders_of):
+            bucket = self._make_bucket(group, holders)
             self.buckets.append(bucket)
             for index, parameter in enumerate(group):
                 hook = partial(self._on_gradient, bucket, index)
@@ -215,17 +220,19 @@ def has_shard(parameter: nn.Parameter) -> bool:
     return isinstance(parameter.grad, DTensor) and parameter.grad.placements != whole
 
 
-def split_by_size(parameters: Sequence[nn.Parameter], limit_bytes: int) -> list[list[nn.Parameter]]:
-    """Groups parameters of one dtype and device, in their order, up to `limit_bytes` a group."""
-    groups: list[list[nn.Parameter]] = []
-    open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[nn.Parameter], int]] = {}
+def split_by_size(
+    parameters: Sequence[nn.Parameter], limit_bytes: int, holders_of: Callable[[nn.Parameter], Holders]
+) -> list[tuple[list[nn.Parameter], Holders]]:
+    """Groups parameters of one dtype and device that have the same holders, in their order, up to so many bytes."""
+    groups: list[tuple[list[nn.Parameter], Holders]] = []
+    open_groups: dict[tuple[torch.dtype, torch.device, Holders], tuple[list[nn.Parameter], int]] = {}
     for parameter in parameters:
-        key = (parameter.dtype, parameter.device)
+        key = (parameter.dtype, parameter.device, holders_of(parameter))
         size = local(parameter.detach()).nbytes
         group, used = open_groups.get(key, ([], limit_bytes))
         if used + size > limit_bytes:
             group, used = [], 0
-            groups.append(group)
+            groups.append((group, key[2]))
         group.append(parameter)
         open_groups[key] = (group, used + size)
     return groups

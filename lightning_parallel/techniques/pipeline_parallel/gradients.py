@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from lightning_parallel.techniques.pipeline_parallel.halves import halves_are_apart
-from lightning_parallel.techniques.tools.shards import leaf_of
+from lightning_parallel.techniques.tools.leaves import leaf_of
 
 
 @dataclass

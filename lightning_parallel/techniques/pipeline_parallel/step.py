@@ -21,8 +21,9 @@ from lightning_parallel.techniques.pipeline_parallel.ties import Tie, sum_over_h
 from lightning_parallel.techniques.step import Coming, Run, Step, WrappedStep
 from lightning_parallel.techniques.tools import microbatches
 from lightning_parallel.techniques.tools.boundaries import forget_ends
+from lightning_parallel.techniques.tools.leaves import leaf_of
 from lightning_parallel.techniques.tools.means import Shares, is_among
-from lightning_parallel.techniques.tools.shards import leaf_of, local
+from lightning_parallel.techniques.tools.shards import local
 from lightning_parallel.values import batch_size, map_tensors, tensors_of
 
 T = TypeVar("T")

@@ -21,8 +21,8 @@ from lightning_parallel.techniques.tensor_parallel.activations import Activation
 from lightning_parallel.techniques.tensor_parallel.layout import Divided, is_transposed
 from lightning_parallel.techniques.tensor_parallel.whole.logits import DividedLogits
 from lightning_parallel.techniques.tensor_parallel.whole.loss import Columns, check_numbers
+from lightning_parallel.techniques.tools.leaves import leaf_of
 from lightning_parallel.techniques.tools.redirect import Forward
-from lightning_parallel.techniques.tools.shards import leaf_of
 
 Compute = Callable[[Tensor, bool], Tensor]
 Maker = Callable[[Divided, Activations, Forward], Forward]

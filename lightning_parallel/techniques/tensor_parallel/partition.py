@@ -30,7 +30,6 @@ from lightning_parallel.techniques.tensor_parallel.modules import divided_forwar
 from lightning_parallel.techniques.tensor_parallel.randomness import draws
 from lightning_parallel.techniques.tensor_parallel.whole.hidden import DividedHidden, on_split, whole_hidden
 from lightning_parallel.techniques.tools.redirect import Forward, redirect_forward
-from lightning_parallel.techniques.tools.shards import forget_leaves
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +105,6 @@ class Partition:
             handle.remove()
         for undo in (*self._undo, *(undo for block in self._blocks for undo in reversed(block.undo))):
             undo()
-        forget_leaves()
 
     # ---------------------------------------------------------------- around blocks
 

@@ -6,9 +6,10 @@ a rank got of it over the ranks of ZeRO. Parts have ceil(size / ranks) rows, the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from math import ceil
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from math import ceil, prod
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -52,17 +53,6 @@ class PartsShard(Shard):
     def __reduce__(self) -> tuple[type[PartsShard], tuple[int, tuple[int, ...]]]:
         return PartsShard, (self.dim, self.parts)
 
-    def by_rank(self, whole: Tensor, ranks: int) -> Tensor:
-        """The pieces of rank 0 of all parts, then those of rank 1, and so on."""
-        pieces = [part.chunk(ranks, self.dim) for part in torch.split(whole, list(self.parts), self.dim)]
-        return torch.cat([part[rank] for rank in range(ranks) for part in pieces], self.dim)
-
-    def by_part(self, whole: Tensor, ranks: int) -> Tensor:
-        """Takes `by_rank` back."""
-        sizes = [part // ranks for part in self.parts]
-        pieces = [torch.split(rank, sizes, self.dim) for rank in whole.chunk(ranks, self.dim)]
-        return torch.cat([rank[part] for part in range(len(sizes)) for rank in pieces], self.dim)
-
 
 def divides(placement: Placement) -> bool:
     """Whether ranks along the axis of this placement hold different parts."""
@@ -79,24 +69,75 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+Span = tuple[int, int]
+"""Indices of one dimension that follow each other: from, to."""
+
+Box = tuple[tuple[slice, ...], tuple[int, ...]]
+"""Elements that lie together here and in the whole: their place in what this rank holds, their first index there."""
+
+
+def boxes(tensor: Tensor) -> list[Box]:
+    """Which elements of the whole this rank holds: the one truth from which gathering and cutting follow.
+
+    Rank 1 of 2 holds of a vector of 6, divided into rows, `[((slice(0, 3),), (3,))]`; of one fused from 4 and 2 of
+    them, whose parts are divided, `[((slice(0, 2),), (2,)), ((slice(2, 3),), (5,))]`.
+    """
+    found: list[Box] = [((), ())]
+    for runs in runs_of(tensor):
+        ends = list(accumulate(stop - start for start, stop in runs))
+        here = [slice(end - (stop - start), end) for end, (start, stop) in zip(ends, runs, strict=True)]
+        offsets = [start for start, _ in runs]
+        found = [
+            ((*slices, own), (*offset, first))
+            for slices, offset in found
+            for own, first in zip(here, offsets, strict=True)
+        ]
+    return found
+
+
+def runs_of(tensor: Tensor) -> list[list[Span]]:
+    """Of each dimension the indices of the whole that this rank holds, in the order in which it holds them."""
+    runs: list[list[Span]] = [[(0, size)] for size in tensor.shape]
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        for axis, placement in reversed(list(enumerate(tensor.placements))):
+            if divides(placement):
+                dim: int = placement.dim  # type: ignore[attr-defined]
+                size = sum(stop - start for start, stop in runs[dim])
+                own = pieces(placement, size, mesh.size(axis), mesh.get_local_rank(axis))
+                runs[dim] = [run for piece in own for run in _within(runs[dim], piece)]
+    return runs
+
+
+def pieces(placement: Placement, size: int, ranks: int, rank: int) -> list[Span]:
+    """What a rank gets of a dimension of this size by one placement."""
+    if not isinstance(placement, PartsShard):
+        return [bounds(size, ranks, rank)]
+    starts = accumulate(placement.parts, initial=0)
+    own = (bounds(part, ranks, rank) for part in placement.parts)
+    return [(before + start, before + stop) for before, (start, stop) in zip(starts, own, strict=False)]
+
+
+def _within(runs: Sequence[Span], piece: Span) -> Iterator[Span]:
+    """The part of some runs that lies from one place to another, counted along all of them."""
+    before = 0
+    for start, stop in runs:
+        first, last = max(piece[0] - before, 0), min(piece[1] - before, stop - start)
+        if first < last:
+            yield start + first, start + last
+        before += stop - start
+
+
 def shard_of(whole: Tensor, like: DTensor) -> DTensor:
     """This rank's part of a tensor that every rank has whole, divided as `like` is; no communication.
 
     The part may share memory with the whole.
     """
-    part, mesh = whole, like.device_mesh
-    for axis, placement in reversed(list(enumerate(like.placements))):
-        if divides(placement):
-            part = _own_part(part, placement, mesh.size(axis), mesh.get_local_rank(axis))
+    part = whole
+    for dim, runs in enumerate(runs_of(like)):
+        rows = [part.narrow(dim, start, stop - start) for start, stop in runs]
+        part = torch.cat(rows, dim) if len(rows) > 1 else rows[0] if rows else part.narrow(dim, 0, 0)
     return as_shard(part.contiguous().to(like.device), like)
-
-
-def _own_part(whole: Tensor, placement: Placement, ranks: int, rank: int) -> Tensor:
-    if isinstance(placement, PartsShard):
-        whole = placement.by_rank(whole, ranks)
-    dim: int = placement.dim  # type: ignore[attr-defined]
-    start, stop = bounds(whole.shape[dim], ranks, rank)
-    return whole.narrow(dim, start, stop - start)
 
 
 def bounds(size: int, ranks: int, rank: int) -> tuple[int, int]:
@@ -120,11 +161,16 @@ def divided_again(part: Tensor, mesh: DeviceMesh, whole: Tensor) -> DTensor:
     """Rows of what this rank holds of `whole`, which the ranks of `mesh` have divided among them."""
     if not isinstance(whole, DTensor):
         return _part_of(part, mesh, (Shard(0),), whole)
-    (before,) = whole.placements
-    twice = divides(before) and before.dim == 0  # type: ignore[attr-defined]
-    rows = _StridedShard(0, split_factor=whole.device_mesh.size()) if twice else Shard(0)
-    both = DeviceMesh._concatenate([mesh, whole.device_mesh])
-    return _part_of(part, both, (rows, before), whole)
+    before, names = list(whole.placements), whole.device_mesh.mesh_dim_names or ()
+    by_rows = [divides(placement) and placement.dim == 0 for placement in before]  # type: ignore[attr-defined]
+    ranks = prod(whole.device_mesh.size(axis) for axis, rows in enumerate(by_rows) if rows)
+    # For torch the first axis divides first. Rows of rows are strided there: that is how it says what we hold.
+    again = _StridedShard(0, split_factor=ranks) if any(by_rows) else Shard(0)
+    (name,) = mesh.mesh_dim_names or ("",)
+    if name in names:  # an axis of its own along which the ranks had copies
+        before[names.index(name)] = again
+        return _part_of(part, whole.device_mesh, before, whole)
+    return _part_of(part, DeviceMesh._concatenate([mesh, whole.device_mesh]), (again, *before), whole)
 
 
 def _part_of(part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], whole: Tensor) -> DTensor:
@@ -165,20 +211,32 @@ def _shapes(value: DTensor) -> list[list[int]]:
         shapes.insert(0, list(shape))
         if divides(placement):
             dim: int = placement.dim  # type: ignore[attr-defined]
-            start, stop = bounds(shape[dim], mesh.size(axis), mesh.get_local_rank(axis))
-            shape[dim] = stop - start
+            own = pieces(placement, shape[dim], mesh.size(axis), mesh.get_local_rank(axis))
+            shape[dim] = sum(stop - start for start, stop in own)
     return shapes
 
 
 def _gather(part: Tensor, mesh: DeviceMesh, axis: int, placement: Placement, shape: list[int]) -> Tensor:
     dim: int = placement.dim  # type: ignore[attr-defined]
     ranks, rows = mesh.size(axis), part.movedim(dim, 0)
-    chunk = ceil(shape[dim] / ranks)
+    held = [pieces(placement, shape[dim], ranks, rank) for rank in range(ranks)]
+    chunk = max(sum(stop - start for start, stop in runs) for runs in held)
     rows = F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, chunk - rows.shape[0])).contiguous()
     gathered_rows = rows.new_empty(ranks * chunk, *rows.shape[1:])
     all_gather(gathered_rows, rows, mesh.get_group(axis)).wait()
-    whole = gathered_rows[: shape[dim]].movedim(0, dim).contiguous()
-    return placement.by_part(whole, ranks) if isinstance(placement, PartsShard) else whole
+    return _in_order(gathered_rows, held, chunk).movedim(0, dim).contiguous()
+
+
+def _in_order(rows: Tensor, held: Sequence[Sequence[Span]], chunk: int) -> Tensor:
+    """The rows of all ranks, each rank's padded to `chunk`, in the order of the whole."""
+    found: list[tuple[int, Tensor]] = []
+    for rank, runs in enumerate(held):
+        sizes = [stop - start for start, stop in runs]
+        own = torch.split(rows[rank * chunk : rank * chunk + sum(sizes)], sizes)
+        found += [(start, piece) for (start, _), piece in zip(runs, own, strict=True)]
+    if len(held) == len(found):  # one run each: they follow each other, and only the last ones are padded
+        return rows[: sum(len(piece) for _, piece in found)]
+    return torch.cat([piece for _, piece in sorted(found, key=lambda each: each[0])])
 
 
 def gathered(value: Tensor, keep: bool) -> Tensor:
@@ -191,75 +249,3 @@ def has_no_rows(parameter: nn.Parameter) -> bool:
     """Whether a parameter cannot be divided by rows in place: a scalar, or memory that is not contiguous."""
     kept = local(parameter.detach())
     return kept.dim() == 0 or kept.numel() == 0 or not kept.is_contiguous()
-
-
-# ---------------------------------------------------------------- computing with what a rank keeps
-
-
-def leaf_of(parameter: Tensor) -> Tensor:
-    """What computation differentiates for a parameter: itself, or the plain tensor that a rank keeps of it.
-
-    Operations on a DTensor cost several times as much as those on a plain tensor, its conversion within autograd
-    hardly less. So the plain part is a leaf of its own, whose gradient moves to the parameter as it arrives; hooks
-    on the parameter then run as if it had got there by itself.
-    """
-    if not isinstance(parameter, DTensor):
-        return parameter
-    if torch.compiler.is_compiling():
-        # Gradients of a graph are DTensors, and torch cannot add up those in parts.
-        in_parts = any(isinstance(placement, PartsShard) for placement in parameter.placements)
-        return _outside_of_graphs(parameter) if in_parts else parameter.to_local()
-    return _plain_leaf(parameter)
-
-
-def _plain_leaf(parameter: DTensor) -> Tensor:
-    kept = parameter._local_tensor
-    leaf: _Leaf | None = vars(parameter).get("_leaf")
-    if leaf is None or leaf.kept is not kept or leaf.parameter is not parameter:
-        leaf = vars(parameter)["_leaf"] = _Leaf(parameter)
-    if leaf.tensor.requires_grad is not parameter.requires_grad:
-        leaf.tensor.requires_grad_(parameter.requires_grad)
-        leaf.listen()
-    return leaf.tensor
-
-
-_outside_of_graphs: Callable[[DTensor], Tensor] = cast(Any, torch.compiler.disable)(_plain_leaf)
-
-
-def forget_leaves() -> None:
-    """Lets go of all plain parts: the garbage collector does not see what their hooks hold."""
-    while _leaves:
-        leaf = _leaves.pop()
-        vars(leaf.parameter).pop("_leaf", None)
-        leaf.parameter = None
-
-
-class _Leaf:
-    def __init__(self, parameter: DTensor) -> None:
-        self.parameter: Any = parameter
-        self.kept = parameter._local_tensor
-        self.tensor = self.kept.detach()
-        self._listens = False
-
-    def listen(self) -> None:
-        if not self._listens and self.tensor.requires_grad:
-            register = cast(Callable[..., object], self.tensor.register_post_accumulate_grad_hook)
-            register(self._move_gradient)
-            self._listens = True
-            _leaves.append(self)
-
-    def _move_gradient(self, tensor: Tensor) -> None:
-        gradient: Any = tensor.grad
-        tensor.grad, parameter = None, self.parameter
-        if gradient is None:  # handed over by a pipeline for a parameter that no step used
-            pass
-        elif parameter.grad is None:
-            wrap = cast(Callable[..., Tensor], DTensor)
-            parameter.grad = wrap(gradient, parameter._spec, requires_grad=False)
-        else:
-            local(parameter.grad).add_(gradient.detach())
-        for hook in (parameter._post_accumulate_grad_hooks or {}).values():
-            hook(parameter)
-
-
-_leaves: list[_Leaf] = []

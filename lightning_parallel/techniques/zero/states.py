@@ -19,6 +19,7 @@ from lightning_parallel.collectives.functional import Pending, all_gather, all_r
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.techniques.gradients.buckets import Bucket, BucketedStep, has_shard
 from lightning_parallel.techniques.step import Step
+from lightning_parallel.techniques.tools.holders import Holders
 from lightning_parallel.techniques.tools.shards import divided_again, local
 
 BUCKET_BYTES = 25 * 2**20
@@ -41,8 +42,8 @@ class ShardedStatesStep(BucketedStep):
         self, inner: Step, parameters: Sequence[nn.Parameter], mesh: ParallelMesh, stage: int, offload: bool
     ) -> None:
         self._place: dict[nn.Parameter, tuple[ScatterBucket, int]] = {}
-        self._mesh, self._offload = mesh, offload
-        super().__init__(inner, parameters, self._make_bucket, BUCKET_BYTES, accumulates_locally=stage == 1)
+        self._offload = offload
+        super().__init__(inner, parameters, mesh, self._make_bucket, BUCKET_BYTES, accumulates_locally=stage == 1)
 
     def stored(self, parameter: nn.Parameter) -> Tensor:
         """The rows of the parameter that this rank's optimizer steps, as a DTensor."""
@@ -67,8 +68,8 @@ class ShardedStatesStep(BucketedStep):
             unpack()
         self.inner.after_optimizer_step(parameters)
 
-    def _make_bucket(self, parameters: Sequence[nn.Parameter]) -> Bucket:
-        bucket = ScatterBucket(parameters, self._mesh, self._offload)
+    def _make_bucket(self, parameters: Sequence[nn.Parameter], holders: Holders) -> Bucket:
+        bucket = ScatterBucket(parameters, holders, self._offload)
         for index, parameter in enumerate(parameters):
             self._place[parameter] = (bucket, index)
         return bucket
@@ -134,13 +135,12 @@ class RowShard:
 class ScatterBucket(Bucket):
     """A bucket whose message is laid out rank by rank: (ranks, this bucket's chunks and flags)."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], mesh: ParallelMesh, offload: bool) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], holders: Holders, offload: bool) -> None:
         super().__init__(parameters)
-        self.shards = [RowShard(parameter, mesh.fsdp, offload) for parameter in parameters]
-        self._shard_group = mesh.fsdp.get_group()
-        self._replica_group = mesh["dp_replicate"].get_group() if mesh.sizes["dp_replicate"] > 1 else None
-        self._ranks = mesh.fsdp.size()
-        self._scale = 1.0 / mesh.loss.size()
+        self.shards = [RowShard(parameter, holders.sharing, offload) for parameter in parameters]
+        self._shard_group = holders.sharing.get_group()
+        self._replica_group = None if holders.replicas is None else holders.replicas.get_group()
+        self._ranks, self._scale = holders.sharing.size(), holders.scale
         ends = torch.tensor([shard.chunk for shard in self.shards]).cumsum(0).tolist()
         self._slots = [slice(end - shard.chunk, end) for end, shard in zip(ends, self.shards, strict=True)]
         self._width = ends[-1] + len(self.shards)

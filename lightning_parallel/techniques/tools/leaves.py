@@ -1,0 +1,88 @@
+"""Computing with what a rank keeps of a parameter, as a plain tensor."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_parallel.techniques.tools.shards import PartsShard, local
+
+
+def leaf_of(parameter: Tensor) -> Tensor:
+    """What computation differentiates for a parameter: itself, or the plain tensor that a rank keeps of it.
+
+    Operations on a DTensor cost several times as much as those on a plain tensor, its conversion within autograd
+    hardly less. So the plain part is a leaf of its own, whose gradient moves to the parameter as it arrives; hooks
+    on the parameter then run as if it had got there by itself.
+    """
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if torch.compiler.is_compiling():
+        # Gradients of a graph are DTensors, and torch cannot add up those in parts.
+        in_parts = any(isinstance(placement, PartsShard) for placement in parameter.placements)
+        return _outside_of_graphs(parameter) if in_parts else parameter.to_local()
+    return _plain_leaf(parameter)
+
+
+def _plain_leaf(parameter: DTensor) -> Tensor:
+    leaf: _Leaf | None = vars(parameter).get("_leaf")
+    if leaf is None or not leaf.is_of(parameter):
+        leaf = vars(parameter)["_leaf"] = _Leaf(parameter)
+    if leaf.tensor.requires_grad is not parameter.requires_grad:
+        leaf.tensor.requires_grad_(parameter.requires_grad)
+        leaf.listen()
+    return leaf.tensor
+
+
+_outside_of_graphs: Callable[[DTensor], Tensor] = cast(Any, torch.compiler.disable)(_plain_leaf)
+
+
+class _Leaf:
+    """The plain part of one parameter.
+
+    The parameter holds it, and it holds its tensor; what leads back is weak, because the garbage collector does not
+    see what the hooks of a tensor hold: a circle through one would keep the memory of every model that was divided.
+    """
+
+    def __init__(self, parameter: DTensor) -> None:
+        self._parameter = weakref.ref(parameter)
+        self.kept = parameter._local_tensor
+        self.tensor = self.kept.detach()
+        self._listens = False
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A copy of the parameter makes one of its own."""
+        return type(None), ()
+
+    def is_of(self, parameter: DTensor) -> bool:
+        """Whether it is still the plain part of this parameter: a copied or replaced one has other memory."""
+        return self.kept is parameter._local_tensor and self._parameter() is parameter
+
+    def listen(self) -> None:
+        """From now on gradients move to the parameter."""
+        if not self._listens and self.tensor.requires_grad:
+            register = cast(Callable[..., object], self.tensor.register_post_accumulate_grad_hook)
+            register(partial(_move_gradient, self._parameter))
+            self._listens = True
+
+
+def _move_gradient(to: weakref.ref[DTensor], tensor: Tensor) -> None:
+    gradient: Any = tensor.grad
+    tensor.grad, parameter = None, to()
+    if parameter is None:  # nobody is left whose gradient it would be
+        return
+    if gradient is None:  # handed over by a pipeline for a parameter that no step used
+        pass
+    elif parameter.grad is None:
+        wrap = cast(Callable[..., Tensor], DTensor)
+        parameter.grad = wrap(gradient, parameter._spec, requires_grad=False)
+    else:
+        local(parameter.grad).add_(gradient.detach())
+    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+        hook(parameter)
