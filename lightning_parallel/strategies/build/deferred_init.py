@@ -22,7 +22,7 @@ from lightning_parallel.strategies.build.tape import (
     Effects,
     Op,
     Ref,
-    Run,
+    Replay,
     Sink,
     Stream,
     default_generator,
@@ -32,7 +32,7 @@ from lightning_parallel.strategies.build.tape import (
     meta_twin,
     needed_by,
     reads_only_shape,
-    schedule,
+    turns_of,
     storage_key,
     tensors_in,
 )
@@ -115,7 +115,7 @@ class DeferredInit(TorchDispatchMode):
                         "model, but values are drawn only after every rank has built it; draw that value with "
                         "Python's random, or create this part of the model in __init__"
                     )
-            run = Run(self, copy=bool(needed))
+            run = Replay(self, copy=bool(needed))
             for position in needed:
                 run.step(position)
             return run.tensor(ref)
@@ -132,9 +132,9 @@ class DeferredInit(TorchDispatchMode):
         """
         names = self._named(wanted)
         outside = {storage for op in self.tape for storage in op.effects.writes if storage not in self.homes}
-        run = Run(self)
+        run = Replay(self)
         with torch.no_grad(), run.resumed(self.streams.values()):
-            for step in schedule(self.tape, outside.union(key for key in names if key is not None)):
+            for step in turns_of(self.tape, outside.union(key for key in names if key is not None)):
                 if step.position is not None:
                     run.step(step.position)
                 for name, ref in names.get(step.finished, ()):

@@ -23,7 +23,7 @@ _OVERWRITING = {  # write their first argument and do not read it
 GETTERS = {getattr(Tensor, name).__get__: name for name in ("device", "is_meta", "is_cpu", "is_cuda")}
 READERS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__format__}  # read without dispatching
 _NOWHERE = -1  # the storage of a tensor of which only the shape matters
-_marks = count(0x5EED_0000_0000)
+_marks = count(0x5EED_0000_0000)  # one number after the other for the life of the process: marks of two tapes differ
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -121,7 +121,16 @@ class Ref:
 
 
 class Stream:
-    """A generator during the build: nothing is drawn, yet seeding it or putting it back must not go unseen."""
+    """A generator during the build: nothing is drawn, yet seeding it or putting it back must not go unseen.
+
+    | state of the generator | while               | stands for                                                    |
+    |------------------------|---------------------|---------------------------------------------------------------|
+    | `start`                | before any draw     | itself                                                        |
+    | a mark of its own      | after a draw        | the state after that draw, known only when it is replayed     |
+    | a mark seen before     | somebody put it back | the state after that earlier draw: `moved` says which        |
+    | any other              | somebody seeded it  | itself: `moved` says what                                     |
+    | `outside`              | the build is left   | what the user's script goes on from                           |
+    """
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
@@ -193,7 +202,7 @@ class Op:
     moved: Tensor | int | None  # see Stream.moved
 
 
-class _Step(NamedTuple):
+class _Turn(NamedTuple):
     position: int | None
     finished: int | None
     freed: frozenset[int]
@@ -247,7 +256,7 @@ class _Order:
         return sorted(found)
 
 
-def schedule(tape: list[Op], wanted: Collection[int]) -> list[_Step]:
+def turns_of(tape: list[Op], wanted: Collection[int]) -> list[_Turn]:
     """Finishes each wanted storage right after the last draw it waits for, and frees whatever nothing reads again."""
     order = _Order(tape, needed_by(tape, frozenset(wanted), draws=True))
     runs: list[tuple[int | None, int | None]] = []
@@ -259,11 +268,11 @@ def schedule(tape: list[Op], wanted: Collection[int]) -> list[_Step]:
     for position, finished in reversed(runs):
         if position is None:
             assert finished is not None
-            steps.append(_Step(None, finished, frozenset({finished}) - live))
+            steps.append(_Turn(None, finished, frozenset({finished}) - live))
             live |= {finished}
         else:
             op = tape[position]
-            steps.append(_Step(position, None, (op.effects.reads | op.effects.writes) - live))
+            steps.append(_Turn(position, None, (op.effects.reads | op.effects.writes) - live))
             live = live - op.effects.overwrites | op.effects.reads
     return steps[::-1]
 
@@ -277,7 +286,7 @@ class Recording(Protocol):
     homes: dict[int, torch.device]
 
 
-class Run:
+class Replay:
     """Runs operations for real, on the storages that are real at the moment."""
 
     def __init__(self, record: Recording, copy: bool = False) -> None:

@@ -56,6 +56,17 @@ def _steps_as(kind: type[Optimizer], known: type[Optimizer]) -> bool:
 class StoredOptimizer:
     """Makes `optimizer.step` act on stored parameters, and reads and writes its state in its single-device form.
 
+    What is stepped for a parameter is itself, this rank's shard of it (`elementwise`), or the whole, gathered.
+
+    | state                          | the groups hold | the state lies under | `wholes`        |
+    |--------------------------------|-----------------|----------------------|-----------------|
+    | between steps                  | parameters      | parameters, in parts | without memory  |
+    | `_enter` … `_leave`            | what is stepped | what is stepped      | gathered        |
+    | within a closure, after that   | parameters      | what is stepped      | out of date     |
+    | `_leave`, then `_sleep`        | parameters      | parameters, in parts | without memory  |
+
+    A closure that is evaluated again, as LBFGS does, goes from the third row to the second and back.
+
     Args:
         optimizer: the user's.
         step: says what is stored.

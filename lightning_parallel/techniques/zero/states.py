@@ -133,7 +133,22 @@ class RowShard:
 
 
 class ScatterBucket(Bucket):
-    """A bucket whose message is laid out rank by rank: (ranks, this bucket's chunks and flags)."""
+    """A bucket whose message is laid out rank by rank: (ranks, this bucket's chunks and flags).
+
+    A backward pass takes it through these states; `kept` is this rank's row of the message, in which its shards live.
+
+    | after    | message        | kept                             | `parameter.grad`                       |
+    | -------- | -------------- | -------------------------------- | -------------------------------------- |
+    | between  | none           | the shards, or no memory         | a shard, or None; whole in stage 1     |
+    | `keep`   | none           | no memory: whole ones grow       | whole (stage 1, a pass that only adds) |
+    | `begin`  | none           | the shards of earlier passes     | None: backward makes a new one         |
+    | `put`    | filled, scaled | as before                        | None: its memory is free again         |
+    | `start`  | under way      | receives, unless it carries      | None                                   |
+    | `settle` | none           | one copy's sum; then all copies' | None                                   |
+    | `finish` | none           | what was carried and received    | a view of kept; None if unused         |
+
+    A bucket carries the shards of earlier passes under stage 2: then it receives into a tensor beside them.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter], holders: Holders, offload: bool) -> None:
         super().__init__(parameters)
@@ -159,6 +174,7 @@ class ScatterBucket(Bucket):
     def begin(self, synced: bool) -> None:
         """See `Bucket.begin`. Gradients that are sharded already step aside, to be added to in `finish`."""
         super().begin(synced)
+        # Views of kept are the gradients that users and optimizers hold: its memory may go and come, it may not move.
         self._kept.untyped_storage().resize_(self._width * self._kept.element_size())
         self._carried = [i for i, parameter in enumerate(self.parameters) if has_shard(parameter)]
         for index in self._carried:
@@ -200,7 +216,7 @@ class ScatterBucket(Bucket):
         """See `Bucket.settle`. Hybrid sharding now sums the shards over the replicas, in passes that synchronise."""
         self._pending.wait()
         self._message = None
-        if self._of_one_replica:
+        if self._of_one_replica:  # earlier passes were not summed over the replicas: now their sum is, with this one
             self._add_carried()
         group = self._replica_group
         across = group is not None and self.synced
