@@ -93,3 +93,40 @@ def test_private_fields_of_loops_and_loaders_are_known_in_one_place() -> None:
     own = r"gradient\._spec"  # a DTensor's
     found = [file.name for file in strategies if re.search(private, re.sub(own, "", file.read_text()))]
     assert not found, "read them through strategies/lightnings.py"
+
+
+MUTABLE = {
+    "dict",
+    "list",
+    "set",
+    "defaultdict",
+    "deque",
+    "count",
+    "Counter",
+    "WeakKeyDictionary",
+    "WeakValueDictionary",
+}
+
+
+def changing_names(file: Path) -> Iterator[int]:
+    """Lines of names of a module that hold what can change, unless they are written as constants."""
+    for node in ast.parse(file.read_text()).body:
+        if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
+            continue
+        target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+        called = node.value.func if isinstance(node.value, ast.Call) else None
+        changes = isinstance(node.value, (ast.Dict, ast.List, ast.Set)) or ast.unparse(called or target) in MUTABLE
+        if changes and isinstance(target, ast.Name) and not target.id.strip("_").isupper() and target.id != "__all__":
+            yield node.lineno
+
+
+@pytest.mark.parametrize("folder", ["collectives", "techniques", "strategies", "plan"])
+def test_modules_hold_nothing_that_changes_without_saying_why(folder: str) -> None:
+    found = []
+    for file in (ROOT / PACKAGE / folder).rglob("*.py"):
+        lines = file.read_text().splitlines()
+        found += [
+            f"{file.relative_to(ROOT)}:{n}" for n in changing_names(file) if "#" not in lines[n - 2] + lines[n - 1]
+        ]
+        found += [f"{file.relative_to(ROOT)}: global" for line in lines if re.match(r"\s+global ", line)]
+    assert not found

@@ -68,7 +68,7 @@ class ShapesOnly(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._parameters = {id(parameter): parameter for parameter in parameters}
         self.device, self.watch = device, watch or Watch()
-        self._answers = Answers(self)
+        self._answers, self._known = Answers(self), _KnownShapes()
         self._proxies: list[Tensor] = []
         self._written: list[Tensor] = []
 
@@ -129,7 +129,7 @@ class ShapesOnly(TorchDispatchMode):
         return func(torch.zeros((), dtype=first.dtype, device=self.device).expand(first.shape), *rest, **kwargs)
 
     def _on_meta(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
-        known = _known_shapes(func, args, kwargs)
+        known = self._known.get(func, args, kwargs)
         if known is not None:
             result = pytree.tree_map_only(_Shape, _Shape.empty, known)
             self._mark_all(result, self.watch.made(func, args, kwargs, result, inputs), inputs)
@@ -153,7 +153,7 @@ class ShapesOnly(TorchDispatchMode):
         if any(isinstance(leaf, Tensor) and not self.depends(leaf) for leaf in _leaves((result,), {})):
             for tensor in filter(self.depends, inputs):
                 self.watch.asked(tensor)
-        _remember_shapes(func, args, kwargs, result)
+        self._known.add(func, args, kwargs, result)
         self._mark_all(result, self.watch.made(func, on_meta[0], on_meta[1], result, inputs), inputs)
         return result
 
@@ -185,12 +185,6 @@ def _leaves(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
             yield value
 
 
-# The layers of a model do the same again and again, and PyTorch works out many shapes in Python: they are remembered.
-
-_shapes: dict[Hashable, Any] = {}
-REMEMBERED = 4096  # results
-
-
 @dataclass(frozen=True)
 class _Shape:
     """A result on meta."""
@@ -207,16 +201,23 @@ class _Shape:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
 
-def _known_shapes(func: Any, args: Any, kwargs: Any) -> Any:
-    """What the operation returned for the same shapes before, None if that is not known."""
-    return _shapes.get(_call(func, args, kwargs)) if _makes_new(func) else None
+class _KnownShapes:
+    """Results of operations by the shapes that they got.
 
+    The layers of a model do the same again and again, and PyTorch works out many shapes in Python.
+    """
 
-def _remember_shapes(func: Any, args: Any, kwargs: Any, result: Any) -> None:
-    if _makes_new(func) and all(isinstance(leaf, Tensor) and leaf.is_meta for leaf in _leaves((result,), {})):
-        if len(_shapes) >= REMEMBERED:
-            _shapes.clear()
-        _shapes[_call(func, args, kwargs)] = pytree.tree_map_only(Tensor, _Shape.of, result)
+    def __init__(self) -> None:
+        self._results: dict[Hashable, Any] = {}
+
+    def get(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What the operation returned for the same shapes before, None if that is not known."""
+        return self._results.get(_call(func, args, kwargs)) if _makes_new(func) else None
+
+    def add(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """What the operation returned, if that is all that it does."""
+        if _makes_new(func) and all(isinstance(leaf, Tensor) and leaf.is_meta for leaf in _leaves((result,), {})):
+            self._results[_call(func, args, kwargs)] = pytree.tree_map_only(Tensor, _Shape.of, result)
 
 
 @cache
@@ -232,7 +233,7 @@ def _call(func: Any, args: Any, kwargs: Any) -> Hashable:
         _Shape.of(leaf) if isinstance(leaf, Tensor) else (type(leaf), str(leaf)) for leaf in _leaves(args, kwargs)
     ]
     lengths = [len(value) if isinstance(value, (list, tuple)) else -1 for value in args]
-    return (func, *lengths, *kwargs, *leaves)
+    return (func, torch.get_default_dtype(), *lengths, *kwargs, *leaves)
 
 
 def _shapes_of(func: Any, args: Any, kwargs: Any, made_up: Callable[[Tensor], Tensor]) -> Any:

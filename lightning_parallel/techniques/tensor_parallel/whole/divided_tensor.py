@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 aten = torch.ops.aten
 
 Handler = Callable[..., Any]
-_said: set[tuple[type, str]] = set()
+_said: set[tuple[type, str]] = set()  # what the log has been told of already in this process
 
 
 class DividedTensor(Tensor):
