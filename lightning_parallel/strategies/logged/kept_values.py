@@ -1,30 +1,39 @@
 """What a step keeps in plain attributes of its module, as lists of outputs for the end of an epoch.
 
-A step that runs in parts, on several ranks, keeps its values once: `KeptValues` takes back what a part kept, and
-`merged` puts together what all parts kept, for every rank to `keep`.
+A step that runs in parts, on several ranks, keeps its values once: `KeptValues` tells what a part kept and takes it
+back, `merged` puts together what all parts kept, for every rank to `keep`. Attributes, and what is in their lists,
+dicts, sets and small objects, are watched alike; a change has the way to it for its name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+import pickle
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
 from functools import cache
+from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_parallel.techniques.tools.microbatches import merge, weighted_mean
 from lightning_parallel.values import children_of, map_leaves
 
 Path = tuple[Any, ...]
-"""The name of an attribute, and the keys of the dicts in it."""
+"""The name of an attribute, then keys of dicts, places in lists, names of an object's attributes."""
 
 PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 SMALL = 2**16  # elements; a step that changes a larger tensor in place changes it for good, on its rank
+LARGE = 1000  # entries; what is in those of a larger container is not looked at, nor is a larger object
+FEW = 32  # entries of a list whose tensors a step may change in place
 
-LARGE_TABLE = 1000  # entries of a dict; a table of tokens would take long to look through in every part
+
+class _Gone(Enum):
+    GONE = "an entry that a step took out of a dict"
 
 
 @dataclass(frozen=True)
@@ -32,14 +41,24 @@ class Change:
     """What a step did to a value.
 
     Attributes:
-        value: what it is now; of a list that grew, only what was added.
+        value: what it is now; of a list or set that grew, only what was added.
         before: what a number or a tensor was.
-        grew: whether a list grew.
+        grew: whether a list or set grew.
     """
 
     value: Any
     before: Any = None
     grew: bool = False
+
+
+@dataclass(frozen=True)
+class _Was:
+    """A value as it was: of a container its entries and those that may change themselves, of a tensor a copy."""
+
+    value: Any
+    entries: Any = None
+    inner: dict[Any, _Was] = field(default_factory=dict)
+    version: int = 0
 
 
 class KeptValues:
@@ -51,25 +70,30 @@ class KeptValues:
 
     def __init__(self, module: LightningModule) -> None:
         self._attributes = vars(module)
-        self._before = {name: _copied(value) for name, value in self._plain()}
-        self._stay: set[Path] = set()  # changes that cannot be sent
+        self._before = _container(None, self._users(), self._users(), None)
 
-    def _plain(self) -> Iterator[tuple[str, Any]]:
-        """Objects of other kinds, and large tables, stay as a part leaves them, on its rank."""
-        attributes = list(self._attributes.items())
-        return ((name, value) for name, value in attributes if name not in _lightnings_own() and _is_watched(value))
+    def _users(self) -> dict[Any, Any]:
+        return {name: value for name, value in self._attributes.items() if _is_users(name)}
 
-    def changes(self) -> dict[Path, Change]:
-        """What has changed since."""
+    def changes(self) -> tuple[dict[Path, Change], set[Path]]:
+        """What has changed since, and which changes cannot be sent to another rank."""
         found: dict[Path, Change] = {}
-        for name, value in self._plain():
-            _compare((name,), self._before.get(name), value, found)
-        self._stay = {path for path, change in found.items() if not _can_be_sent(change.value)}
-        return {path: change for path, change in found.items() if path not in self._stay}
+        _compare_tables((), self._before, self._users(), found)
+        stay = {path for path, change in found.items() if not can_be_sent(change.value)}
+        return {path: change for path, change in found.items() if path not in stay}, stay
 
-    def undo(self) -> None:
-        """Puts everything back, in the same lists and dicts."""
-        _put_back((), self._before, self._attributes, self._stay)
+    def tensors(self) -> Iterator[Tensor]:
+        """Those that the module keeps."""
+        return _tensors_in(self._before)
+
+    def undo(self, stay: Collection[Path] = ()) -> None:
+        """Puts everything back, in the same containers, but for the changes that are to `stay`."""
+        _restored((), self._before, stay)
+        for name in self._users().keys() - self._before.entries.keys():
+            if (name,) not in stay:
+                del self._attributes[name]
+        staying = {name for name, *way in stay if not way}
+        self._attributes.update({name: item for name, item in self._before.entries.items() if name not in staying})
 
 
 @cache
@@ -77,220 +101,246 @@ def _lightnings_own() -> frozenset[str]:
     return frozenset(vars(LightningModule())) | {"log", "training"}
 
 
-@dataclass(frozen=True)
-class _Held:
-    """A tensor as it was: a step may put another one in its place, or change it."""
-
-    tensor: Tensor
-    version: int
-    copy: Tensor
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Held:
-        return cls(tensor, _version(tensor), tensor.clone() if tensor.numel() <= SMALL else tensor)
-
-    def changed(self, now: Any) -> bool:
-        return now is not self.tensor or _version(now) != self.version
-
-    def restored(self) -> Tensor:
-        if _version(self.tensor) != self.version:
-            with torch.no_grad():
-                self.tensor.copy_(self.copy)
-        return self.tensor
+def _is_users(name: str) -> bool:
+    return name not in _lightnings_own() and not name.startswith("_lightning_parallel")
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+# ---------------------------------------------------------------- containers
 
 
-@dataclass(frozen=True)
-class _Lists:
-    """A list of lists or dicts, as of one for each loader."""
-
-    items: list[Any]
-    copies: list[Any]
-
-
-def _copied(value: Any) -> Any:
+def table_of(value: Any) -> dict[Any, Any] | None:
+    """What a dict holds, or the attributes of a plain object, as a counter of averages is one."""
     if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}
-    if _is_nested(value):
-        return _Lists(list(value), [_copied(item) for item in value])
-    if type(value) is list:
-        return list(value)
-    return _Held.of(value) if isinstance(value, Tensor) else value
+        return value
+    machinery = isinstance(value, (nn.Module, Tensor, type, ModuleType, Enum)) or callable(value)
+    attributes = None if machinery else getattr(value, "__dict__", None)
+    return attributes if isinstance(attributes, dict) else None
 
 
-def _is_nested(value: Any) -> bool:
-    return type(value) is list and 0 < len(value) <= LARGE_TABLE and isinstance(value[0], (list, dict))
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, deque))
 
 
-def _compare(path: Path, before: Any, now: Any, found: dict[Path, Change]) -> None:
-    if isinstance(now, dict) and (isinstance(before, dict) or before is None):
-        for key, item in now.items():
-            _compare((*path, key), (before or {}).get(key), item, found)
-    elif isinstance(before, _Lists) and type(now) is list and len(now) == len(before.copies):
-        for number, (old, item) in enumerate(zip(before.copies, now, strict=True)):
-            _compare((*path, number), old, item, found)
-    elif type(now) is list and (type(before) is list or before is None):
-        _compare_lists(path, before or [], now, found)
-    elif _changed(before, now):
-        found[path] = Change(now.clone() if isinstance(now, Tensor) else now, before)
+class _Room:
+    """How many entries of an object, and of what is in it, may still be looked at."""
+
+    def __init__(self) -> None:
+        self.left = LARGE
+
+    def take(self, entries: int) -> bool:
+        self.left -= entries
+        return self.left >= 0
 
 
-def _compare_lists(path: Path, before: list[Any], now: list[Any], found: dict[Path, Change]) -> None:
-    try:
-        begins_alike = now[: len(before)] == before  # which looks at identity first, so tensors are not compared
-    except (RuntimeError, ValueError, TypeError):  # unless another one is in the place of one
-        begins_alike = False
-    if not begins_alike:
-        found[path] = Change(list(now))
-    elif len(now) > len(before):
-        found[path] = Change(now[len(before) :], grew=True)
+def _remember(value: Any, room: _Room | None = None) -> _Was:
+    if isinstance(value, (Tensor, np.ndarray)):
+        return _Was(value, _copy_of(value), version=_version(value))
+    if isinstance(value, set):
+        return _Was(value, set(value))
+    if _is_list(value):
+        return _container(value, list(value), dict(enumerate(value)) if len(value) <= LARGE else {}, room)
+    table = table_of(value)
+    if table is None:
+        return _Was(value)
+    if not isinstance(value, dict):
+        room = room or _Room()
+        if not room.take(len(table)):
+            return _Was(value)
+    return _container(value, dict(table), table if len(table) <= LARGE else {}, room)
 
 
-def _changed(before: Any, now: Any) -> bool:
-    if isinstance(before, _Held):
-        return before.changed(now)
-    return before is not now and (type(before) is not type(now) or not isinstance(now, PLAIN) or before != now)
+def _container(value: Any, entries: Any, inner: dict[Any, Any], room: _Room | None) -> _Was:
+    if room is not None and not (isinstance(entries, dict) or room.take(len(entries))):
+        return _Was(value)
+    tensors = (Tensor, np.ndarray) if not _is_list(value) or len(entries) <= FEW else ()
+    remembered = {key: _remember(item, room) for key, item in inner.items() if _may_change(item, tensors)}
+    if room is not None and room.left < 0:
+        return _Was(value)
+    return _Was(value, entries, remembered)
 
 
-def _put_back(path: Path, before: dict[Any, Any], held: dict[Any, Any], stay: Collection[Path]) -> None:
-    """Gives what is watched in a dict its earlier values."""
-    for key in [key for key, value in held.items() if key not in before and _may_change(path, key, value)]:
+def _may_change(value: Any, tensors: tuple[type, ...]) -> bool:
+    if isinstance(value, PLAIN):
+        return False
+    return isinstance(value, (*tensors, list, deque, set, dict)) or table_of(value) is not None
+
+
+def _copy_of(tensor: Any) -> Any:
+    if isinstance(tensor, np.ndarray):
+        return tensor.copy() if tensor.size <= SMALL else tensor
+    return tensor.detach().clone() if tensor.numel() <= SMALL else tensor
+
+
+def _version(tensor: Any) -> int:
+    return 0 if isinstance(tensor, np.ndarray) or tensor.is_inference() else tensor._version
+
+
+def _tensors_in(was: _Was) -> Iterator[Tensor]:
+    if isinstance(was.value, Tensor):
+        yield was.value
+    for inner in was.inner.values():
+        yield from _tensors_in(inner)
+
+
+# ---------------------------------------------------------------- what has changed
+
+
+def _compare_tables(path: Path, was: _Was, now: Mapping[Any, Any], found: dict[Path, Change]) -> None:
+    for key, item in now.items():
+        before = was.inner.get(key) or (_Was(was.entries[key]) if key in was.entries else None)
+        if key in was.inner or before is None or before.value is not item:
+            _compare((*path, key), before, item, found)
+    found.update({(*path, key): Change(_Gone.GONE) for key in was.entries.keys() - now.keys()})
+
+
+def _compare(path: Path, was: _Was | None, now: Any, found: dict[Path, Change]) -> None:
+    entries = None if was is None else was.entries
+    if _is_list(now) and (was is None or isinstance(entries, list)):
+        _compare_lists(path, was or _Was([], []), now, found)
+    elif isinstance(now, set) and (was is None or isinstance(entries, set)) and now >= (entries or set()):
+        if now > (entries or set()):
+            found[path] = Change(now - (entries or set()), grew=True)
+    elif isinstance(now, dict) and was is None:
+        _compare_tables(path, _Was(now, {}), now, found)
+    elif was is not None and isinstance(entries, dict) and type(now) is type(was.value):
+        _compare_tables(path, was, table_of(now) or {}, found)
+    elif was is None or _changed(was, now):
+        found[path] = Change(_frozen(now), was and (was.value if was.entries is None else was.entries))
+
+
+def _compare_lists(path: Path, was: _Was, now: Any, found: dict[Path, Change]) -> None:
+    items, size = list(now), len(was.entries)
+    if _same(items[:size], was.entries):
+        for place, inner in was.inner.items():
+            _compare((*path, place), inner, items[place], found)
+        if len(items) > size:
+            found[path] = Change(_frozen(items[size:]), grew=True)
+        return
+    kept = next((k for k in range(size - 1, 0, -1) if _same(items[:k], was.entries[-k:])), 0)
+    full = isinstance(now, deque) and now.maxlen == len(items)  # it lost its first items to those that were added
+    found[path] = Change(_frozen(items[kept if full else 0 :]), grew=full)
+
+
+def _same(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(map(_is, some, others))
+
+
+def _is(one: Any, other: Any) -> bool:
+    return one is other or (isinstance(one, PLAIN) and type(one) is type(other) and one == other)
+
+
+def _changed(was: _Was, now: Any) -> bool:
+    if isinstance(now, np.ndarray) and now is was.value:
+        return not np.array_equal(now, was.entries, equal_nan=now.dtype.kind in "fc")
+    if isinstance(now, Tensor) and now is was.value:
+        return _version(now) != was.version
+    return not _is(was.value, now)
+
+
+def _frozen(value: Any) -> Any:
+    """The value as it is now, whatever is done to its containers and small tensors later."""
+    if isinstance(value, set):
+        return set(value)
+    copied = map_leaves(lambda leaf: _copy_of(leaf) if isinstance(leaf, (Tensor, np.ndarray)) else leaf, value)
+    return list(copied) if isinstance(copied, deque) else copied
+
+
+def _restored(path: Path, was: _Was, stay: Collection[Path]) -> Any:
+    """The value as it was: the same object, with the same entries."""
+    value, entries = was.value, was.entries
+    for key, inner in was.inner.items():
         if (*path, key) not in stay:
-            del held[key]
-    for key, old in before.items():
-        if (*path, key) not in stay and (key not in held or _is_watched(held[key])):
-            held[key] = _earlier((*path, key), old, held.get(key), stay)
+            _restored((*path, key), inner, stay)
+    if isinstance(value, (Tensor, np.ndarray)):
+        _refill(value, was)
+    elif isinstance(entries, list) and not _same(list(value), entries):
+        value.clear()
+        value.extend(entries)
+    elif isinstance(entries, set):
+        value.clear()
+        value.update(entries)
+    elif isinstance(entries, dict) and path:
+        _put_back(path, table_of(value) or {}, entries, stay)
+    return value
 
 
-def _may_change(path: Path, key: Any, value: Any) -> bool:
-    return bool(path) or (key not in _lightnings_own() and _is_watched(value))
+def _refill(value: Any, was: _Was) -> None:
+    if isinstance(value, np.ndarray) and was.entries is not value:
+        value[...] = was.entries
+    elif isinstance(value, Tensor) and _version(value) != was.version:
+        with torch.no_grad():
+            value.copy_(was.entries)
 
 
-def _earlier(path: Path, before: Any, now: Any, stay: Collection[Path]) -> Any:
-    """A value as it was, in the same list or dict."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        _put_back(path, before, now, stay)
-        return now
-    if isinstance(before, _Lists):
-        for number, copy in enumerate(before.copies):
-            before.items[number] = _earlier((*path, number), copy, before.items[number], stay)
-        before = before.items
-    if type(before) is list and type(now) is list:
-        now[:] = before
-        return now
-    return before.restored() if isinstance(before, _Held) else before
+def _put_back(path: Path, table: dict[Any, Any], entries: dict[Any, Any], stay: Collection[Path]) -> None:
+    if not _same([*table, *table.values()], [*entries, *entries.values()]):
+        staying = {key: item for key, item in table.items() if (*path, key) in stay}
+        table.clear()
+        table.update({**entries, **staying})
 
 
-def _is_watched(value: Any) -> bool:
-    if isinstance(value, dict):
-        return len(value) <= LARGE_TABLE
-    return type(value) is list or isinstance(value, (Tensor, tuple, *PLAIN))
+# ---------------------------------------------------------------- on every rank
 
 
-def _can_be_sent(value: Any) -> bool:
-    children = children_of(value)
-    return all(map(_can_be_sent, children)) if children else isinstance(value, (Tensor, dict, list, tuple, *PLAIN))
-
-
-# ---------------------------------------------------------------- all parts of a batch
-
-
-class _Sent:
+class Sent:
     """A tensor on its way, and whether it was on the host."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.on_host = tensor.cpu(), tensor.device.type == "cpu"
+        self.tensor, self.on_host = tensor.detach().cpu(), tensor.device.type == "cpu"
 
 
-def merged(changes: Sequence[dict[Path, Change]], sizes: Sequence[int]) -> dict[Path, Change]:
-    """What the step would have kept for the whole batch.
-
-    Args:
-        changes: those of each part, each from the same state.
-        sizes: how many samples each part has.
-    """
-    paths = dict.fromkeys(path for some in changes for path in some)
-    return {path: _merged([c[path] for c in changes if path in c], sizes) for path in paths}
-
-
-def _merged(changes: Sequence[Change], sizes: Sequence[int]) -> Change:
-    values = [map_leaves(_detached, change.value) for change in changes]
-    first = changes[0]
-    if len(values) < len(sizes):  # only some parts did it
-        merged = [item for items in values for item in items] if first.grew else values[-1]
-    elif first.grew:
-        merged = _items(values, sizes)
-    elif type(first.value) is int and type(first.before) is int:
-        merged = first.before + _count([change.value - change.before for change in changes])
-    elif isinstance(first.before, _Held) and all(_like(value, first.before) for value in values):
-        merged = _of_one_shape(first.before.copy, values, sizes)
-    else:
-        merged = merge(values, sizes)
-    return Change(map_leaves(_to_host, merged), grew=first.grew)
+def can_be_sent(value: Any) -> bool:
+    """Whether another rank can have such a value."""
+    children = children_of(value)
+    if children or isinstance(value, (Tensor, np.ndarray, np.generic, *PLAIN)):
+        return all(map(can_be_sent, children))
+    try:
+        return len(pickle.dumps(value)) < SMALL
+    except Exception:  # whatever its class raises
+        return False
 
 
-def _like(value: Any, held: _Held) -> bool:
-    return isinstance(value, Tensor) and value.shape == held.tensor.shape and value.dtype == held.tensor.dtype
-
-
-def _of_one_shape(before: Tensor, values: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """A state of the user's: its counts add up, its other values are averaged."""
-    if before.is_floating_point() or before.is_complex():
-        return weighted_mean(values, sizes)
-    return before + sum(value - before for value in values) if before.dtype != torch.bool else values[-1]
-
-
-def _items(values: Sequence[list[Any]], sizes: Sequence[int]) -> list[Any]:
-    """One item for the batch, or one for each sample: where each part has one, means and tensors are for the batch."""
-    counts = [len(items) for items in values]
-    everything = [item for items in values for item in items]
-    of_samples = counts == list(sizes) and (
-        max(counts) > 1 or not any(isinstance(i, (float, Tensor)) for i in everything)
-    )
-    if len(set(counts)) > 1 or of_samples:
-        return everything
-    return [_item(same, sizes) for same in zip(*values, strict=True)]
-
-
-def _item(values: Sequence[Any], sizes: Sequence[int]) -> Any:
-    counts = all(type(value) is int for value in values) and len(set(values)) > 1
-    return sum(values) if counts else merge(values, sizes)
-
-
-def _count(increments: Sequence[int]) -> int:
-    """Steps are counted once, samples add up: what always grew by one counts steps."""
-    return 1 if set(increments) == {1} else sum(increments)
-
-
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
-
-
-def _to_host(value: Any) -> Any:
-    return _Sent(value) if isinstance(value, Tensor) else value
-
-
-def keep(module: LightningModule, changes: dict[Path, Change]) -> None:
+def keep(module: LightningModule, changes: Mapping[Path, Change]) -> None:
     """Does to the module what the step did to it, perhaps on another rank."""
 
     def arrived(value: Any) -> Any:
-        if isinstance(value, _Sent):
+        if isinstance(value, Sent):
             return value.tensor if value.on_host else value.tensor.to(module.device)
         return value
 
     for (*way, last), change in changes.items():
-        held: Any = vars(module)
-        for key in way:
-            held = _entry(held, key, {})
-        value = map_leaves(arrived, change.value)
-        if change.grew:
-            _entry(held, last, []).extend(value)
-        else:
-            held[last] = value
+        _do(_holder(vars(module), way), last, change, map_leaves(arrived, change.value))
 
 
-def _entry(held: Any, key: Any, new: Any) -> Any:
-    return held[key] if isinstance(held, list) else held.setdefault(key, new)
+def _holder(held: Any, way: list[Any]) -> Any:
+    for key in way:
+        inside = held[key] if _is_list(held) else held.setdefault(key, {})
+        table = table_of(inside)
+        held = inside if table is None else table
+    return held
+
+
+def _do(held: Any, key: Any, change: Change, value: Any) -> None:
+    if change.value is _Gone.GONE:
+        held.pop(key, None)
+    elif isinstance(change.value, set) and change.grew:
+        held.setdefault(key, set()).update(value)
+    elif change.grew:
+        (held[key] if _is_list(held) else held.setdefault(key, [])).extend(value)
+    else:
+        _put(held, key, value)
+
+
+def _put(held: Any, key: Any, value: Any) -> None:
+    before = held[key] if _is_list(held) else held.get(key)
+    if isinstance(before, deque):
+        before.clear()
+        before.extend(value)
+    else:
+        held[key] = value
+
+
+def names_of(paths: Collection[Path]) -> Iterator[str]:
+    """The ways to values as a user writes them."""
+    for name, *way in paths:
+        yield f"self.{name}" + "".join(f"[{key!r}]" for key in way)

@@ -7,8 +7,9 @@ ranks log would never end. Everything here that touches Lightning's private resu
 
 from __future__ import annotations
 
+import logging
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,9 +23,12 @@ from torchmetrics import MeanMetric, Metric
 
 from lightning_parallel.collectives.functional import Pending, within_reach
 from lightning_parallel.strategies.logged.averages import Shared
+from lightning_parallel.strategies.logged.kinds import Kinds
 from lightning_parallel.strategies.logged.metrics import Uncounted, at_most_on_step
 from lightning_parallel.strategies.ranks.agreement import LOGGED, Comparison, Content
 from lightning_parallel.strategies.ranks.signals import Requested
+
+log = logging.getLogger(__name__)
 
 OPERATIONS: dict[str, Any] = {
     "mean": dist.ReduceOp.SUM,
@@ -73,6 +77,9 @@ class StepLog:
         # comparisons are alike everywhere, those of batches too
         self._readers = group.size() if group.size() < dist.get_world_size() else 0
         self._divert: Callable[[str, Any, dict[str, Any]], None] | None = None
+        #: of what kind values are that steps log and keep
+        self.kinds = Kinds()
+        self._told: set[str] = set()
         self._log = module.log
         self._metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
         self._own_groups = [(metric, metric.process_group, metric.dist_sync_on_step) for metric in self._metrics]
@@ -142,6 +149,12 @@ class StepLog:
             self._start([result], _kind(result), self._share)()
         if result.meta.on_epoch and result.meta.fx.partition(".")[0].endswith("_epoch_end"):
             result.compute()  # now, while all ranks are here: callbacks may read it on one of them
+
+    def tell(self, names: Iterable[str], what: str) -> None:
+        """Says once of each name what is done with it that may not be what one device would do."""
+        for name in set(names) - self._told:
+            self._told.add(name)
+            log.warning("%s %s", name, what)
 
     # ---------------------------------------------------------------- what the strategy calls
 

@@ -8,6 +8,7 @@ every rank logs and keeps these, in the same hook.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -19,14 +20,17 @@ from torchmetrics import Metric
 from typing_extensions import Self
 
 from lightning_parallel.strategies.logged.averages import WeightedUpdates, averages
-from lightning_parallel.strategies.logged.kept_values import Change, KeptValues, Path, keep, merged
+from lightning_parallel.strategies.logged.kept_merged import Merging, Part
+from lightning_parallel.strategies.logged.kept_values import Change, KeptValues, Path, keep, names_of
+from lightning_parallel.strategies.logged.kinds import Kind
 from lightning_parallel.strategies.logged.logging import StepLog
 from lightning_parallel.strategies.logged.metrics import BatchMetric, UndoableMetric
 from lightning_parallel.techniques.step import Run
 from lightning_parallel.techniques.tools.means import is_among
-from lightning_parallel.values import batch_size
+from lightning_parallel.values import batch_size, map_leaves
 
 T = TypeVar("T")
+_Kinds = dict[Path, tuple[Kind | None, ...]]
 HOST = torch.device("cpu")
 
 
@@ -88,7 +92,11 @@ class PartsRun(Run[T]):
         super().__init__(step)
         self._module, self._log, self._rank = module, log, rank
         self._noted: list[list[LoggedValue]] = []  # of each call
-        self._kept: list[dict[Path, Change]] = []
+        self._before, self._kept = KeptValues(module), list[tuple[dict[Path, Change], _Kinds]]()
+        self._hook = module._current_fx_name or ""
+        self._watch = log.kinds.watch(self._hook)
+        if self._watch is not None:
+            self._watch.take_as_same((*self._before.tensors(), *module.buffers()))
         self._given: list[list[WeightedUpdates]] = []
         self._sizes: list[int] = []
         self._names = {id(part): name for name, part in module.named_modules() if isinstance(part, Metric)}
@@ -100,27 +108,45 @@ class PartsRun(Run[T]):
         """Runs the step on one part; what it logged and counted stays if it comes to its end."""
         noted: list[LoggedValue] = []
         size = batch_size(args[0]) or 1
-        metrics, kept = [UndoableMetric(metric) for metric in self._metrics.values()], KeptValues(self._module)
+        metrics = [UndoableMetric(metric) for metric in self._metrics.values()]
+        kept, stay, watch = self._before, set[Path](), self._watch
         given = [WeightedUpdates(metric) for metric in self._metrics.values() if averages(metric)]
         try:
-            with self._log.diverted(lambda name, value, options: noted.append(self._note(name, value, options, size))):
+            with (
+                watch or nullcontext(),
+                self._log.diverted(lambda name, value, options: noted.append(self._note(name, value, options, size))),
+            ):
                 output = super().__call__(*args, **kwargs)
+                changes, stay = kept.changes()
         except BaseException:
             for metric in metrics:
                 metric.undo()
             raise
         else:
+            self._log.tell(
+                names_of(stay), "cannot be sent: what a step keeps in it stays on the rank of the last stage"
+            )
             self._noted.append(noted)
-            self._kept.append(kept.changes())
+            self._kept.append((changes, {path: self._kinds_of(path, change) for path, change in changes.items()}))
             self._given.append(given)
             self._sizes.append(size)
         finally:
-            kept.undo()
+            kept.undo(stay)
             for average in given:
                 average.close()
             for metric in metrics:
                 metric.close()
         return output
+
+    def _kinds_of(self, path: Path, change: Change) -> tuple[Kind | None, ...]:
+        leaves: list[Any] = []
+        map_leaves(leaves.append, change.value)
+        watch, before, seen = self._watch, change.before, None
+        if watch is not None and isinstance(before, (int, float)) and isinstance(change.value, (int, float)):
+            seen = [watch.kind_of_number(change.value, before)]
+        elif watch is not None:
+            seen = [watch.kind_of(leaf) for leaf in leaves]
+        return self._log.kinds.of(self._hook, path, leaves, seen)
 
     def _note(self, name: str, value: Any, options: dict[str, Any], size: int) -> LoggedValue:
         if isinstance(value, Metric):
@@ -155,7 +181,21 @@ class PartsRun(Run[T]):
         asked = {noted.metric or noted.value for noted in everything if noted.metric or isinstance(noted.value, str)}
         values = {name: _on_device(self._called[name].value(), HOST) for name in sorted(map(str, asked))}
         logged = [_combined(same, values) for same in by_name.values()]
-        return Notes(logged, values, merged(self._kept, self._sizes), self._rank)
+        return Notes(logged, values, self._merged(shares, means), self._rank)
+
+    def _merged(self, shares: Sequence[float], means: Sequence[Sequence[Tensor]]) -> dict[Path, Change]:
+        parts = [
+            Part(size, share, averaged, *kept)
+            for size, share, averaged, kept in zip(self._sizes, shares, means, self._kept, strict=True)
+        ]
+        merging = Merging(parts, self._log.kinds.adding)
+        merged = merging.merged()
+        self._log.tell(
+            names_of(merging.guessed),
+            "is put together from the parts of a batch as if its counts were sums and other values means over samples; "
+            "whether that is so could not be seen",
+        )
+        return merged
 
     def _count_by(self, shares: Sequence[float], means: Sequence[Sequence[Tensor]]) -> None:
         for size, share, averaged, given in zip(self._sizes, shares, means, self._given, strict=True):

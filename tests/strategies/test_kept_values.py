@@ -1,0 +1,142 @@
+"""What a step keeps on its module: noticed, taken back, put together for the batch, kept on every rank."""
+
+import copy
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_parallel.strategies.logged.kept_merged import Merging, Part
+from lightning_parallel.strategies.logged.kept_values import KeptValues, keep
+from lightning_parallel.strategies.logged.kinds import Watch
+from lightning_parallel.values import map_leaves
+from tests.strategies.one_and_two import require_like
+
+X = torch.arange(24.0).view(8, 3) / 7
+
+
+class Meter:
+    """As users write them, to have the average of what it is given."""
+
+    def __init__(self) -> None:
+        self.total, self.count = 0.0, 0
+
+    def update(self, value: float, samples: int) -> None:
+        self.total, self.count = self.total + value * samples, self.count + samples
+
+
+@dataclass
+class Record:
+    losses: list[Any] = field(default_factory=list)
+    seen: int = 0
+
+
+class Keeper(LightningModule):
+    """Keeps values in all the ways that users do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dicts: list[Any] = []
+        self.by_loader: Any = defaultdict(list)
+        self.nested: Any = {"a": {"b": []}, "n": [[], [[]]]}
+        self.meter, self.record, self.space = Meter(), Record(), SimpleNamespace(hits=0, rows=[])
+        self.recent: Any = deque(maxlen=3)
+        self.names: set[str] = set()
+        self.arrays: list[Any] = []
+        self.hits, self.total, self.steps = 0, 0.0, 0
+        self.matrix, self.table = torch.zeros(2), np.zeros(2)
+        self.flat: list[Any] = []
+        self.counts: list[int] = []
+        self.replaced: list[Any] = []
+        self.cache: dict[int, float] = {}
+        self.pairs: list[Any] = []
+        self.last: Any = None
+
+    def step(self, x: Tensor) -> None:
+        mean, hits = x.square().mean(), (x.sum(1) > 3).sum()
+        self.dicts.append({"loss": mean, "preds": x.argmax(-1), "hits": hits, "count": hits.item()})
+        self.by_loader[0].append({"loss": mean, "rows": x})
+        self.nested["a"]["b"].append((mean, x))
+        self.nested["n"][1][0].append(mean)
+        self.meter.update(mean.item(), len(x))
+        self.record.losses.append(mean)
+        self.record.seen += len(x)
+        self.space.hits += hits.item()
+        self.space.rows.append(x[:, 0].numpy())
+        self.recent.append(mean)
+        self.names |= {f"row {row}" for row in x[:, 0].tolist()}
+        self.arrays.append(x.numpy())
+        self.hits += hits.item()
+        self.total += mean.item() * x.size(0)
+        self.steps += 1
+        self.matrix += torch.bincount((x.sum(1) > 3).long(), minlength=2)
+        self.flat.append(x.flatten())
+        self.counts.append(hits.item())
+        self.replaced = [mean, hits]
+        self.cache.update({round(float(row) * 7): float(row) for row in x[:, 0]})
+        self.pairs.extend([mean, hits])
+        self.last = {"loss": mean, "highest": x.max(), "codes": [101, 102, 103]}
+
+
+def kept_in_parts(module: Keeper, sizes: list[int], other: Keeper, adding: set[Any]) -> set[Any]:
+    """Runs the step on parts of the samples; what it kept is put together on the module and on another rank's."""
+    before, parts = KeptValues(module), []
+    for x in torch.split(X, sizes):
+        with Watch() as watch:
+            watch.take_as_same(before.tensors())
+            module.step(x)
+            changes, stay = before.changes()
+        assert not stay
+        kinds = {}
+        for path, change in changes.items():
+            leaves: list[Any] = []
+            map_leaves(leaves.append, change.value)
+            number = isinstance(change.before, (int, float))
+            seen = [watch.kind_of_number(change.value, change.before)] if number else [*map(watch.kind_of, leaves)]
+            kinds[path] = seen
+        before.undo()
+        parts.append(Part(len(x), len(x) / len(X), (), changes, kinds))
+    merging = Merging(parts, adding)
+    merged = merging.merged()
+    keep(module, merged)
+    keep(other, copy.deepcopy(merged))
+    return merging.guessed
+
+
+def everything(module: Keeper) -> dict[str, Any]:
+    kept = {name: value for name, value in vars(module).items() if name in vars(Keeper()) and name[0] != "_"}
+    kept = {name: value for name, value in kept.items() if name not in ("training", "prepare_data_per_node")}
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, (Meter, Record, SimpleNamespace)):
+            value = vars(value)
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        if isinstance(value, set):
+            return [float(name[4:]) for name in sorted(value)]
+        if isinstance(value, (list, tuple, deque)):
+            return [plain(item) for item in value]
+        return torch.as_tensor(value) if isinstance(value, np.ndarray) else value
+
+    return {name: plain(value) for name, value in kept.items()}
+
+
+@pytest.mark.parametrize("sizes", [[4, 4], [3, 3, 2], [2, 2, 2, 2], [1] * 8, [8]], ids=str)
+def test_what_parts_keep_is_what_the_batch_would_have_kept(sizes: list[int]) -> None:
+    whole, module, other = Keeper(), Keeper(), Keeper()
+    adding: set[Any] = set()
+    for _ in range(3):
+        whole.step(X)
+        guessed = kept_in_parts(module, sizes, other, adding)
+        told = {"total", "steps", "meter", "record"} if max(sizes) == 1 else set()  # by one sample nobody can tell
+        assert {path[0] for path in guessed} <= told | {"dicts", "counts"}  # equal counts may be something else
+        for found in (everything(module), everything(other)):
+            for name, expected in everything(whole).items():
+                if name not in told:
+                    require_like({name: expected}, {name: found[name]})
