@@ -18,7 +18,7 @@ from tests.ranks import POOL, RanksFailed, run_on_ranks
 
 TOLERANCE = 1e-9  # of losses; of a weight ten times as much, relative to the largest element of its tensor
 TIMEOUT, LIMIT = 60.0, 120.0  # seconds, of one collective and of one try
-RENEW = 30  # architectures after which the ranks start anew: every model's code stays in memory
+RENEW = 100  # architectures after which the ranks start anew: every model's code stays in memory
 NOT_TRIED = "not tried"
 
 
