@@ -20,6 +20,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_parallel import DataParallelStrategy, ZeroStrategy
 from tests.ranks import RanksFailed
 from tests.strategies.runs import Run, Watched, fit, loader, on_device, on_ranks, require_same_values
+from tests.tiers import covering
 from tests.trainers import trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:(Swapping scheduler|The .*scheduler|.*checkpoint directory)")
@@ -43,8 +44,7 @@ AVERAGING = {
 }
 
 
-@pytest.mark.parametrize("kind", AVERAGING, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("strategy", WHOLE)
+@covering(kind=AVERAGING, strategy=WHOLE)
 def test_callbacks_that_write_parameters_work_where_these_are_whole(kind, strategy):
     expected = on_device(fit_with, 4, kind, AVERAGING[kind])
     for run in on_ranks(2, fit_with, strategy, 2, kind, AVERAGING[kind]):

@@ -19,6 +19,7 @@ from lightning_parallel.strategies.checkpoint.files import AtomicCheckpointIO
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
 from lightning_parallel.strategies.zero import ZeroStrategy
 from tests.ranks import run_on_ranks
+from tests.tiers import covering
 from tests.trainers import trainer
 
 LAYOUTS: dict[str, Callable[[], Any]] = {
@@ -175,8 +176,7 @@ def best_and_last(make: Callable[[], Any], path: Path) -> None:
     assert result["val_loss"] < best.best_model_score
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("use", [edited, read_by_anyone, metrics_go_on, not_strict, best_and_last])
+@covering(use=(edited, read_by_anyone, metrics_go_on, not_strict, best_and_last), layout=LAYOUTS)
 def test_use(use: Callable[..., None], layout: str, tmp_path: Path) -> None:
     run_on_ranks(2, use, LAYOUTS[layout], tmp_path / "file.ckpt")
 
@@ -219,8 +219,7 @@ class Failing(Callback):
             raise ValueError("a user's mistake")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", ["OnExceptionCheckpoint", "ModelCheckpoint"])
+@covering(layout=LAYOUTS, kind=("OnExceptionCheckpoint", "ModelCheckpoint"))
 def test_saving_while_one_rank_fails_waits_for_nobody(layout: str, kind: str, tmp_path: Path) -> None:
     (tmp_path / "before").touch()
     if kind == "OnExceptionCheckpoint":

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from lightning_parallel import DataParallelStrategy, HybridStrategy, ZeroStrategy
 from tests.curves import check_parity, compare_weights, whole
 from tests.ranks import run_on_ranks
+from tests.tiers import covering
 from tests.trainers import trainer
 
 STRATEGIES = {
@@ -90,8 +91,7 @@ def test_one_process_builds_as_plain_lightning_does():
     assert drawn == drawn_next
 
 
-@pytest.mark.parametrize("layout", ["dp", "zero3"])
-@pytest.mark.parametrize("on_meta", [False, True])
+@covering(layout=("dp", "zero3"), on_meta=(False, True))
 def test_without_a_seed_ranks_still_hold_one_model(layout, on_meta):
     (first, *_), (second, *_) = run_on_ranks(2, fit, STRATEGIES[layout], 2, seed=None, on_meta=on_meta)
     compare_weights(first, second, 0)

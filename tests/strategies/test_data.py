@@ -21,6 +21,7 @@ from torch.utils.data import (
 
 from lightning_parallel import DataParallelStrategy
 from tests.strategies.runs import Samples, check_fit, fit, flat, loader, on_ranks
+from tests.tiers import covering
 
 dp = DataParallelStrategy
 WORKERS = {"num_workers": 2, "multiprocessing_context": "fork"}  # ranks would start them by a slow server
@@ -194,15 +195,12 @@ def test_batches_of_the_users_own_sampler_are_dealt_in_turn():
     check_fit(2, dp, partial(own_batch_sampler, size=10), batch_size=1)
 
 
-@pytest.mark.parametrize("make", [whole_batches, no_loader])
-@pytest.mark.parametrize("size", [8, 9, 12])
+@covering(make=(whole_batches, no_loader), size=(8, 9, 12))
 def test_whole_batches_are_dealt_in_turn(make, size):
     check_fit(2, dp, partial(make, size=size))
 
 
-@pytest.mark.parametrize("kind", [Stream, SizedStream])
-@pytest.mark.parametrize("options", [{}, {"drop_last": True}])
-@pytest.mark.parametrize("size", [5, 7])
+@covering(kind=(Stream, SizedStream), options=({}, {"drop_last": True}), size=(5, 7))
 def test_streams_are_divided_batch_by_batch(kind, options, size):
     check_fit(2, dp, partial(stream, size=size, kind=kind, **options))
 

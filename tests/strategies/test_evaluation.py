@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_parallel import DataParallelStrategy, ZeroStrategy
 from tests.curves import compare_weights
 from tests.strategies.runs import Watched, flat, loader, on_device, on_ranks, require_same_samples
+from tests.tiers import covering
 from tests.trainers import trainer
 
 STRATEGIES = [DataParallelStrategy, partial(ZeroStrategy, stage=1), partial(ZeroStrategy, stage=3)]
@@ -28,8 +29,7 @@ def evaluate(strategy: Any, batch_size: int, sizes: list[int]) -> Any:
     return module.saw, results
 
 
-@pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@covering(strategy=STRATEGIES, n=(2, 4))
 def test_evaluation_counts_every_sample_once(strategy, n):
     sizes = list(range(1, 10)) if strategy is DataParallelStrategy else [1, 5]
     saw, results = on_device(evaluate, 2 * n, sizes)
@@ -61,8 +61,7 @@ def predict(strategy: Any, batch_size: int, sizes: list[int], interval: str) -> 
     return [[part.tolist() for part in parts] for parts in predicted], writer.batches, writer.epochs
 
 
-@pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("interval", ["batch", "epoch", "batch_and_epoch"])
+@covering(interval=("batch", "epoch", "batch_and_epoch"), n=(2, 4))
 def test_predictions_are_made_and_written_once(interval, n):
     sizes = [1, 2, 3, 5, 8, 9]
     runs = on_ranks(n, predict, DataParallelStrategy, 2, sizes, interval)

@@ -10,6 +10,7 @@ import pytest
 
 from lightning_parallel import ActivationCheckpoint, DataParallelStrategy, HybridStrategy, Zero, ZeroStrategy
 from tests.curves import check_parity
+from tests.tiers import covering
 
 COLUMNS = ("gpt", "llama", "gpt2", "plain")
 LAYOUTS = {
@@ -31,15 +32,13 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("column", COLUMNS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@covering(layout=LAYOUTS, column=COLUMNS)
 def test_a_layout_trains_as_one_process_does(layout, column):
     ranks, strategy = LAYOUTS[layout]
     check_parity(column, ranks, strategy, data_ranks=ranks, model=TWO_BLOCKS[column], **STEPS)
 
 
-@pytest.mark.parametrize("column", COLUMNS)
-@pytest.mark.parametrize("layout", ["dp2", "zero1", "zero2", "zero3"])
+@covering(layout=("zero3", "dp2", "zero1", "zero2"), column=COLUMNS)
 def test_in_double_precision_only_rounding_differs(layout, column):
     ranks, strategy = LAYOUTS[layout]
     # Hugging Face's own loss turns logits into single precision, whatever the model computes in.

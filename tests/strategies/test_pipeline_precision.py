@@ -15,6 +15,7 @@ from tests.curves import check_parity
 from tests.models import PlainBlock, loaders
 from tests.ranks import ranks, run_on_ranks
 from tests.strategies.one_and_two import PIPELINE, ZBV, MakeStrategy
+from tests.tiers import covering
 from tests.trainers import trainer
 
 
@@ -71,8 +72,7 @@ def overflow(strategy: MakeStrategy, clip: float | None) -> list[tuple[float, bo
     return watch.seen
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.parametrize("strategy", [PIPELINE, ZBV], ids=["1f1b", "zbv"])
+@covering(strategy=(PIPELINE, ZBV), clip=(None, 0.5))
 def test_an_overflow_on_one_stage_skips_the_step_on_all(strategy: MakeStrategy, clip: float | None) -> None:
     for seen in run_on_ranks(2, overflow, strategy, clip):
         assert seen == [(2.0**10, True), (2.0**9, False), (2.0**9, True)]

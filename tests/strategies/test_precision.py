@@ -16,6 +16,7 @@ from lightning_parallel.strategies.data_parallel import DataParallelStrategy
 from lightning_parallel.strategies.zero import ZeroStrategy
 from tests.curves import compare, train
 from tests.ranks import run_on_ranks
+from tests.tiers import covering
 from tests.trainers import trainer
 
 LAYOUTS: dict[str, Callable[[], Any]] = {
@@ -94,7 +95,7 @@ class Watch(Callback):
         self.scales.append(trainer.precision_plugin.scaler.get_scale())
 
 
-def overflow(make_strategy: Callable[[], Any], fused: bool | None, clip: float | None) -> list[float]:
+def overflow(make_strategy: Callable[[], Any], fused: bool | None = None, clip: float | None = None) -> list[float]:
     watch = Watch()
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2))
     run = trainer(make_strategy(), plugins=[plugin], callbacks=[watch], max_epochs=1, gradient_clip_val=clip)
@@ -109,10 +110,9 @@ def overflow(make_strategy: Callable[[], Any], fused: bool | None, clip: float |
     return fourth.flatten().tolist()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("fused", "clip"), [(None, None), (None, 0.5), (True, None)])
-def test_an_overflow_on_one_rank_skips_the_step_on_all(layout: str, fused: bool | None, clip: float | None) -> None:
-    one, other = run_on_ranks(2, overflow, LAYOUTS[layout], fused, clip)
+@covering(layout=LAYOUTS, options=({}, {"clip": 0.5}, {"fused": True}))
+def test_an_overflow_on_one_rank_skips_the_step_on_all(layout: str, options: dict[str, Any]) -> None:
+    one, other = run_on_ranks(2, overflow, LAYOUTS[layout], **options)
     assert one == other
 
 
@@ -126,8 +126,7 @@ def clipped(make_strategy: Callable[[], Any] | str, algorithm: str, factors: lis
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("algorithm", ["norm", "value"])
-@pytest.mark.parametrize("factor", [10.0, math.inf, math.nan])
+@covering(factor=(10.0, math.inf, math.nan), algorithm=("norm", "value"))
 def test_clipping(algorithm: str, factor: float) -> None:
     """What is not finite stays so, as on one device, and on every rank."""
     factors = [1.0, 1.0, 1.0, 1.0, factor, factor, factor, factor]

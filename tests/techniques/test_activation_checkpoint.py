@@ -5,7 +5,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,6 +17,7 @@ from lightning_parallel.techniques.zero import Zero
 from tests.curves import check_parity
 from tests.grounds import ground
 from tests.models import build, loaders
+from tests.tiers import covering
 
 Mode = Literal["full", "selective"]
 LAYOUTS: dict[str, Callable[[], Any]] = {
@@ -28,8 +28,7 @@ LAYOUTS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@covering(layout=LAYOUTS, mode=("full", "selective"))
 def test_parity(layout: str, mode: Mode) -> None:
     column = "llama" if layout in ("zero 1", "zero 3") else "gpt2"
     make = partial(HybridStrategy, LAYOUTS[layout](), ActivationCheckpoint(mode))

@@ -22,6 +22,7 @@ from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import S
 from tests.curves import check_parity
 from tests.further import handwritten, libraries
 from tests.models import COLUMNS, adamw
+from tests.tiers import covering
 
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 
@@ -32,8 +33,7 @@ def beside(ranks: int, other: Any) -> HybridStrategy:
     return HybridStrategy(PipelineParallel(ranks), other)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("ranks", [2, 4])
+@covering(schedule=SCHEDULES, ranks=(2, 4))
 def test_every_schedule(schedule, ranks):
     model = {"n_layers": 2 * ranks, "tied_head": ranks == 2, "optimizer": adamw}
     check_parity("gpt", ranks, partial(PipelineParallelStrategy, ranks, schedule=schedule), model=model, **SHORT)
@@ -55,8 +55,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("column", ["gpt2", "plain"])
+@covering(layout=LAYOUTS, column=("gpt2", "plain"))
 def test_every_layout(layout, column):
     ranks, strategy, data_ranks = LAYOUTS[layout]
     check_parity(column, ranks, strategy, data_ranks=data_ranks, **SHORT)

@@ -29,6 +29,7 @@ from tests.curves import Curve, check_parity, compare, reference, train
 from tests.models import VOCABULARY, build, loaders
 from tests.ranks import ranks, run_on_ranks
 from tests.techniques.tensor_layouts import STEPS, TP2, TWO_BLOCKS, WHOLE_SEQUENCE, adamw, check, hybrid
+from tests.tiers import covering
 from tests.trainers import trainer
 
 LAYOUTS = {
@@ -44,8 +45,7 @@ AS_MANY_KEYS_AS_RANKS = {name: {"num_key_value_heads": 4} for name in ("llama", 
 }
 
 
-@pytest.mark.parametrize("column", COLUMNS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@covering(layout=LAYOUTS, column=COLUMNS)
 def test_a_layout_trains_as_one_process_does(layout: str, column: str) -> None:
     n, strategy, data_ranks = LAYOUTS[layout]
     model = AS_MANY_KEYS_AS_RANKS.get(column, {}) if layout == "tp4" else {}
@@ -99,8 +99,7 @@ def overlapping(column: str, fused: bool, **options: Any) -> tuple[Curve, int]:
         return train(column, partial(TensorParallelStrategy, 2, overlap=True), **options), len(calls)
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("column", ["gpt", "llama", "plain"])
+@covering(column=("gpt", "llama", "plain"), fused=(True, False))
 def test_products_that_overlap_with_collectives(column: str, fused: bool) -> None:
     model = TWO_BLOCKS[column] | ({} if column == "plain" else {"optimizer": adamw})
     options = STEPS | {"max_epochs": 1, "model": model, "data": {"samples": 32, "val_samples": 8}}
