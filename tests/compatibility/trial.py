@@ -166,17 +166,26 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def doubles_stay() -> Iterator[None]:
-    """Transformers computes losses and norms in single precision, whatever a model computes in."""
-    single, softmax = Tensor.float, F.log_softmax
+    """Transformers computes losses, norms and routers in single precision, whatever a model computes in."""
+    ways = {name: getattr(Tensor, name) for name in ("float", "to", "type")}
+    log_softmax = F.log_softmax
 
-    def as_double(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return tensor if tensor.dtype is torch.float64 else single(tensor, *args, **kwargs)
+    def in_double(name: str) -> Callable[..., Any]:
+        def convert(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            asked = name == "float" or args == (torch.float32,) or kwargs == {"dtype": torch.float32}
+            return tensor if asked and tensor.dtype is torch.float64 else ways[name](tensor, *args, **kwargs)
 
-    def in_double(tensor: Tensor, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
-        return softmax(tensor, *args, dtype=None if tensor.dtype is torch.float64 else dtype, **kwargs)
+        return convert
 
-    Tensor.float, F.log_softmax = as_double, in_double
+    def softmax(tensor: Tensor, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
+        return log_softmax(tensor, *args, dtype=None if tensor.dtype is torch.float64 else dtype, **kwargs)
+
+    for name in ways:
+        setattr(Tensor, name, in_double(name))
+    F.log_softmax = softmax
     try:
         yield
     finally:
-        Tensor.float, F.log_softmax = single, softmax
+        for name in ways:
+            delattr(Tensor, name)  # what it inherits is seen again
+        F.log_softmax = log_softmax

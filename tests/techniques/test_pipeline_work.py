@@ -23,7 +23,7 @@ from lightning_parallel import DataParallel, HybridStrategy, PipelineParallel, P
 from lightning_parallel.techniques.pipeline_parallel.gradients import HandOver
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import SCHEDULES, make_schedule
 from lightning_parallel.techniques.pipeline_parallel.schedule.simulate import simulate
-from lightning_parallel.techniques.tools.shards import leaf_of
+from lightning_parallel.techniques.tools.leaves import leaf_of
 from tests.models import PlainBlock
 from tests.ranks import ranks, run_on_ranks
 from tests.strategies.test_deferred_init import LiveBytes
