@@ -94,12 +94,20 @@ def test_every_way_to_start_gives_the_whole_model_back(ended):
 
 
 @after(
-    Launch(event="raise", rank=1),
-    Launch("fork", event="raise", rank=0),
     Launch(event="raise", rank=1, strategy="pipeline"),  # processes that order the members of a set otherwise
     Launch("fork", event="raise", rank=0, strategy="tensor"),
 )
 def test_a_rank_that_raises_takes_the_others_down_with_the_cause_on_screen(ended):
+    require_the_cause_on_screen(ended)
+
+
+@pytest.mark.exhaustive
+@after(Launch(event="raise", rank=1), Launch("fork", event="raise", rank=0))
+def test_so_it_is_under_zero(ended):
+    require_the_cause_on_screen(ended)
+
+
+def require_the_cause_on_screen(ended: Ended) -> None:
     assert ended.code != 0
     assert "the user's code failed here" in ended.output
     assert ended.seconds_after_event < 10
