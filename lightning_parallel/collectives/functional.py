@@ -186,3 +186,14 @@ def _parts_of(tensors: list[Tensor], limit_bytes: int) -> list[list[Tensor]]:
         parts[-1].append(tensor)
         room -= size
     return parts
+
+
+def notes_under(name: str, within: Any = None) -> Any:
+    """A torch store where ranks leave each other notes without a collective, while the process that keeps it lives."""
+    store = dist.distributed_c10d._get_default_store() if within is None else within
+    return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+
+
+def begun_in(group: dist.ProcessGroup) -> int:
+    """How many collectives this rank has begun in a group."""
+    return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]

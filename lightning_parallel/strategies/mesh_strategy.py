@@ -73,7 +73,7 @@ class MeshStrategy(RankStrategy):
         self._begin()
 
     def _begin(self) -> None:
-        self._failed = self._wrote = self._resumes = False
+        self._ready = self._within_step = self._wrote = self._resumes = False
         self._step = Step()
         self._stored: dict[int, StoredOptimizer] = {}
         self._log: StepLog | None = None
@@ -125,6 +125,7 @@ class MeshStrategy(RankStrategy):
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         randomness.decorrelate_device(self.root_device, self._readers().rank)
+        self._ready = True
 
     def _adopt_trainer(self, trainer: Trainer) -> None:
         if self._divides_data is None:
@@ -205,7 +206,7 @@ class MeshStrategy(RankStrategy):
         return divide(dataloader, self._readers(), lambda: int(progress.current.processed))
 
     def barrier(self, name: str | None = None) -> None:
-        """Waits for all ranks, unless one may not come because an exception is being handled."""
+        """See `RankStrategy.barrier`."""
         if name == "run-stage":  # the first call after Lightning installed its signal handlers
             self._begin_run()
         super().barrier(name)
@@ -256,8 +257,14 @@ class MeshStrategy(RankStrategy):
         return output
 
     def _run(self, context: AbstractContextManager[None], run: Callable[..., T], args: Any, kwargs: Any) -> T:
-        batch, *rest = args
-        batch = self._whole.batch(batch)
+        self._within_step = True
+        output = self._run_step(context, run, self._whole.batch(args[0]), args[1:], kwargs)
+        self._within_step = False  # not where it raised
+        return output
+
+    def _run_step(
+        self, context: AbstractContextManager[None], run: Callable[..., T], batch: Any, rest: Any, kwargs: Any
+    ) -> T:
         if self._log is None:
             with context:
                 return self._whole.outputs(self._step.forward(self._whole.run(Run(run)), batch, *rest, **kwargs))
@@ -304,7 +311,7 @@ class MeshStrategy(RankStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Whole tensors under the user's names: values on rank 0, names and shapes everywhere."""
-        if self._may_wait_in_vain():
+        if not self._others_come("state_dict"):
             return {}
         self._unite_buffers()
         return self._whole.state_dict()
@@ -312,14 +319,14 @@ class MeshStrategy(RankStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state that one device would have."""
         optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        if self._may_wait_in_vain():
+        if not self._others_come("optimizer_state"):
             return {}
         return self._whole.optimizer_state(self._stored[id(optimizer)])
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Rank 0 writes; the path is rank 0's on all ranks."""
-        if self._may_wait_in_vain():
-            log.warning("No checkpoint at %s: another rank may have failed, and its part is missing", filepath)
+        if not self._others_come("save_checkpoint"):
+            log.warning("No checkpoint at %s: the parts of other ranks are missing, for not all came to it", filepath)
             return
         randomness.keep_randomness(
             checkpoint, gather(randomness.RankRandomness.now(self.root_device), self._host_group())
@@ -356,11 +363,6 @@ class MeshStrategy(RankStrategy):
 
     # ---------------------------------------------------------------- the end
 
-    def on_exception(self, exception: BaseException) -> None:
-        """This rank failed: what would need the others is left undone."""
-        self._failed = True
-        super().on_exception(exception)
-
     def teardown(self) -> None:
         """Gives the user's module back as it was: whole, on the host, without anything attached."""
         module = self.lightning_module
@@ -372,6 +374,8 @@ class MeshStrategy(RankStrategy):
         self._lightning_module = module
 
     def _detach(self, module: LightningModule) -> None:
+        if self._ready and self._within_step:
+            module.state_dict()  # a step failed: the hooks of `fully_shard` put the shards back
         self._step.close()
         if self._log is not None:
             self._log.close()
@@ -395,4 +399,10 @@ class MeshStrategy(RankStrategy):
         self._whole.pipeline.share_metrics(self._module(), None if self._latest is None else self._latest.origin)
 
     def _make_whole(self) -> bool:
-        return not self._failed and self._whole.make_whole(self.num_processes)
+        if self._is_alone or not self._ready:
+            return False
+        return self._whole.make_whole(self.num_processes)
+
+    def _begun(self) -> dict[str, int] | None:
+        """Within a step of a pipeline, messages may be under way that nobody takes any more."""
+        return None if self._within_step and self._whole.pipeline.ranks > 1 else super()._begun()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -21,22 +21,25 @@ from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from lightning_parallel.collectives.functional import within_reach
+from lightning_parallel.collectives.functional import begun_in, within_reach
 from lightning_parallel.mesh import ParallelMesh, resolve_sizes
 from lightning_parallel.strategies.checkpoint.files import AtomicCheckpointIO
-from lightning_parallel.strategies.checkpoint.whole import others_may_be_missing
 from lightning_parallel.strategies.data.randomness import RandomState
 from lightning_parallel.strategies.data.shares import Readers
 from lightning_parallel.strategies.logged.logging import reduce_tensor
 from lightning_parallel.strategies.ranks.agreement import gather
+from lightning_parallel.strategies.ranks.failures import Failure, Failures, said_of, show_in_one_line, tell_torchrun
 from lightning_parallel.strategies.ranks.signals import die_with_parent, end_children, is_launched_child
 from lightning_parallel.techniques.technique import Technique
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
+
 StartMethod = Literal["popen", "spawn", "fork"]
 
 
@@ -87,7 +90,7 @@ class RankStrategy(ParallelStrategy):
         self.mesh: ParallelMesh | None = None
         self._world: dist.ProcessGroup | None = None
         self._control: dist.ProcessGroup | None = None
-        self._handled_outside: BaseException | None = None
+        self._failures: Failures | None = None
 
     # ---------------------------------------------------------------- processes
 
@@ -134,7 +137,6 @@ class RankStrategy(ParallelStrategy):
 
     def setup_environment(self) -> None:
         """Joins the process group and builds the mesh."""
-        self._handled_outside = sys.exc_info()[1]
         super().setup_environment()
         if isinstance(self._environment(), LightningEnvironment) and is_launched_child(
             self.local_rank, self._start_method
@@ -150,6 +152,9 @@ class RankStrategy(ParallelStrategy):
             sizes = resolve_sizes((technique.claim for technique in self.techniques), dist.get_world_size())
             self.mesh = ParallelMesh(sizes, device.type)
             self._world, self._control = world_group(), _host_group(self._timeout)
+        if self.is_distributed:
+            self._failures = Failures(self.global_rank, dist.get_world_size())
+            self._failures.forgive()
         self.share_randomness()  # not reset to its seed: one device draws on from where the user's script stands
 
     def _require_world_size(self) -> None:
@@ -164,13 +169,13 @@ class RankStrategy(ParallelStrategy):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """A value reduced over the ranks that hold different samples, unless a group is given."""
-        if not isinstance(tensor, Tensor) or not self.is_distributed:
+        if not isinstance(tensor, Tensor) or not self.is_distributed or not self._others_come("reduce"):
             return tensor
         return reduce_tensor(tensor, group or self._mesh().loss.get_group(), reduce_op)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002
         """Whether all ranks (or any) of the world say yes."""
-        if not self.is_distributed:
+        if not self.is_distributed or not self._others_come("reduce_boolean_decision"):
             return decision
         said = gather(bool(decision), self._host_group())
         return sum(said) == len(said) if all else any(said)
@@ -183,15 +188,15 @@ class RankStrategy(ParallelStrategy):
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """An object of one rank, on all ranks."""
-        if not self.is_distributed or not dist.is_initialized():
+        if not self.is_distributed or self._control is None or not self._others_come("broadcast"):
             return obj
         values = [obj]
         dist.broadcast_object_list(values, src, group=self._host_group())
         return values[0]
 
     def barrier(self, name: str | None = None) -> None:
-        """Waits for all ranks, unless one may not come because an exception is being handled."""
-        if dist.is_initialized() and not self._may_wait_in_vain():
+        """Waits for all ranks, unless this one failed and others did not."""
+        if self._control is not None and self._others_come("barrier"):
             dist.barrier(group=self._control)
 
     def share_randomness(self) -> None:
@@ -212,13 +217,41 @@ class RankStrategy(ParallelStrategy):
 
     # ---------------------------------------------------------------- how they end
 
-    def _may_wait_in_vain(self) -> bool:
-        return self.is_distributed and others_may_be_missing(self._handled_outside)
+    def _others_come(self, what: str) -> bool:
+        """Whether all ranks are there for what this one is about to do. False only where this rank's run has failed.
+
+        Raises:
+            RuntimeError: they are not, and the run goes on: the user's code handles an exception on some ranks only.
+        """
+        if self._failures is None or self._failures.all_come(what, self._begun):
+            return True
+        if not self._failures.alone and self._module().trainer.state.status != TrainerStatus.INTERRUPTED:
+            raise RuntimeError(
+                f"rank {self.global_rank} is at {what} while it handles an exception, and not all ranks have come "
+                "there; handle the exception on all ranks alike, or do what needs all of them after the handler"
+            )
+        return False
+
+    def _begun(self) -> dict[str, int] | None:
+        mesh = self._mesh()
+        groups = [world_group(), self._host_group(), mesh.data.get_group(), mesh.gradients.get_group()]
+        return {group.group_name: begun_in(group) for group in groups}
 
     def on_exception(self, exception: BaseException) -> None:
-        """This rank failed: nobody may wait for it, and nobody it launched may stay behind."""
-        if isinstance(self._launcher, (_SubprocessScriptLauncher, _MultiProcessingLauncher)) and self.is_distributed:
-            end_children(self._launcher.procs)
+        """This rank failed. Where others did not, nobody may wait for it, and nobody it launched may stay behind."""
+        mine = Failure(self.global_rank, said_of(exception))
+        told = mine if self._failures is None else self._failures.end(exception, self._begun)
+        if self._is_alone and isinstance(self._launcher, (_SubprocessScriptLauncher, _MultiProcessingLauncher)):
+            end_children(self._launcher.procs, first=told.rank - self.node_rank * self.num_processes - 1)
+        if told.rank == self.global_rank:
+            tell_torchrun(exception)
+        else:
+            show_in_one_line(exception, _ends_because(told, mine))
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether this rank failed and others did not, or nobody knows."""
+        return self.is_distributed and (self._failures is None or self._failures.alone)
 
     # ---------------------------------------------------------------- what is there
 
@@ -256,3 +289,9 @@ def _host_group(timeout: timedelta | None) -> dist.ProcessGroup:
         return world_group()
     group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
     return group
+
+
+def _ends_because(told: Failure, mine: Failure) -> str:
+    if told.error == mine.error:
+        return f"[rank{mine.rank}]: failed as rank {told.rank} did: {told.error}"
+    return f"[rank{mine.rank}]: ended ({mine.error[:100]}) because rank {told.rank} failed first: {told.error}"

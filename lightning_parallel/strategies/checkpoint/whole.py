@@ -6,14 +6,12 @@ file: each rank takes its own part of every tensor.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
@@ -102,15 +100,3 @@ def put_positions_back(checkpoint: dict[str, Any]) -> None:
 
 def _is_position(state: Any) -> bool:
     return isinstance(state, dict) and state.keys() == {"consumed", "random"}
-
-
-def others_may_be_missing(since: BaseException | None) -> bool:
-    """Whether an exception is being handled, so that other ranks may not come to a collective.
-
-    A SIGTERM is an exception too, but all ranks agreed on the batch at which to raise it.
-
-    Args:
-        since: what the user's script was handling already when the run began; that is no reason to worry.
-    """
-    exception = sys.exc_info()[1]
-    return exception is not None and exception is not since and not isinstance(exception, SIGTERMException)

@@ -25,7 +25,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 EXIT_CODE = 128 + signal.SIGTERM
-GRACE_SECONDS = 1.0
+GRACE_SECONDS, CAUSE_SECONDS = 1.0, 10.0
 
 
 class Requested(NamedTuple):
@@ -100,8 +100,15 @@ def is_launched_child(local_rank: int, start_method: str) -> bool:
     return local_rank > 0 if start_method == "popen" else multiprocessing.parent_process() is not None
 
 
-def end_children(processes: Sequence[subprocess.Popen[bytes] | BaseProcess]) -> None:
-    """Waits a little for launched processes to end by themselves, so that one can print the cause, then kills them."""
+def end_children(processes: Sequence[subprocess.Popen[bytes] | BaseProcess], first: int = -1) -> None:
+    """Waits for launched processes to end by themselves, so that the cause is printed, then kills them.
+
+    Args:
+        processes: those that were launched.
+        first: the index of the one that failed before all others and is printing why, if it is among them.
+    """
+    if 0 <= first < len(processes):
+        _ended(processes[first], CAUSE_SECONDS)
     deadline = time.monotonic() + GRACE_SECONDS
     for process in processes:
         if not _ended(process, max(0.0, deadline - time.monotonic())):

@@ -1,0 +1,164 @@
+"""Exceptions: what ranks do together while they handle one works; what one rank does alone waits for nobody."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_parallel import DataParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy, ZeroStrategy
+from tests.ranks import run_on_ranks
+from tests.trainers import trainer
+
+LAYOUTS: dict[str, Callable[[], Any]] = {
+    "data_parallel": DataParallelStrategy,
+    "zero_2": partial(ZeroStrategy, stage=2),
+    "zero_3": ZeroStrategy,
+    "pipeline": partial(PipelineParallelStrategy, microbatches=2),
+    "tensor": TensorParallelStrategy,
+}
+PLACES = ["on_train_batch_start", "training_step", "on_train_batch_end"]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Regression(LightningModule):
+    """Does something at one place of the second batch, before or within the step."""
+
+    def __init__(self, place: str = "", event: Callable[[LightningModule], None] | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.place, self.event, self.steps = place, event, 0
+
+    def at(self, place: str, batch_idx: int) -> None:
+        if place == self.place and batch_idx == 1 and self.event is not None:
+            self.event(self)
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        self.at("on_train_batch_start", batch_idx)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.at("training_step", batch_idx)
+        for layer in self.layers:
+            batch = layer(batch)
+        return batch.square().mean()
+
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        self.at("on_train_batch_end", batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(torch.randn(16, 8, generator=torch.Generator().manual_seed(1)), batch_size=2)
+
+
+def fail(_: LightningModule) -> None:
+    raise ValueError("a user's mistake")
+
+
+def save(path: Path, ranks: list[int], module: LightningModule) -> None:
+    """As scripts do that save what they have when something goes wrong."""
+    if module.global_rank in ranks:
+        try:
+            fail(module)
+        except ValueError:
+            module.trainer.save_checkpoint(path)
+            module.trainer.strategy.barrier()
+
+
+def saved_while_handling(make: Callable[[], Any], path: Path, place: str, ranks: list[int]) -> dict[str, Tensor]:
+    module = Regression(place, partial(save, path, ranks))
+    fitting = trainer(make(), max_steps=4)
+    fitting.fit(module, loader())
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_all_ranks_save_while_they_handle_an_exception_is_saved(layout: str, tmp_path: Path) -> None:
+    path = tmp_path / "handled.ckpt"
+    ends = run_on_ranks(2, saved_while_handling, LAYOUTS[layout], path, "on_train_batch_end", [0, 1])
+    saved = torch.load(path, weights_only=True)
+    assert saved["global_step"] == 2
+    assert len(saved["optimizer_states"][0]["state"]) == 8
+    resumed = run_on_ranks(2, resumed_from, LAYOUTS[layout], path)
+    torch.testing.assert_close(resumed[0], ends[0])
+
+
+def resumed_from(make: Callable[[], Any], path: Path) -> dict[str, Tensor]:
+    module = Regression()
+    trainer(make(), max_steps=4).fit(module, loader(), ckpt_path=path)
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("layout", ["data_parallel", "zero_3", "pipeline"])
+def test_what_one_rank_saves_while_it_handles_an_exception_is_an_error_there(layout: str, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError) as failure:
+        run_on_ranks(
+            2, saved_while_handling, LAYOUTS[layout], tmp_path / "x.ckpt", "on_train_batch_end", [1], timeout=6.0
+        )
+    said = "rank 1 is at state_dict while it handles an exception, and not all ranks have come there"
+    assert said in str(failure.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+class Noting(Callback):
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        assert trainer.strategy.broadcast(trainer.global_rank) == 0
+
+
+def saved_after_failing(make: Callable[[], Any], folder: Path, place: str) -> dict[str, Tensor]:
+    module = Regression(place, fail)
+    began = time.monotonic()
+    callbacks = [ModelCheckpoint(folder, "inside", save_on_exception=True), Noting()]
+    failing = trainer(make(), max_steps=4, callbacks=callbacks, enable_checkpointing=True)
+    try:
+        failing.fit(module, loader())
+    except ValueError:
+        failing.save_checkpoint(folder / "outside.ckpt")
+    assert time.monotonic() - began < 60
+    failing.save_checkpoint(folder / "later.ckpt")
+    kept = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    module.event = None
+    trainer(make(), max_steps=2).fit(module, loader())
+    return kept
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_that_fail_alike_save_what_they_have_and_go_on(layout: str, place: str, tmp_path: Path) -> None:
+    if (layout, place) == ("pipeline", "training_step"):
+        pytest.skip("messages of the step are under way then; the test below")
+    kept = run_on_ranks(2, saved_after_failing, LAYOUTS[layout], tmp_path, place)
+    files = {file.stem: torch.load(file, weights_only=True) for file in tmp_path.iterdir()}
+    assert files.keys() == {"inside", "outside", "later"}
+    for saved in files.values():
+        assert len(saved["optimizer_states"][0]["state"]) == 8
+        for weights in kept:
+            torch.testing.assert_close(saved["state_dict"], weights)
+
+
+def test_ranks_that_fail_within_a_pipelines_step_end(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError) as failure:
+        run_on_ranks(2, saved_after_failing, LAYOUTS["pipeline"], tmp_path, "training_step", timeout=6.0)
+    assert "outside.ckpt: the parts of other ranks are missing, for not all came to it" in str(failure.value)
+    assert list(tmp_path.iterdir()) == []
