@@ -42,6 +42,12 @@ class MeshCallback(Callback):
             lightnings.callbacks_of(trainer).append(self)  # Lightning's Tuner reads the first
             self._shown.close()
 
+    def close(self, trainer: Trainer) -> None:
+        """The run is over, wherever it stood."""
+        self._shown.close()
+        self.on_predict_batch_end(trainer)
+        vars(trainer.fit_loop.epoch_loop.val_loop).pop("reset", None)
+
     # ---------------------------------------------------------------- before a pass over the data
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -62,11 +68,6 @@ class MeshCallback(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """See `on_sanity_check_start`."""
         self._shown.close()
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """See `on_fit_start`."""
-        self._shown.close()
-        vars(trainer.fit_loop.epoch_loop.val_loop).pop("reset", None)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Before the loader's iterator is made: samplers on all ranks draw from the same state."""

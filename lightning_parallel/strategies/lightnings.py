@@ -5,6 +5,7 @@ Written against Lightning 2.6. Loops and combined loaders are `Any` where their 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,10 +36,37 @@ def let_divide_data(trainer: Trainer, may: bool) -> None:
 # ---------------------------------------------------------------- a loop
 
 
+def agree_when_to_validate(trainer: Trainer, agree: Callable[[bool], bool]) -> None:
+    """Where validation is a matter of time, ranks decide by one clock. `decide_alone` takes it back."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    if trainer._val_check_time_interval is not None:  # type: ignore[attr-defined]
+        vars(loop)["_should_check_val_fx"] = lambda fetcher: agree(type(loop)._should_check_val_fx(loop, fetcher))
+
+
+def decide_alone(trainer: Trainer) -> None:
+    """See `agree_when_to_validate`."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    vars(loop).pop("_should_check_val_fx", None)
+
+
 def combined_of(loop: Any) -> CombinedLoader | None:
     """The loaders that a loop reads, once it has set up its data."""
     combined: CombinedLoader | None = loop._combined_loader
     return combined
+
+
+def forget_loaders(loop: Any) -> None:
+    """The loop asks for its loaders anew when it sets up its data."""
+    loop._combined_loader = None
+
+
+def given_loaders(loop: Any) -> list[Any]:
+    """The loaders that the user passed to the trainer; none where a hook makes them."""
+    source = loop._data_source
+    if source.is_module() or source.instance is None:
+        return []
+    combined = source.instance if isinstance(source.instance, CombinedLoader) else CombinedLoader(source.instance)
+    return list(combined.flattened)
 
 
 def restart_loaders(loop: Any) -> None:

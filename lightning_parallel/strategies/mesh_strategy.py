@@ -3,43 +3,35 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any, TypeVar
 
-import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_parallel.collectives.functional import broadcast_tensors
 from lightning_parallel.plan.find import check_plan, find_plan
 from lightning_parallel.plan.plan import ParallelPlan, require_plan
-from lightning_parallel.strategies import lightnings, refusals
-from lightning_parallel.strategies.build import materialise
+from lightning_parallel.strategies import refusals
+from lightning_parallel.strategies.adoption import Adoption
 from lightning_parallel.strategies.callback import MeshCallback
-from lightning_parallel.strategies.checkpoint.whole import (
-    keep_sums_on_first,
-    load_whole_state_dict,
-    put_positions_back,
-    set_positions_aside,
-)
+from lightning_parallel.strategies.checkpoint.resumption import Resumption
+from lightning_parallel.strategies.checkpoint.whole import set_positions_aside
 from lightning_parallel.strategies.data import randomness
 from lightning_parallel.strategies.data.batches import Batches
-from lightning_parallel.strategies.data.loaders import divide, resume
+from lightning_parallel.strategies.data.loaders import divide
 from lightning_parallel.strategies.logged.logging import StepLog, reduce_tensor
 from lightning_parallel.strategies.logged.parts import PartsRun
 from lightning_parallel.strategies.model.buffers import Buffers
+from lightning_parallel.strategies.model.building import Building
 from lightning_parallel.strategies.model.divided_model import DividedModel
 from lightning_parallel.strategies.model.whole_gradients import AFTER_BACKWARD, WholeGradients
 from lightning_parallel.strategies.precision import adapt_precision, restore_precision, scale_of
-from lightning_parallel.strategies.rank_strategy import RankStrategy, world_group
-from lightning_parallel.strategies.ranks.agreement import fingerprint_model, gather, require_same
-from lightning_parallel.strategies.ranks.signals import Signals
+from lightning_parallel.strategies.rank_strategy import RankStrategy
+from lightning_parallel.strategies.ranks.agreement import gather
 from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer
 from lightning_parallel.techniques.step import Coming, Run, Step
 from lightning_parallel.techniques.technique import Technique
@@ -69,22 +61,20 @@ class MeshStrategy(RankStrategy):
         refusals.refuse_combinations(self.techniques)
         self._given_plan = None if plan is None else require_plan(plan, "plan=")
         self._plan: ParallelPlan | None = None
-        self._divides_data: bool | None = None
         self._begin()
 
     def _begin(self) -> None:
-        self._ready = self._within_step = self._wrote = self._resumes = False
+        self._ready = self._within_step = False
         self._step = Step()
         self._stored: dict[int, StoredOptimizer] = {}
         self._log: StepLog | None = None
-        self._signals: Signals | None = None
-        self._deferred = materialise.Deferred()
+        self._building = Building(self.techniques)
         self._divided: DividedModel | None = None
-        self._waiting_state: Callable[[], None] | None = None
         self._batches: Batches | None = None
         self._callback: MeshCallback | None = None
         self._buffers: Buffers | None = None
-        self._random: randomness.RankRandomness | None = None
+        self._adopted: Adoption | None = None
+        self._resumption = Resumption()
         self._latest: PartsRun[Any] | None = None
 
     # ---------------------------------------------------------------- before the model
@@ -97,7 +87,7 @@ class MeshStrategy(RankStrategy):
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
         """`configure_model` builds on meta; every rank later makes only what it keeps, with the same values."""
-        with self._deferred.recording(self.root_device):
+        with self._building.recording(self.root_device):
             yield
 
     # ---------------------------------------------------------------- the model
@@ -111,6 +101,7 @@ class MeshStrategy(RankStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting and self._layer_sync is not None:
             self._layer_sync.apply(module)
+        self._adoption.normalise_over(self._mesh().data.get_group())
         self.precision_plugin.convert_module(module)
         self._parallelize(module)
         in_parts = self._whole.in_parts
@@ -124,25 +115,20 @@ class MeshStrategy(RankStrategy):
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        randomness.decorrelate_device(self.root_device, self._readers().rank)
+        randomness.decorrelate_device(self.root_device, self._readers().rank, self._host_group())
         self._ready = True
 
     def _adopt_trainer(self, trainer: Trainer) -> None:
-        if self._divides_data is None:
-            self._divides_data = lightnings.divides_data(trainer)
-        lightnings.let_divide_data(trainer, False)  # Lightning's would replace the user's sampler and order
-        loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
-        for loop in loops:
-            loop.inference_mode = False  # sharded parameters and inference tensors do not mix
+        adopted = self._adopted = Adoption(trainer)
         if not self.is_distributed:
-            # Lightning recommends sync_dist wherever there is a process group, even of one rank.
-            warnings.filterwarnings("ignore", ".*sync_dist=True.*")
-        else:
-            self._batches = Batches(self._readers(), self._host_group(), lambda: self._signals)
-            self._callback = MeshCallback(
-                self._batches, self._unite_buffers, self._unite_metrics, lambda: self._whole.shown()
-            )
-            self._callbacks().insert(0, self._callback)
+            adopted.be_silent_on_syncing()
+            return
+        self._batches = Batches(self._readers(), self._host_group(), lambda: adopted.signals)
+        self._callback = MeshCallback(
+            self._batches, self._unite_buffers, self._unite_metrics, lambda: self._whole.shown()
+        )
+        adopted.call_first(self._callback)
+        adopted.keep_time_together(self.broadcast)
 
     def _parallelize(self, module: LightningModule) -> None:
         mesh = self._mesh()
@@ -151,18 +137,8 @@ class MeshStrategy(RankStrategy):
         check_plan(plan, module)
         if self.is_global_zero and plan != self._plan:
             log.info("Parallel plan from %s: %r", plan.source, plan)
-        prints = gather(fingerprint_model(module), self._host_group())
-        require_same("the model", prints, "build it from the same configuration everywhere")
-        self._deferred.find(module)
-        if self.is_distributed:
-            broadcast_tensors(materialise.real_tensors(module), world_group(), self.root_device)
         divided = self._divided = DividedModel(module, mesh, self._host_group())
-        divided.divide(self.techniques, plan)
-        shards = torch.device("cpu") if any(t.traits.shards_on_host for t in self.techniques) else self.root_device
-        self._deferred.materialise(module, self.root_device, shards, self._host_group())
-        if self._waiting_state is not None:
-            self._waiting_state()
-        materialise.move_whole_tensors(module, self.root_device)
+        self._building.divide(divided, plan, self.root_device, self._host_group())
         self.model, self._plan = divided.model, plan
         self._step = divided.step()
 
@@ -194,40 +170,37 @@ class MeshStrategy(RankStrategy):
         alone = not isinstance(loss, Tensor) or not self.is_distributed
         return loss if alone else reduce_tensor(loss * self._weight, self._mesh().loss.get_group(), "mean")
 
+    @property
+    def _adoption(self) -> Adoption:
+        assert self._adopted is not None
+        return self._adopted
+
     # ---------------------------------------------------------------- data
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """This rank's part of a loader, in the user's own order."""
         if self._batches is not None:
             self._batches.register(dataloader)
-        if not self._divides_data:
+        if self._adopted is None or not self._adopted.divides_data:
             return dataloader
         progress: Any = self._module().trainer.fit_loop.epoch_loop.batch_progress
         return divide(dataloader, self._readers(), lambda: int(progress.current.processed))
 
     def barrier(self, name: str | None = None) -> None:
         """See `RankStrategy.barrier`."""
-        if name == "run-stage":  # the first call after Lightning installed its signal handlers
-            self._begin_run()
+        if (
+            name == "run-stage" and self._adopted is not None
+        ):  # the first call after Lightning has installed its signal handlers
+            self._adopted.begin(self.is_distributed)
+            self._resumption.begin(self._module().trainer, self.root_device)
         super().barrier(name)
 
-    def _begin_run(self) -> None:
-        if self.is_distributed:
-            self._signals = Signals(self._module().trainer)
-        if self._random is not None:
-            self._random.restore(self.root_device)
-        if self._resumes:
-            resume(self._module().trainer.fit_loop)
-
     def on_train_start(self) -> None:
-        """A run resumed within an epoch has just made its loaders anew; the draws of that do not count."""
+        """The loops run from here."""
         trainer = self._module().trainer
         if self._callback is not None:
             self._callback.join(trainer)
-        within = 0 < trainer.fit_loop.epoch_loop.batch_progress.current.ready < trainer.num_training_batches
-        if self._random is not None and within:
-            self._random.restore(self.root_device)
-        self._random = None
+        self._resumption.begin_training(trainer, self.root_device)
 
     # ---------------------------------------------------------------- one batch
 
@@ -257,6 +230,7 @@ class MeshStrategy(RankStrategy):
         return output
 
     def _run(self, context: AbstractContextManager[None], run: Callable[..., T], args: Any, kwargs: Any) -> T:
+        self._adoption.require_begun()
         self._within_step = True
         output = self._run_step(context, run, self._whole.batch(args[0]), args[1:], kwargs)
         self._within_step = False  # not where it raised
@@ -333,28 +307,19 @@ class MeshStrategy(RankStrategy):
         )
         set_positions_aside(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)
-        self._wrote = True
+        self._resumption.wrote = True
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Every rank opens the file that rank 0 chose."""
         checkpoint = super().load_checkpoint(self.broadcast(checkpoint_path), weights_only)
-        put_positions_back(checkpoint)
-        # the learning rate finder reads what this run wrote
-        self._resumes = self._module().trainer.state.fn == TrainerFn.FITTING and not self._wrote
-        self._random = randomness.kept_randomness(checkpoint, self.global_rank) if self._resumes else None
+        module = self.lightning_module  # none where a file is read without a run
+        fitting = module is not None and module.trainer.state.fn == TrainerFn.FITTING
+        self._resumption.loaded(checkpoint, fitting, self.global_rank)
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads into the whole model; one that `configure_model` deferred waits until its shards exist."""
-        module = self._module()
-        if any(parameter.is_meta for parameter in module.parameters()):
-            self._waiting_state = partial(self._load_state, checkpoint["state_dict"], strict)
-        else:
-            self._load_state(checkpoint["state_dict"], strict)
-
-    def _load_state(self, state: Mapping[str, Any], strict: bool) -> None:
-        load_whole_state_dict(self._module(), state, strict)
-        keep_sums_on_first(self._module(), self._readers().rank == 0)
+        self._building.load(self._module(), checkpoint["state_dict"], strict, self._readers().rank == 0)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Each rank takes its part of the states of one device."""
@@ -379,17 +344,17 @@ class MeshStrategy(RankStrategy):
         self._step.close()
         if self._log is not None:
             self._log.close()
-        if self._signals is not None:
-            self._signals.close()
-        if self._callback in self._callbacks():
-            self._callbacks().remove(self._callback)
+        if self._callback is not None:
+            self._callback.close(module.trainer)
+        if self._adopted is not None:
+            self._adopted.close()
         restore_precision(self.precision_plugin)
         if self._divided is None or not self._divided.in_parts or self._make_whole():
             for part in module.modules():
                 restore_forward(part)
         if self._layer_sync is not None and module.trainer.state.fn == TrainerFn.FITTING:
             self._layer_sync.revert(module)
-        self.model = module
+        self.model, self._ready = module, False
 
     def _unite_buffers(self) -> None:
         if self._buffers is not None:

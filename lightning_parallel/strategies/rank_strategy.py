@@ -20,7 +20,6 @@ from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities import rank_zero
 from torch import Tensor
@@ -34,6 +33,7 @@ from lightning_parallel.strategies.data.shares import Readers
 from lightning_parallel.strategies.logged.logging import reduce_tensor
 from lightning_parallel.strategies.ranks.agreement import gather
 from lightning_parallel.strategies.ranks.failures import Failure, Failures, said_of, show_in_one_line, tell_torchrun
+from lightning_parallel.strategies.ranks.launchers import Launcher, make_launcher
 from lightning_parallel.strategies.ranks.signals import die_with_parent, end_children, is_launched_child
 from lightning_parallel.techniques.technique import Technique
 
@@ -126,10 +126,8 @@ class RankStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         resolve_sizes((technique.claim for technique in self.techniques), self.num_nodes * self.num_processes)
-        if self._start_method == "popen":
-            self._launcher = _SubprocessScriptLauncher(self._environment(), self.num_processes, self.num_nodes)
-        else:
-            self._launcher = _MultiProcessingLauncher(self, start_method=self._start_method)
+        environment, method = self._environment(), self._start_method
+        self._launcher = make_launcher(self, environment, method, self.num_processes, self.num_nodes)
 
     def _environment(self) -> ClusterEnvironment:
         assert self.cluster_environment is not None
@@ -234,14 +232,14 @@ class RankStrategy(ParallelStrategy):
 
     def _begun(self) -> dict[str, int] | None:
         mesh = self._mesh()
-        groups = [world_group(), self._host_group(), mesh.data.get_group(), mesh.gradients.get_group()]
+        groups = [world_group(), self._host_group(), mesh.data.get_group(), mesh.loss.get_group()]
         return {group.group_name: begun_in(group) for group in groups}
 
     def on_exception(self, exception: BaseException) -> None:
         """This rank failed. Where others did not, nobody may wait for it, and nobody it launched may stay behind."""
         mine = Failure(self.global_rank, said_of(exception))
         told = mine if self._failures is None else self._failures.end(exception, self._begun)
-        if self._is_alone and isinstance(self._launcher, (_SubprocessScriptLauncher, _MultiProcessingLauncher)):
+        if self._is_alone and isinstance(self._launcher, Launcher):
             end_children(self._launcher.procs, first=told.rank - self.node_rank * self.num_processes - 1)
         if told.rank == self.global_rank:
             tell_torchrun(exception)

@@ -115,6 +115,14 @@ def require_the_cause_on_screen(ended: Ended) -> None:
     assert list(ended.folder.glob("*.ckpt")) == []  # half a checkpoint is none
 
 
+@after(Launch(event="raise", rank=1), Launch(event="raise", rank=1, strategy="pipeline"))
+def test_one_failure_is_one_message(ended):
+    assert ended.output.count("Traceback (most recent call last)") == 1, ended.output
+    last = [line for line in ended.output.splitlines() if line.strip()][-1]
+    assert "the user's code failed here" in last, ended.output
+    assert len(ended.output.splitlines()) < 160
+
+
 @after(
     Launch(event="kill", rank=0), Launch("fork", event="kill", rank=1, strategy="pipeline")
 )  # rank 1 ends as one that raises does; rank 0 launched the others

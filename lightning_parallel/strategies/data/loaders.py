@@ -231,6 +231,7 @@ class CollateCounted:
 class DividedLoader(DataLoader[Any]):
     """Mixed into the class of the user's DataLoader: knows shares, and its position for checkpoints."""
 
+    undivided: DataLoader[Any]
     divided: Divided | None
     latest: Pass
     batches_done: Callable[[], int]
@@ -274,6 +275,7 @@ class DividedIterator(Iterable[Any]):
 
     def __init__(self, batches: Any, readers: Readers) -> None:
         self.batches, self.readers = batches, readers
+        self.undivided = batches
         self.latest: Pass | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -317,6 +319,10 @@ def divide(loader: Any, readers: Readers, batches_done: Callable[[], int]) -> An
     Raises:
         ValueError: a DistributedSampler that the user set up for other ranks than those that read different samples.
     """
+    if isinstance(
+        loader, (DividedLoader, DividedIterator)
+    ):  # a CombinedLoader of the user's keeps what was put into it
+        loader = loader.undivided
     if not isinstance(loader, DataLoader):
         kind = SizedDividedIterator if isinstance(loader, Sized) else DividedIterator
         return kind(loader, readers) if readers.ranks * readers.copies > 1 else loader
@@ -361,7 +367,7 @@ def _copy_of(loader: DataLoader[Any], kind: type[DividedLoader], changes: dict[s
     divided = copy.copy(loader)
     own = type(loader)
     divided.__class__ = kind if own is DataLoader else type(f"Divided{own.__name__}", (kind, own), {})
-    vars(divided).update(changes, _iterator=None)
+    vars(divided).update(changes, undivided=loader, _iterator=None)
     return divided
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from lightning_parallel.strategies.ranks.agreement import gather
 
 
 @dataclass(frozen=True)
@@ -113,12 +117,21 @@ def kept_randomness(checkpoint: dict[str, Any], rank: int) -> RankRandomness | N
     return RankRandomness.from_dict(states[rank % len(states)]) if states else None
 
 
-def decorrelate_device(device: torch.device, reader: int) -> None:
-    """Lets dropout on ranks that read different samples draw different masks.
+def decorrelate_device(device: torch.device, reader: int, group: dist.ProcessGroup) -> None:
+    """Lets dropout on ranks that read different samples draw different masks. All ranks must call.
 
     Only the device's own generator is moved: the host's stays alike on all ranks, because models decide by it what to
-    run (layer drop), and ranks that gather parameters must decide alike.
+    run (layer drop), and ranks that gather parameters must decide alike. One that differs already, as in a second run,
+    draws on from where it stands.
     """
-    if device.type == "cuda" and reader > 0:
+    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    mark = None if state is None else zlib.crc32(state.numpy().tobytes())
+    if state is not None and stands_like_an_earlier(reader, gather((reader, mark), group)):
         with torch.cuda.device(device):
             torch.cuda.manual_seed(torch.initial_seed() + 1_000_003 * reader)
+
+
+def stands_like_an_earlier(reader: int, marks: list[tuple[int, int | None]]) -> bool:
+    """Whether the generator of a reader stands where that of an earlier one stands."""
+    mine = {mark for other, mark in marks if other == reader}
+    return any(other < reader and mark in mine for other, mark in marks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -38,9 +38,7 @@ def take_sample(trainer: Trainer) -> Sample:
     """
     module: Any = trainer.lightning_module
     loop, step = _loop_and_step(trainer, module)
-    loop.setup_data()
-    combined: Any = lightnings.combined_of(loop)
-    with _same_randomness(combined.flattened):
+    with _loaders(trainer, loop) as combined, _same_randomness(combined.flattened):
         batch = _prepared(trainer, module, _batch_of(combined))
     numbers = [*([0] if _takes_index(step) else []), *([0] if _names_loader(combined) else [])]
 
@@ -49,6 +47,27 @@ def take_sample(trainer: Trainer) -> Sample:
             return step(on, *numbers)
 
     return Sample(run, batch, HOST)
+
+
+@contextmanager
+def _loaders(trainer: Trainer, loop: Any) -> Iterator[Any]:
+    """The loop's loaders.
+
+    The loop makes them again when its time comes, from where the generators then stand, if it would anyway, or if the
+    model is yet to be built: on one device the model draws before the loaders do.
+    """
+    fitting, module = trainer.state.fn == TrainerFn.FITTING, trainer.lightning_module
+    again = not fitting or any(parameter.is_meta for parameter in module.parameters())
+    with _same_randomness(lightnings.given_loaders(loop)) if again else nullcontext():
+        loop.setup_data()
+        combined = lightnings.combined_of(loop)
+        if combined is None:
+            raise ValueError(
+                "a pipeline looks at one batch before the run, but the trainer's limits leave none to read"
+            )
+        yield combined
+    if again:
+        lightnings.forget_loaders(loop)
 
 
 def _takes_index(step: Callable[..., Any]) -> bool:

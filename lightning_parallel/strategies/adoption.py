@@ -1,0 +1,87 @@
+"""What a run changes of the user's trainer: taken at its start, given back at its end, however it ends."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+
+import lightning
+import torch.distributed as dist
+from lightning.pytorch import Callback, Trainer
+from torch import nn
+
+from lightning_parallel.strategies import lightnings
+from lightning_parallel.strategies.ranks.signals import Signals
+
+
+class Adoption:
+    """A trainer whose loops and loaders are the strategy's for one run.
+
+    Args:
+        trainer: the user's.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer, self._back = trainer, ExitStack()
+        self.signals: Signals | None = None
+        self._begun = False
+        #: whether the user wants data divided by rank
+        self.divides_data = lightnings.divides_data(trainer)
+        lightnings.let_divide_data(trainer, False)  # Lightning's would replace the user's sampler and order
+        self._back.callback(lightnings.let_divide_data, trainer, self.divides_data)
+        loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
+        for loop in loops:
+            self._back.callback(setattr, loop, "inference_mode", loop.inference_mode)
+            loop.inference_mode = False  # sharded parameters and inference tensors do not mix
+
+    def be_silent_on_syncing(self) -> None:
+        """Lightning recommends sync_dist wherever there is a process group, even of one rank."""
+        warnings.filterwarnings("ignore", ".*sync_dist=True.*")
+        self._back.callback(_forget, warnings.filters[0])
+
+    def call_first(self, callback: Callback) -> None:
+        """Has the callback called before all others."""
+        lightnings.callbacks_of(self._trainer).insert(0, callback)
+        self._back.callback(self._dismiss, callback)
+
+    def _dismiss(self, callback: Callback) -> None:
+        with suppress(ValueError):  # another list stands in the place of that one
+            lightnings.callbacks_of(self._trainer).remove(callback)
+
+    def keep_time_together(self, agree: Callable[[bool], bool]) -> None:
+        """What Lightning decides by the clock of each rank, ranks decide by that of one."""
+        lightnings.agree_when_to_validate(self._trainer, agree)
+        self._back.callback(lightnings.decide_alone, self._trainer)
+
+    def normalise_over(self, group: dist.ProcessGroup) -> None:
+        """Synchronised batch norms meet the ranks that read other samples, and not those that hold other layers."""
+        norms = (part for part in self._trainer.lightning_module.modules() if isinstance(part, nn.SyncBatchNorm))
+        for norm in [norm for norm in norms if norm.process_group is None]:
+            norm.process_group = group
+            self._back.callback(setattr, norm, "process_group", None)
+
+    def begin(self, distributed: bool) -> None:
+        """Lightning has installed its signal handlers, and the loops are about to run."""
+        self._begun = True
+        if distributed:
+            self.signals = Signals(self._trainer)
+            self._back.callback(self.signals.close)
+
+    def require_begun(self) -> None:
+        """Raises if Lightning does not say when a run begins: signals and resuming hang on it."""
+        if not self._begun:
+            raise RuntimeError(
+                f"Lightning {lightning.__version__} does not call strategy.barrier('run-stage') before a run, by which "
+                "signals are taken over and loaders resumed; install the version that lightning_parallel requires"
+            )
+
+    def close(self) -> None:
+        """Gives everything back."""
+        self._back.close()
+
+
+def _forget(entry: object) -> None:
+    filters: list[object] = warnings.filters  # type: ignore[assignment]
+    if entry in filters:
+        filters.remove(entry)

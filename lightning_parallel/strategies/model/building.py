@@ -1,0 +1,73 @@
+"""From the user's module to what this rank keeps of it: agreed, divided, made, loaded and moved, in this order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from lightning_parallel.collectives.functional import broadcast_tensors
+from lightning_parallel.plan.plan import ParallelPlan
+from lightning_parallel.strategies.build import materialise
+from lightning_parallel.strategies.checkpoint.whole import keep_sums_on_first, load_whole_state_dict
+from lightning_parallel.strategies.model.divided_model import DividedModel
+from lightning_parallel.strategies.ranks.agreement import fingerprint_model, gather, require_same
+from lightning_parallel.techniques.technique import Technique
+
+
+class Building:
+    """How the model of one run comes to be.
+
+    Args:
+        techniques: by which it is divided.
+    """
+
+    def __init__(self, techniques: Sequence[Technique]) -> None:
+        self._techniques = techniques
+        self._deferred = materialise.Deferred()
+        self._waiting: tuple[Mapping[str, Any], bool, bool] | None = None
+
+    def recording(self, device: torch.device) -> AbstractContextManager[None]:
+        """Modules built inside are remembered, to be made on the device."""
+        return self._deferred.recording(device)
+
+    def load(self, module: nn.Module, state: Mapping[str, Any], strict: bool, first: bool) -> None:
+        """Loads into the whole model; into one that `configure_model` deferred, once its shards exist.
+
+        Args:
+            module: the user's.
+            state: whole tensors.
+            strict: whether names must fit.
+            first: whether this rank is the first of those that see different data.
+        """
+        if any(parameter.is_meta for parameter in module.parameters()):
+            self._waiting = (state, strict, first)
+            return
+        load_whole_state_dict(module, state, strict)
+        keep_sums_on_first(module, first)
+
+    def divide(self, divided: DividedModel, plan: ParallelPlan, device: torch.device, host: dist.ProcessGroup) -> None:
+        """Divides the model and makes what this rank keeps, with the values of rank 0.
+
+        Args:
+            divided: has the user's module yet whole.
+            plan: what the model's parts are.
+            device: this rank's.
+            host: all ranks.
+        """
+        module = divided.module
+        prints = gather(fingerprint_model(module), host)
+        require_same("the model", prints, "build it from the same configuration everywhere")
+        self._deferred.find(module)
+        if host.size() > 1 and (world := dist.group.WORLD) is not None:
+            broadcast_tensors(materialise.real_tensors(module), world, device)
+        divided.divide(self._techniques, plan)
+        shards = torch.device("cpu") if any(t.traits.shards_on_host for t in self._techniques) else device
+        self._deferred.materialise(module, device, shards, host)
+        if self._waiting is not None:
+            self.load(module, *self._waiting)
+        materialise.move_whole_tensors(module, device)
