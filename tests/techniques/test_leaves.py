@@ -53,12 +53,17 @@ def test_nothing_holds_the_memory_of_a_parameter_that_is_gone() -> None:
     divided = parameter()
     leaf_of(divided).sum().backward()
     leaf = weakref.ref(leaf_of(divided))
-    gc.disable()
-    try:
-        del divided
-        assert leaf() is None
-    finally:
-        gc.enable()
+    del divided
+    gc.collect()
+    assert leaf() is None
+
+
+def test_a_parameter_with_one_is_moved_with_its_module() -> None:
+    module = nn.Linear(3, 4)
+    module.weight = parameter()
+    leaf_of(module.weight).sum().backward()
+    module.to(torch.float64)
+    assert module.weight.dtype == torch.float64
 
 
 def test_a_copied_parameter_makes_one_of_its_own() -> None:

@@ -46,12 +46,13 @@ _outside_of_graphs: Callable[[DTensor], Tensor] = cast(Any, torch.compiler.disab
 class _Leaf:
     """The plain part of one parameter.
 
-    The parameter holds it, and it holds its tensor; what leads back is weak, because the garbage collector does not
-    see what the hooks of a tensor hold: a circle through one would keep the memory of every model that was divided.
+    The hook of its tensor leads back by a weak reference: the garbage collector does not see what the hooks of a tensor
+    hold, and a circle through one would keep the memory of every model that was divided. The parameter itself bears no
+    weak reference, for `module.to` refuses to move such a one.
     """
 
     def __init__(self, parameter: DTensor) -> None:
-        self._parameter = weakref.ref(parameter)
+        self.parameter = parameter
         self.kept = parameter._local_tensor
         self.tensor = self.kept.detach()
         self._listens = False
@@ -62,21 +63,22 @@ class _Leaf:
 
     def is_of(self, parameter: DTensor) -> bool:
         """Whether it is still the plain part of this parameter: a copied or replaced one has other memory."""
-        return self.kept is parameter._local_tensor and self._parameter() is parameter
+        return self.kept is parameter._local_tensor and self.parameter is parameter
 
     def listen(self) -> None:
         """From now on gradients move to the parameter."""
         if not self._listens and self.tensor.requires_grad:
             register = cast(Callable[..., object], self.tensor.register_post_accumulate_grad_hook)
-            register(partial(_move_gradient, self._parameter))
+            register(partial(_move_gradient, weakref.ref(self)))
             self._listens = True
 
 
-def _move_gradient(to: weakref.ref[DTensor], tensor: Tensor) -> None:
+def _move_gradient(of: weakref.ref[_Leaf], tensor: Tensor) -> None:
     gradient: Any = tensor.grad
-    tensor.grad, parameter = None, to()
-    if parameter is None:  # nobody is left whose gradient it would be
+    tensor.grad, leaf = None, of()
+    if leaf is None:  # nobody is left whose gradient it would be
         return
+    parameter: Any = leaf.parameter
     if gradient is None:  # handed over by a pipeline for a parameter that no step used
         pass
     elif parameter.grad is None:
