@@ -6,11 +6,8 @@ from typing import Any
 import numpy
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_parallel.techniques.division import Sample
-from lightning_parallel.techniques.observed.apart import require_apart
 from lightning_parallel.techniques.observed.positions import Traversal
 from lightning_parallel.techniques.observed.recorder import traverse
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut
@@ -177,6 +174,43 @@ def test_modules_that_are_replaced_are_not_taken_for_others() -> None:
     assert all(calls[f"blocks.{k}"] == {2 * k + 1} for k in range(4))
 
 
+def test_what_hooks_collect_is_collected_once() -> None:
+    """Blocks are called again only after the step: hooks of the user's do not see that."""
+
+    def step(model: Model, x: Tensor) -> Tensor:
+        collected: list[Tensor] = []
+        hooks = [block.register_forward_hook(lambda *seen: collected.append(seen[-1])) for block in model.blocks]
+        x = model.body(x)
+        for hook in hooks:
+            hook.remove()
+        return torch.cat(collected, -1).view(SAMPLES, 4 * WIDTH).mean()
+
+    seen = look(Model(), step)
+    assert seen.complete
+    assert Cut(seen, (2, 2)).carried["blocks.0", 0].last == 1
+
+
+class Sorts(nn.Linear):
+    """Splits its input by counts that it reads from a tensor, as some experts do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        counts = (super().forward(x) > 0).sum(0).tolist()
+        return torch.cat([part.square() for part in x.repeat(WIDTH, 1).split(counts)])[: len(x)]
+
+
+def test_sizes_of_a_split_that_come_from_values() -> None:
+    assert look(Model(lambda: Sorts(WIDTH, WIDTH)), plain).complete
+
+
+class WritesIntoEmpty(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.empty_like(torch.zeros(x.shape)).copy_(super().forward(x))
+
+
+def test_memory_that_was_never_written_is_no_state() -> None:
+    assert look(Model(lambda: WritesIntoEmpty(WIDTH, WIDTH)), plain).complete
+
+
 # ---------------------------------------------------------------- gradients within a step
 
 
@@ -239,6 +273,12 @@ def the_first_two(model: Model, x: Tensor) -> Tensor:
     return model.blocks[1](model.blocks[0](x)).mean()
 
 
+def dropped(model: Model, x: Tensor) -> Tensor:
+    for number, block in enumerate(model.blocks):
+        x = x if number == 1 else block(x)
+    return x.mean()
+
+
 def by_forward(model: Model, x: Tensor) -> Tensor:
     for block in model.blocks:
         x = block.forward(x)
@@ -254,6 +294,7 @@ def fails_early(model: Model, x: Tensor) -> Tensor:
     [
         (shared, r"block blocks\.0 runs twice.*ZeroStrategy"),
         (the_first_two, r"without the blocks blocks\.2, .*ParallelPlan\(blocks=\('blocks\.0', 'blocks\.1'\)\)"),
+        (dropped, r"without the blocks blocks\.1;.*LayerDrop.*set its probability to 0"),
         (by_forward, r"call them as modules, layer\(x\) and not layer\.forward\(x\)"),
         (fails_early, r"failed before the block blocks\.0: OwnError: no values;.*ZeroStrategy"),
     ],
@@ -278,90 +319,6 @@ def test_blocks_that_cannot_be_called_again(caplog: pytest.LogCaptureFixture) ->
     look(Model(lambda: OnceOnly(WIDTH, WIDTH)), plain)
     assert "block blocks.0 does the same in every call could not be checked" in caplog.text
     assert "OwnError: a second time" in caplog.text
-
-
-def check_apart(step: Callable[..., Any], parts: int = 4, complete: bool = True) -> None:
-    model = Model()
-    require_apart(model, Sample(lambda batch: step(model, batch), torch.randn(SAMPLES, WIDTH), HOST), parts, complete)
-
-
-def contrastive(model: Model, x: Tensor) -> Tensor:
-    y = model.body(x)
-    return F.cross_entropy(y @ model.stem(x).t(), torch.arange(len(x)))
-
-
-def test_a_loss_over_pairs() -> None:
-    with pytest.raises(ValueError, match=r"samples of a batch meet .* mm makes a tensor of shape \(4, 4\) of 4"):
-        check_apart(contrastive)
-
-
-def test_a_step_for_one_number_of_samples_only() -> None:
-    def step(model: Model, x: Tensor) -> Tensor:
-        if len(x) != SAMPLES:
-            raise OwnError("eight only")
-        return contrastive(model, x)
-
-    with pytest.raises(ValueError, match=r"fails on a microbatch of 2 of them \(OwnError: eight only\).*=1"):
-        check_apart(step)
-
-
-def test_a_step_that_could_not_be_followed_either(caplog: pytest.LogCaptureFixture) -> None:
-    check_apart(breaks_off, complete=False)
-    assert "could not be checked, because on 4 or 8 samples the step failed: OwnError" in caplog.text
-
-
-def test_pairs_before_the_step_could_not_be_followed() -> None:
-    def step(model: Model, x: Tensor) -> None:
-        contrastive(model, x)
-        raise OwnError
-
-    with pytest.raises(ValueError, match="samples of a batch meet"):
-        check_apart(step, complete=False)
-
-
-def test_pairs_in_loops(caplog: pytest.LogCaptureFixture) -> None:
-    def step(model: Model, x: Tensor) -> Tensor:
-        rows = list(model.body(x))
-        return torch.stack([(one * other).sum() for one in rows for other in rows]).logsumexp(0)
-
-    check_apart(step)
-    assert "could not be checked, because on 8 samples the step does something else than on 4" in caplog.text
-
-
-def test_loops_over_samples_are_no_pairs(caplog: pytest.LogCaptureFixture) -> None:
-    check_apart(lambda model, x: torch.stack([row.square().sum() for row in model.body(x)]).mean())
-    assert not caplog.records
-
-
-@pytest.mark.parametrize(
-    ("step", "said"),
-    [
-        (lambda m, x: F.batch_norm(m.body(x), None, None, training=True).mean(), "batch_norm"),
-        (lambda m, x: (m.body(x) - m.body(x).mean(0)).square().mean(), "sub"),
-        (lambda m, x: (m.body(x) / m.body(x).std()).mean(), "div"),
-    ],
-)
-def test_statistics_of_the_batch(step: Callable[..., Any], said: str, caplog: pytest.LogCaptureFixture) -> None:
-    check_apart(step)
-    assert "looks at all samples of a batch at once" in caplog.text
-    assert said in caplog.text
-
-
-@pytest.mark.parametrize(
-    "step",
-    [
-        plain,
-        lambda m, x: F.layer_norm(m.body(x), (WIDTH,)).mean(),
-        lambda m, x: F.group_norm(m.body(x), 2).mean(),
-        lambda m, x: F.instance_norm(m.body(x).unsqueeze(1)).mean(),
-        lambda m, x: (m.body(x).mean() * m.scale).exp(),
-        lambda m, x: F.batch_norm(m.body(x), torch.zeros(WIDTH), torch.ones(WIDTH)).mean(),
-        lambda m, x: F.cross_entropy(m.body(x), torch.arange(len(x)) % WIDTH, label_smoothing=0.1),
-    ],
-)
-def test_samples_that_count_by_themselves(step: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
-    check_apart(step)
-    assert not caplog.records
 
 
 # ---------------------------------------------------------------- the number of samples

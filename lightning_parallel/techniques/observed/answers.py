@@ -57,7 +57,7 @@ class Answers(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in TO_PYTHON and self._shapes.depends(args[0]):
-            self._watch.asked(args[0])
+            self._shapes.tell_asked(args[0])
             return func(torch.ones(args[0].shape, dtype=args[0].dtype), *args[1:], **kwargs)
         if func == DEVICE:
             device = func(*args)

@@ -22,6 +22,22 @@ from lightning_parallel.techniques.tools.telling import warn
 from lightning_parallel.values import batch_size, tensors_of
 
 PRODUCTS = {"mm", "bmm"}
+REDUCTIONS = {
+    "sum",
+    "mean",
+    "var",
+    "std",
+    "var_mean",
+    "std_mean",
+    "amax",
+    "amin",
+    "max",
+    "min",
+    "aminmax",
+    "median",
+    "prod",
+}
+REDUCTIONS |= {"norm", "linalg_vector_norm", "logsumexp"}
 REMEDY = "use microbatches=1 or LayerParallelStrategy"
 
 
@@ -169,7 +185,9 @@ def _warn_of_statistics(once: _Look, twice: _Look, sample: Sample) -> None:
                 f"{sample.size} of the batch, so the curve is not that of one device; {REMEDY}"
             )
             return
-        from_samples = any(twice.all[read - 1].numel > once.all[read - 1].numel for read in one.read)
+        from_samples = one.name in REDUCTIONS and any(
+            twice.all[read - 1].numel > once.all[read - 1].numel for read in one.read
+        )
         if not grows and one.floating and (from_samples or one.read & reduced):
             reduced.add(number)
 

@@ -47,6 +47,7 @@ def traverse(
             raise ValueError(str(error)) from None
         except Exception as error:
             recorder.stop(error)
+        recorder.require_repeatable()
     return recorder.traversal()
 
 
@@ -86,6 +87,8 @@ class _Recorder(Watch):
         self._required: dict[int, tuple[int, Tensor]] = {}
         self._between: list[weakref.ref[Tensor]] = []  # what code between modules has had in its hands
         self._complete = True
+        self._repeatable: dict[str, Repeatable] = {}
+        self._over = False  # the step; of repeated calls nothing but their operations is noted
         self._operations: Operations = []
         self._whole = {name for block in blocks for name in _ancestors(block)}
 
@@ -101,6 +104,8 @@ class _Recorder(Watch):
             yield
 
     def _on_call(self, module: nn.Module, _: Any) -> None:
+        if self._over:
+            return
         name = self._module_names.get(id(module))
         if name is not None:
             self._calls.setdefault(name, set()).add(self._position)
@@ -109,7 +114,7 @@ class _Recorder(Watch):
         self._depth += is_part
 
     def _on_return(self, module: nn.Module, _: Any, output: Any) -> None:
-        if not self._is_part(module):
+        if self._over or not self._is_part(module):
             return
         self._depth -= 1
         if self._depth == 0:
@@ -131,10 +136,8 @@ class _Recorder(Watch):
             self._order.append(name)
             self._position = 2 * len(self._order) - 1
             self._asked = False
-            repeatable = Repeatable(call, args, kwargs)
-            self._operations = []
+            self._repeatable[name] = Repeatable(call, args, kwargs)
             output = call(*args, **kwargs)
-            self._require_alike(name, repeatable)
             self._note_returned(output, Made(self._position, returned=True), (name, 0))
             self._position += 1
             return output
@@ -155,32 +158,6 @@ class _Recorder(Watch):
                 f"transform what lies inside one block or follows the last one, or {UNDIVIDED}"
             )
 
-    def _require_alike(self, name: str, repeatable: Repeatable) -> None:
-        work, asked = list(self._work), self._asked
-        failed, settled = None, False
-        try:
-            settled = repeatable.settles(list(self._operations), self._noted)
-        except Exception as error:
-            failed = error
-        self._work, self._asked = work, asked
-        if failed is not None:
-            warn(
-                f"Whether the block {name} does the same in every call could not be checked: called again with the "
-                f"same input, it failed ({type(failed).__name__}: {failed}). A pipeline calls it once for each "
-                "microbatch, on one of its ranks: it must not depend on what earlier calls or other blocks left"
-            )
-        elif not settled:
-            raise _Unexpected(
-                f"the block {name}, called again with the same input, does something else: it depends on Python state "
-                "that blocks or calls share, such as a counter, and a pipeline runs them on several ranks, once for "
-                "each microbatch; hand such values from block to block as arguments, or fix them in __init__"
-            )
-
-    def _noted(self, run: Callable[[], Any]) -> Operations:
-        self._operations = []
-        run()
-        return list(self._operations)
-
     def _note_returned(self, output: Any, made: Made, call: Call) -> None:
         def mark(number: int) -> Made:
             return replace(made, sources=frozenset({Source(call, made.position, number)}))
@@ -196,7 +173,8 @@ class _Recorder(Watch):
 
     def read(self, tensor: Tensor) -> None:
         """See `Watch.read`."""
-        self._read_at(tensor, self._position)
+        if not self._over:
+            self._read_at(tensor, self._position)
 
     def _read_at(self, tensor: Tensor, position: int) -> None:
         made = mark_of(tensor)
@@ -211,7 +189,7 @@ class _Recorder(Watch):
 
     def asked(self, tensor: Tensor) -> None:
         """A value that leaves for Python may go anywhere: it is used wherever the step goes from here."""
-        if self._position % 2 or self._depth:
+        if self._position % 2 or self._depth or self._over:
             self._asked = True
             return
         for later in range(self._position, self._end + 1, 2):
@@ -219,11 +197,15 @@ class _Recorder(Watch):
 
     def made(self, func: Any, args: Any, kwargs: Any, result: Any, inputs: Sequence[Tensor]) -> Made:
         """See `Watch.made`."""
+        if self._over:
+            sources = (
+                inputs[1:] if func._overloadpacket is torch.ops.aten.copy_ else inputs
+            )  # it does not read the first
+            self._operations.append(operation(func, args, kwargs, filter(self._is_known, sources)))
+            return Made(self._position)
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
             self._work[self._position] += count(*args, **kwargs, out_val=result)
-        if self._position % 2:
-            self._operations.append(operation(func, args, kwargs, filter(self._is_known, inputs)))
         if self._position % 2 or self._depth:
             return Made(self._position)
         self._between += map(weakref.ref, tensors_of(result))
@@ -245,6 +227,8 @@ class _Recorder(Watch):
 
     def differentiated(self, tensors: Sequence[Tensor] | None) -> None:
         """Gradients within a step must not come back through other stages, which have gone on or are yet to come."""
+        if self._over:
+            return
         if tensors is None:
             raise _Unexpected(
                 "the step calls backward, but in a pipeline the schedule decides when backward runs; return the loss, "
@@ -267,6 +251,39 @@ class _Recorder(Watch):
         if made is not None:
             return bool(made.is_at_hand(self._position))
         return self._required.get(id(tensor), (0, tensor))[0] == self._position
+
+    # ---------------------------------------------------------------- blocks once more
+
+    def require_repeatable(self) -> None:
+        """Raises for blocks that do something else in every call; asked after the step, which may count its calls.
+
+        Raises:
+            ValueError: names the block.
+        """
+        self._over = True
+        for name in self._order if self._has_run_all else ():
+            try:
+                alike = self._repeatable.pop(name).settles(self._noted)
+            except Exception as error:
+                alike = True
+                warn(
+                    f"Whether the block {name} does the same in every call could not be checked: called again with the "
+                    f"same input, it failed ({type(error).__name__}: {error}). A pipeline calls it once for each "
+                    "microbatch, on one of its ranks: it must not depend on what earlier calls or other blocks left"
+                )
+            if not alike:
+                raise ValueError(
+                    f"the block {name}, called again with the same input, does something else: it depends on Python "
+                    "state that blocks or calls share, such as a counter, and a pipeline runs them on several ranks, "
+                    "once for each microbatch; hand such values from block to block as arguments, fix them in "
+                    f"__init__, or {UNDIVIDED}"
+                )
+
+    def _noted(self, run: Callable[[], Any]) -> Operations:
+        self._operations = []
+        run()
+        found, self._operations = self._operations, []
+        return found
 
     # ---------------------------------------------------------------- the result
 
@@ -326,19 +343,19 @@ class _Recorder(Watch):
 
 def _without(blocks: Mapping[str, nn.Module], ran: Sequence[str]) -> str:
     missing = [name for name in blocks if name not in ran]
+    listed = f"{', '.join(missing[:3])}{', …' * (len(missing) > 3)}"
     patterns = tuple(dict.fromkeys(map(starred, ran)))
-    if set(patterns) & set(map(starred, missing)):
-        patterns = tuple(ran)
-    remedy = (
-        f"name those in plan=ParallelPlan(blocks={patterns!r})"
-        if ran
-        else f"call them as modules, layer(x) and not layer.forward(x), name others in plan=ParallelPlan(blocks=...), "
-        f"or {UNDIVIDED}"
-    )
-    return (
-        f"the step ran without the blocks {', '.join(missing[:3])}{', …' * (len(missing) > 3)}; "
-        f"a pipeline needs blocks that run in every step: {remedy}"
-    )
+    if not ran:
+        remedy = "call them as modules, layer(x) and not layer.forward(x), name others in plan=ParallelPlan(blocks=...)"
+    elif set(patterns) & set(map(starred, missing)):
+        remedy = (
+            f"where layers are left out at random, as LayerDrop does, set its probability to 0; where {missing[0]} "
+            f"never runs, name the others in plan=ParallelPlan(blocks={tuple(ran)!r})"
+        )
+    else:
+        remedy = f"name those in plan=ParallelPlan(blocks={patterns!r})"
+    rule = f"the step ran without the blocks {listed}; a pipeline needs blocks that run in every step"
+    return f"{rule}: {remedy}, or {UNDIVIDED}"
 
 
 def _has_numbers(value: Any) -> bool:

@@ -35,6 +35,9 @@ SHAPE_ONLY = {
 """Operations that give values, and look at nothing but the shape and the dtype of their first argument."""
 
 
+SPLITS = {aten.split_with_sizes, aten.split_with_sizes_copy}
+
+
 class Watch:
     """Hears what happens while code runs in shapes only; this one does nothing about it."""
 
@@ -71,6 +74,7 @@ class ShapesOnly(TorchDispatchMode):
         self._answers, self._known = Answers(self), _KnownShapes()
         self._proxies: list[Tensor] = []
         self._written: list[Tensor] = []
+        self._has_answered = False
 
     def __enter__(self) -> Any:
         self._answers.__enter__()  # type: ignore[no-untyped-call]
@@ -101,8 +105,13 @@ class ShapesOnly(TorchDispatchMode):
 
     def _answered(self, answer: Any, dependent: list[Tensor]) -> Any:
         for tensor in dependent:
-            self.watch.asked(tensor)
+            self.tell_asked(tensor)
         return answer
+
+    def tell_asked(self, tensor: Tensor) -> None:
+        """A made-up value of a tensor is given away."""
+        self._has_answered = True
+        self.watch.asked(tensor)
 
     def depends(self, tensor: Tensor) -> bool:
         """Whether the tensor's values are unknown here."""
@@ -129,6 +138,8 @@ class ShapesOnly(TorchDispatchMode):
         return func(torch.zeros((), dtype=first.dtype, device=self.device).expand(first.shape), *rest, **kwargs)
 
     def _on_meta(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
+        if self._has_answered and func._overloadpacket in SPLITS:
+            args = _fitting(*args)
         known = self._known.get(func, args, kwargs)
         if known is not None:
             result = pytree.tree_map_only(_Shape, _Shape.empty, known)
@@ -152,7 +163,7 @@ class ShapesOnly(TorchDispatchMode):
         result = pytree.tree_map_only(Tensor, lambda tensor: originals.get(id(tensor), tensor), result)
         if any(isinstance(leaf, Tensor) and not self.depends(leaf) for leaf in _leaves((result,), {})):
             for tensor in filter(self.depends, inputs):
-                self.watch.asked(tensor)
+                self.tell_asked(tensor)
         self._known.add(func, args, kwargs, result)
         self._mark_all(result, self.watch.made(func, on_meta[0], on_meta[1], result, inputs), inputs)
         return result
@@ -259,6 +270,15 @@ def _shapes_of(func: Any, args: Any, kwargs: Any, made_up: Callable[[Tensor], Te
 
 def _learns(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _fitting(tensor: Tensor, sizes: Sequence[int], dim: int = 0) -> tuple[Tensor, list[int], int]:
+    """Arguments of a split; sizes that are made up, and so add up to something else, become as even as can be."""
+    whole = tensor.shape[dim]
+    if sum(sizes) == whole or not sizes:
+        return tensor, list(sizes), dim
+    base, extra = divmod(whole, len(sizes))
+    return tensor, [base + (number < extra) for number in range(len(sizes))], dim
 
 
 def _twin(tensor: Tensor) -> Tensor:

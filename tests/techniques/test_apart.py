@@ -1,0 +1,97 @@
+"""Whether samples of a batch meet each other, found in one process without values, or told that it could not be."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_parallel.techniques.division import Sample
+from lightning_parallel.techniques.observed.apart import require_apart
+from tests.techniques.test_observed import HOST, SAMPLES, WIDTH, Model, OwnError, breaks_off, plain
+
+
+def check_apart(step: Callable[..., Any], parts: int = 4, complete: bool = True) -> None:
+    model = Model()
+    require_apart(model, Sample(lambda batch: step(model, batch), torch.randn(SAMPLES, WIDTH), HOST), parts, complete)
+
+
+def contrastive(model: Model, x: Tensor) -> Tensor:
+    y = model.body(x)
+    return F.cross_entropy(y @ model.stem(x).t(), torch.arange(len(x)))
+
+
+def test_a_loss_over_pairs() -> None:
+    with pytest.raises(ValueError, match=r"samples of a batch meet .* mm makes a tensor of shape \(4, 4\) of 4"):
+        check_apart(contrastive)
+
+
+def test_a_step_for_one_number_of_samples_only() -> None:
+    def step(model: Model, x: Tensor) -> Tensor:
+        if len(x) != SAMPLES:
+            raise OwnError("eight only")
+        return contrastive(model, x)
+
+    with pytest.raises(ValueError, match=r"fails on a microbatch of 2 of them \(OwnError: eight only\).*=1"):
+        check_apart(step)
+
+
+def test_a_step_that_could_not_be_followed_either(caplog: pytest.LogCaptureFixture) -> None:
+    check_apart(breaks_off, complete=False)
+    assert "could not be checked, because on 4 or 8 samples the step failed: OwnError" in caplog.text
+
+
+def test_pairs_before_the_step_could_not_be_followed() -> None:
+    def step(model: Model, x: Tensor) -> None:
+        contrastive(model, x)
+        raise OwnError
+
+    with pytest.raises(ValueError, match="samples of a batch meet"):
+        check_apart(step, complete=False)
+
+
+def test_pairs_in_loops(caplog: pytest.LogCaptureFixture) -> None:
+    def step(model: Model, x: Tensor) -> Tensor:
+        rows = list(model.body(x))
+        return torch.stack([(one * other).sum() for one in rows for other in rows]).logsumexp(0)
+
+    check_apart(step)
+    assert "could not be checked, because on 8 samples the step does something else than on 4" in caplog.text
+
+
+def test_loops_over_samples_are_no_pairs(caplog: pytest.LogCaptureFixture) -> None:
+    check_apart(lambda model, x: torch.stack([row.square().sum() for row in model.body(x)]).mean())
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (lambda m, x: F.batch_norm(m.body(x), None, None, training=True).mean(), "batch_norm"),
+        (lambda m, x: (m.body(x) - m.body(x).mean(0)).square().mean(), "sub"),
+        (lambda m, x: (m.body(x) / m.body(x).std()).mean(), "div"),
+    ],
+)
+def test_statistics_of_the_batch(step: Callable[..., Any], said: str, caplog: pytest.LogCaptureFixture) -> None:
+    check_apart(step)
+    assert "looks at all samples of a batch at once" in caplog.text
+    assert said in caplog.text
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        plain,
+        lambda m, x: F.layer_norm(m.body(x), (WIDTH,)).mean(),
+        lambda m, x: F.group_norm(m.body(x), 2).mean(),
+        lambda m, x: F.instance_norm(m.body(x).unsqueeze(1)).mean(),
+        lambda m, x: (m.body(x).mean() * m.scale).exp(),
+        lambda m, x: F.batch_norm(m.body(x), torch.zeros(WIDTH), torch.ones(WIDTH)).mean(),
+        lambda m, x: F.cross_entropy(m.body(x), torch.arange(len(x)) % WIDTH, label_smoothing=0.1),
+    ],
+)
+def test_samples_that_count_by_themselves(step: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:
+    check_apart(step)
+    assert not caplog.records
