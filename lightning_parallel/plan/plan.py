@@ -62,14 +62,25 @@ class ParallelPlan:
         if not blocks:
             raise ValueError(
                 f"{asker} acts on the repeated layers of a model, but {self.source} names none in "
-                f"{type(model).__name__}; "
-                "pass plan=ParallelPlan(blocks='net.layers.*') with the name of your list of layers"
+                f"{type(model).__name__}; where parts run one after the other, name them, as in "
+                f"plan=ParallelPlan(blocks={_parts(model)!r}); else use ZeroStrategy or "
+                "DataParallelStrategy, which need no layers"
             )
         return blocks
 
     def __repr__(self) -> str:
         shown = {"blocks": self.blocks, "styles": dict(self.styles), "experts": self.experts}
         return f"ParallelPlan({', '.join(f'{key}={value!r}' for key, value in shown.items() if value)})"
+
+
+def _parts(model: nn.Module) -> tuple[str, ...]:
+    """The outermost modules with parameters, where there are several: what a plan may start from."""
+    prefix, names = "", [""]
+    while len(names) == 1:
+        prefix = f"{prefix}{names[0]}." if names[0] else prefix
+        part = model.get_submodule(prefix.rstrip("."))
+        names = [name for name, child in part.named_children() if any(True for _ in child.parameters())]
+    return tuple(f"{prefix}{name}" for name in names) or ("net.layers.*",)
 
 
 def _patterns(name: str, value: object) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.techniques.observed.positions import Traversal
 from lightning_parallel.techniques.observed.recorder import traverse
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut
@@ -305,6 +306,19 @@ def test_refusals(step: Callable[..., Any], said: str) -> None:
 
 
 # ---------------------------------------------------------------- what could not be checked
+
+
+def test_models_whose_layers_are_not_found_get_a_plan_to_start_from() -> None:
+    network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 2))
+    model = nn.ModuleDict({"network": network})
+    with pytest.raises(ValueError, match=r"ZeroStrategy or DataParallelStrategy") as caught:
+        ParallelPlan(source="the structure").require_blocks(model, "PipelineParallel(2)")
+    names = ("network.0", "network.3", "network.5")
+    assert f"plan=ParallelPlan(blocks={names!r})" in str(caught.value)
+
+    blocks = ParallelPlan(blocks=names).require_blocks(model, "PipelineParallel(2)")
+    seen = traverse(model, blocks, lambda: network(torch.randn(2, 1, 4, 4)).mean(), HOST)
+    assert seen.blocks == names
 
 
 class OnceOnly(nn.Linear):

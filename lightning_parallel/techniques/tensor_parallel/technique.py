@@ -144,5 +144,6 @@ def _nothing_to_divide(technique: TensorParallel, model: nn.Module, plan: Parall
         f"{technique!r} finds nothing to divide in {type(model).__name__}: {plan.source} names no tensor styles, and "
         "no pair of linear maps was recognised. Give it a plan, such as ParallelPlan("
         f"blocks={plan.blocks!r}, styles={{'net.layers.*.up': 'colwise', 'net.layers.*.down': 'rowwise'}}), with the "
-        "names of the maps into and out of the features to be divided"
+        "names of the maps into and out of the features to be divided; for models without such pairs, as conv nets, "
+        "use ZeroStrategy or DataParallelStrategy"
     )
