@@ -1,7 +1,7 @@
 """Failures: which rank failed first, and whether all ranks are there to go on together.
 
 Ranks meet at the store, so that a rank which comes alone waits for a few seconds and not for the process group's
-timeout. See `docs/decisions/0016-ranks-that-handle-an-exception.md`.
+timeout. See `docs/decisions/0017-ranks-that-handle-an-exception.md`.
 """
 
 from __future__ import annotations
