@@ -35,6 +35,7 @@ from lightning_parallel.strategies.ranks.agreement import gather
 from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer
 from lightning_parallel.techniques.step import Coming, Run, Step
 from lightning_parallel.techniques.technique import Technique
+from lightning_parallel.techniques.tools.means import WatchedRun
 from lightning_parallel.techniques.tools.redirect import restore_forward
 from lightning_parallel.techniques.tools.shards import is_sharded
 
@@ -242,14 +243,15 @@ class MeshStrategy(RankStrategy):
         if self._log is None:
             with context:
                 return self._whole.outputs(self._step.forward(self._whole.run(Run(run)), batch, *rest, **kwargs))
-        steps = Run(run) if self._whole.pipeline.ranks == 1 else self._parts(run, self._log)
-        with context, self._log.counting(self._weight), self._whole.run(steps) as steps:
+        with context, self._log.counting(self._weight), self._whole.run(self._noted(run, self._log)) as steps:
             self._step.expect(Coming(scale_of(self.precision_plugin), self._fewest_samples))
             output = self._whole.outputs(self._step.forward(steps, batch, *rest, **kwargs))
-        self._log.reduce_step(self._weight)
+        self._log.reduce_step(self._weight, output)
         return output
 
-    def _parts(self, run: Callable[..., T], log: StepLog) -> PartsRun[T]:
+    def _noted(self, run: Callable[..., T], log: StepLog) -> Run[T]:
+        if self._whole.pipeline.ranks == 1:
+            return WatchedRun(run, log.means)
         self._latest = PartsRun(run, self._module(), log, self._whole.pipeline.rank)
         return self._latest
 
@@ -267,6 +269,8 @@ class MeshStrategy(RankStrategy):
         module, plugin = self._module(), self.precision_plugin
         closure_loss = plugin.pre_backward(closure_loss, module)
         loss = closure_loss if self._weight == 1.0 else closure_loss * self._weight
+        if self._log is not None:
+            self._log.before_backward(self._weight)
         self._step.backward(lambda: plugin.backward(loss, module, optimizer, *args, **kwargs))
         if self._log is not None and module.automatic_optimization:
             self._log.settle()

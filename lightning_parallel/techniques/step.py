@@ -35,16 +35,23 @@ class Run(Generic[T_co]):
     def __exit__(self, *_: object) -> None:
         """After the last one."""
 
-    def notes(self, shares: Sequence[float] = (), means: Sequence[Sequence[Tensor]] = ()) -> Any:
+    def notes(
+        self, shares: Sequence[float] = (), means: Sequence[Sequence[Tensor]] = (), targets: float | None = None
+    ) -> Any:
         """What was noted during the calls, to be sent to ranks that did not see the step to its end.
 
         Args:
             shares: what the loss of each call counts for in that of the batch.
             means: of each call, its losses, and what else is to be averaged as they are.
+            targets: over how many of them all these are means; None where they are means over samples.
         """
 
     def replay(self, notes: Any) -> None:
         """Does on this rank once what was noted, perhaps on another one."""
+
+    def counted(self, loss: Tensor) -> Tensor:
+        """The loss of the batch, which counts by the targets that were noted."""
+        return loss
 
 
 class WrappedRun(Run[T_co]):
@@ -66,13 +73,19 @@ class WrappedRun(Run[T_co]):
         """See `Run.__exit__`."""
         self.inner.__exit__(*error)
 
-    def notes(self, shares: Sequence[float] = (), means: Sequence[Sequence[Tensor]] = ()) -> Any:
+    def notes(
+        self, shares: Sequence[float] = (), means: Sequence[Sequence[Tensor]] = (), targets: float | None = None
+    ) -> Any:
         """See `Run.notes`."""
-        return self.inner.notes(shares, means)
+        return self.inner.notes(shares, means, targets)
 
     def replay(self, notes: Any) -> None:
         """See `Run.replay`."""
         self.inner.replay(notes)
+
+    def counted(self, loss: Tensor) -> Tensor:
+        """See `Run.counted`."""
+        return self.inner.counted(loss)
 
 
 @dataclass(frozen=True)

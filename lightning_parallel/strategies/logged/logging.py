@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,8 +26,10 @@ from lightning_parallel.collectives.functional import Pending, within_reach
 from lightning_parallel.strategies.logged.averages import Shared
 from lightning_parallel.strategies.logged.kinds import Kinds
 from lightning_parallel.strategies.logged.metrics import Uncounted, at_most_on_step
-from lightning_parallel.strategies.ranks.agreement import LOGGED, Comparison, Content
+from lightning_parallel.strategies.logged.sums import BatchSums, Summed, single_samples
+from lightning_parallel.strategies.ranks.agreement import BACKWARD, LOGGED, RETURNED, Comparison, Content
 from lightning_parallel.strategies.ranks.signals import Requested
+from lightning_parallel.techniques.tools.means import Means
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +44,7 @@ OPERATIONS: dict[str, Any] = {
 NOTHING = {"mean": None, "avg": None, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
 """What a batch that does not count contributes to a reduction; to a mean it contributes with weight zero."""
 
-ROOM = 32
-"""Messages are so many values long or a multiple: gloo breaks down over sizes that differ, before ranks can say why."""
+messages = logging.getLogger(__name__)
 
 
 def reduce_tensor(tensor: Tensor, group: dist.ProcessGroup, operation: object) -> Tensor:
@@ -72,8 +74,12 @@ class StepLog:
         self._module = module
         self._group, self._host, self._weight = group, host, weight
         self._inside_log = self._inside_step = False
-        self._logged: dict[str, _ResultMetric] = {}
+        self._logged: dict[str, _Logged] = {}
         self._pending: list[Callable[[], None]] = []
+        #: those of the step that runs or ran last; none where no other rank reads other samples
+        self.means: Means | None = None
+        self._sums: BatchSums | None = None
+        self._differed = False
         # comparisons are alike everywhere, those of batches too
         self._readers = group.size() if group.size() < dist.get_world_size() else 0
         self._divert: Callable[[str, Any, dict[str, Any]], None] | None = None
@@ -108,6 +114,9 @@ class StepLog:
         value = value.full_tensor() if isinstance(value, DTensor) else value
         if self._divert is not None:
             return self._divert(name, value, options)
+        means = self.means if self._inside_step else None
+        parts = means.parts_of(value) if means is not None and isinstance(value, Tensor) else {}
+        before = self._samples_of(self._find(name, options.get("add_dataloader_idx", True))[1]) if parts else 0
         if self._share == 0.0:
             value, options = _without_effect(value, options)
         self._inside_log = True
@@ -117,7 +126,7 @@ class StepLog:
             self._inside_log = False
         key, result = self._find(name, options.get("add_dataloader_idx", True))
         if result is not None and not options.get("rank_zero_only", False):
-            self._take(key, result)
+            self._take(key, result, value, parts, before)
         return None
 
     @property
@@ -137,13 +146,19 @@ class StepLog:
             key += f".{results.dataloader_idx}"
         return key, None if results is None else results.get(key)
 
-    def _take(self, key: str, result: _ResultMetric) -> None:
+    @staticmethod
+    def _samples_of(result: _ResultMetric | None) -> Any:
+        if result is None or not result.is_tensor or not result.meta.is_mean_reduction:
+            return 0
+        return result.cumulated_batch_size
+
+    def _take(self, key: str, result: _ResultMetric, value: Any, parts: dict[int, Tensor], before: Any) -> None:
         if not result.is_tensor:
             at_most_on_step(
                 result.value, [r for r in (self._module.trainer._results or {}).values() if not r.is_tensor]
             )
         if self._inside_step:
-            self._logged[key] = result
+            self._logged[key] = _Logged(result, value, parts, self._samples_of(result) - before if parts else 0)
             return
         if _has_step_value(result):
             self._start([result], _kind(result), self._share)()
@@ -169,8 +184,9 @@ class StepLog:
 
     @contextmanager
     def counting(self, share: float) -> Iterator[None]:
-        """Around the user's step; with share 0.0 metrics stay as they are."""
+        """Around the user's step, for its means; with share 0.0 metrics stay as they are."""
         self._inside_step = True
+        self.means, self._sums = Means() if self._group.size() > 1 else None, None
         watched = list(self._counted_by(share))
         try:
             yield
@@ -186,33 +202,80 @@ class StepLog:
             elif isinstance(metric, MeanMetric):
                 yield Shared(metric, share)
 
-    def reduce_step(self, share: float) -> None:
+    def reduce_step(self, share: float, output: Any) -> None:
         """Starts to reduce the step values that the user's step logged; `settle` puts them in place.
 
+        Args:
+            share: of this rank in the samples.
+            output: of the user's step.
+
         Raises:
-            ValueError: on every rank, in `settle`, if the names logged differ.
+            ValueError: on every rank, if the names logged differ, or some ranks have a loss and others none.
         """
-        self.settle()
-        if self._module.trainer.predicting:
-            return
-        names, results = list(self._logged), [r for r in self._logged.values() if _has_step_value(r)]
-        if not names:
-            return  # a rank on which there are any then compares with what the others say next, and all know
-        self._logged = {}
-        agree = self._start_agreement(names)
-        reductions = [self._start(results, kind, share) for kind in ("sum", "min", "max")]
-        self._pending = [agree, *reductions]
+        self._finish()
+        logged, self._logged = self._logged, {}
+        trainer, trains = self._module.trainer, self.means is not None and self._module.automatic_optimization
+        if trainer.predicting or not (logged or (trains and trainer.training)):
+            return  # a rank on which there is any then compares with what the others say next, and all know
+        skips = trains and trainer.training and output is None
+        said = f"{RETURNED} no loss and logged" if skips else LOGGED
+        means = self._agree(-2, int(skips), said, list(logged))
+        chosen = [each for each in logged.values() if each.is_summed(means)]
+        weight = share / self._group.size()
+        if chosen or means.all:
+            self._sums = BatchSums([each.summed(weight) for each in chosen], means, share, self._group)
+        results = [each.result for each in logged.values() if _has_step_value(each.result)]
+        extremes = [self._start(results, kind, share) for kind in ("min", "max")]
+        self._pending = [lambda: self._place(chosen, means), *extremes]
+
+    def before_backward(self, share: float) -> None:
+        """Afterwards it is known by what the gradients of means are multiplied; all ranks must call."""
+        if self._sums is None and self._inside_step and self.means is not None:
+            means = self._agree(-3, 0, BACKWARD, [])
+            if means.all:
+                BatchSums([], means, share, self._group).values()
+        if self._sums is not None:
+            self._sums.values()
 
     def settle(self) -> None:
-        """Waits for the step values under way and shows them to callbacks and loggers."""
+        """Waits for the step values under way and shows them to callbacks and loggers; the step is over."""
+        self._finish()
+        self.means = self._sums = None
+
+    def _finish(self) -> None:
         pending, self._pending = self._pending, []
         for finish in pending:
             finish()
 
-    def _start_agreement(self, names: list[str]) -> Callable[[], None]:
-        mark = (-2, -2, 0, zlib.crc32("\n".join(names).encode()))
-        comparison = Comparison(mark, Requested(), self._host, Content(self._readers))
-        return lambda: comparison.finish(lambda: LOGGED, lambda: ", ".join(names))
+    def _agree(self, what: int, more: int, said: str, names: list[str]) -> Means:
+        """The means of the step, if all ranks computed as many; else none, and losses count by samples."""
+        means = self.means or Means()
+        numbers = (len(means.all) << 16) + len(single_samples(means))
+        mark = (what, more, 0, zlib.crc32("\n".join(names).encode()))
+        comparison = Comparison(mark, Requested(), self._host, Content(self._readers), numbers)
+        comparison.finish(lambda: said, lambda: ", ".join(names))
+        if comparison.same_means:
+            return means
+        if not self._differed and dist.get_rank() == 0:
+            messages.warning(
+                "ranks computed different numbers of losses in one step (here %d), so these count by samples, not by "
+                "targets, in the mean over ranks",
+                len(means.all),
+            )
+        self._differed = True
+        return Means()
+
+    def _place(self, logged: Sequence[_Logged], means: Means) -> None:
+        values = [] if self._sums is None else self._sums.values()
+        for each, value in zip(logged, values, strict=True):
+            result = each.result
+            if _has_step_value(result):
+                result._forward_cache = value.to(_step_value(result))
+                if not result.meta.on_epoch:
+                    result.value = result._forward_cache
+            if result.meta.on_epoch and each.parts and means.all:
+                own = each.value.detach().to(value)
+                result.value = result.value + ((value - own) * each.samples).to(result.value)
 
     def _start(self, results: list[_ResultMetric], kind: str, share: float) -> Callable[[], None]:
         chosen = [result for result in results if _kind(result) == kind]
@@ -220,18 +283,45 @@ class StepLog:
             return lambda: None
         weights = [share / self._group.size() if result.meta.is_mean_reduction else 1.0 for result in chosen]
         values = [_step_value(result).double() * weight for result, weight in zip(chosen, weights, strict=True)]
-        padding = [torch.zeros_like(values[0])] * (-len(values) % ROOM)
-        packed = torch.stack([within_reach(value, self._group) for value in values + padding])
+        packed = torch.stack([within_reach(value, self._group) for value in values])
         work = Pending(dist.all_reduce(packed, op=OPERATIONS[kind], group=self._group, async_op=True))
 
         def finish() -> None:
             work.wait()
-            for result, value in zip(chosen, packed.unbind(), strict=False):
+            for result, value in zip(chosen, packed.unbind(), strict=True):
                 result._forward_cache = value.to(_step_value(result))
                 if not result.meta.on_epoch:
                     result.value = result._forward_cache
 
         return finish
+
+
+@dataclass(frozen=True)
+class _Logged:
+    """What a step logged under one name.
+
+    Attributes:
+        result: Lightning's.
+        value: as it was given.
+        parts: what means contribute to it, by their numbers.
+        samples: as how many it counts in the epoch.
+    """
+
+    result: _ResultMetric
+    value: Any
+    parts: dict[int, Tensor]
+    samples: Any
+
+    def is_summed(self, means: Means) -> bool:
+        """Whether it travels as a sum: with its step value, or because its means are not those of this rank."""
+        mean_of_epoch = self.result.is_tensor and self.result.meta.on_epoch and self.result.meta.is_mean_reduction
+        return _kind(self.result) == "sum" and (_has_step_value(self.result) or bool(means.all and mean_of_epoch))
+
+    def summed(self, weight: float) -> Summed:
+        """This rank's part of it."""
+        if not self.result.meta.is_mean_reduction:
+            return Summed(_step_value(self.result), 1.0, {})
+        return Summed(torch.as_tensor(self.value), weight, self.parts)
 
 
 def _log_nothing(*_: Any, **__: Any) -> None:

@@ -46,6 +46,7 @@ class LoggedValue:
         metric: the name of a metric whose value was logged.
         origin: the tensor that was logged.
         weight: what the value counts for in a mean.
+        over_targets: whether it is a mean over targets, if anything is.
     """
 
     name: str
@@ -55,11 +56,12 @@ class LoggedValue:
     metric: str | None = None
     origin: Tensor | None = None
     weight: float = 0.0
+    over_targets: bool = False
 
     def counting(self, share: float, means: Sequence[Tensor]) -> LoggedValue:
         """Its weight: `share` if it is one of the means, or else its samples."""
         is_mean = self.origin is not None and is_among(self.origin, means)
-        return replace(self, weight=share if is_mean else self.samples)
+        return replace(self, weight=share if is_mean else self.samples, over_targets=is_mean)
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class Notes:
     metrics: dict[str, Any]
     kept: dict[Path, Change]
     rank: int
+    targets: float | None = None
 
 
 class PartsRun(Run[T]):
@@ -170,7 +173,9 @@ class PartsRun(Run[T]):
 
     # ---------------------------------------------------------------- the whole batch
 
-    def notes(self, shares: Sequence[float] = (), means: Sequence[Sequence[Tensor]] = ()) -> Notes:
+    def notes(
+        self, shares: Sequence[float] = (), means: Sequence[Sequence[Tensor]] = (), targets: float | None = None
+    ) -> Notes:
         """See `Run.notes`."""
         by_name: dict[tuple[str, bool], list[LoggedValue]] = {}
         for part, share, averaged in zip(self._noted, shares, means, strict=True):
@@ -181,7 +186,7 @@ class PartsRun(Run[T]):
         asked = {noted.metric or noted.value for noted in everything if noted.metric or isinstance(noted.value, str)}
         values = {name: _on_device(self._called[name].value(), HOST) for name in sorted(map(str, asked))}
         logged = [_combined(same, values) for same in by_name.values()]
-        return Notes(logged, values, self._merged(shares, means), self._rank)
+        return Notes(logged, values, self._merged(shares, means), self._rank, targets)
 
     def _merged(self, shares: Sequence[float], means: Sequence[Sequence[Tensor]]) -> dict[Path, Change]:
         parts = [
@@ -206,6 +211,9 @@ class PartsRun(Run[T]):
         """See `Run.replay`."""
         self.origin = notes.rank
         keep(self._module, notes.kept)
+        means = self._log.means if notes.targets is not None else None
+        if means is not None and notes.targets is not None:
+            means.declare(notes.targets, self._module.device)
         for noted in notes.logged:
             value: Any = noted.value
             if isinstance(value, str):
@@ -213,7 +221,15 @@ class PartsRun(Run[T]):
                 metric._forward_cache = _on_device(notes.metrics[value], metric.device)
                 self._log(noted.name, metric, **noted.options)
             else:
-                self._log(noted.name, value.to(self._module.device), **noted.options)
+                value = value.to(self._module.device)
+                if means is not None and noted.over_targets:
+                    means.also(value)
+                self._log(noted.name, value, **noted.options)
+
+    def counted(self, loss: Tensor) -> Tensor:
+        """See `Run.counted`."""
+        means = self._log.means
+        return loss if means is None or not means.all else means.scaled(loss)
 
 
 def _combined(same: Sequence[LoggedValue], metrics: dict[str, Any]) -> LoggedValue:
@@ -226,7 +242,9 @@ def _combined(same: Sequence[LoggedValue], metrics: dict[str, Any]) -> LoggedVal
     values = [noted.value.cpu() for noted in same if isinstance(noted.value, Tensor)]
     if not values:
         return LoggedValue(first.name, first.value, options, first.samples)
-    return LoggedValue(first.name, _reduced(values, [noted.weight for noted in same], options), options, first.samples)
+    value = _reduced(values, [noted.weight for noted in same], options)
+    over_targets = all(noted.over_targets for noted in same)
+    return LoggedValue(first.name, value, options, first.samples, over_targets=over_targets)
 
 
 def _reduced(values: Sequence[Tensor], weights: Sequence[float], options: dict[str, Any]) -> Tensor:

@@ -67,6 +67,8 @@ def require_same(what: str, values: Sequence[object], remedy: str) -> None:
 
 
 LOGGED = "a step that logged"
+RETURNED = "a step that returned"
+BACKWARD = "a backward pass within a step"
 Mark = tuple[int, int, int, int]
 
 
@@ -103,6 +105,7 @@ class Comparison:
         group: all ranks.
         content: what this rank reads; on all ranks with as many `readers`.
         samples: how many this rank has; `fewest` then says how many any of them has at least.
+        means: how many means a step computed, by which ranks may differ; `same_means` then says whether they do not.
     """
 
     def __init__(
@@ -112,14 +115,16 @@ class Comparison:
         group: dist.ProcessGroup,
         content: Content | None = None,
         samples: int = 0,
+        means: int = 0,
     ) -> None:
         self._group, self._content = group, content or Content()
-        numbers = [*self._content.numbers(), *requested, -samples, *mark, *(-number for number in mark)]
+        numbers = [*self._content.numbers(), *requested, means, -means, -samples, *mark, *(-n for n in mark)]
         self._numbers = torch.tensor(numbers, dtype=torch.float64)
         self._work = dist.all_reduce(self._numbers, op=dist.ReduceOp.MAX, group=group, async_op=True)
         self._places = len(mark)
         self.anybody: list[float] = []
         self.fewest = samples
+        self.same_means = True
 
     def finish(self, where: Callable[[], str], what: Callable[[], str]) -> None:
         """Waits for the others.
@@ -135,8 +140,8 @@ class Comparison:
         numbers = self._numbers.tolist()
         highest, lowest = numbers[-2 * self._places : -self._places], numbers[-self._places :]
         readers = self._content.readers
-        *self.anybody, fewest = numbers[2 * readers : -2 * self._places]
-        self.fewest = -int(fewest)
+        *self.anybody, most, least, fewest = numbers[2 * readers : -2 * self._places]
+        self.same_means, self.fewest = most == -least, -int(fewest)
         if any(high != -low for high, low in zip(highest, lowest, strict=True)):
             self._explain(gather((where(), what()), self._group))
         if any(high != -low for high, low in zip(numbers[:readers], numbers[readers : 2 * readers], strict=True)):
@@ -158,6 +163,11 @@ class Comparison:
         if any(place.startswith(LOGGED) for place in places):
             remedy = "log on all ranks alike, or on one with rank_zero_only=True"
             require_same("what is logged", [f"{place} {what}".rstrip() for place, what in said], remedy)
+        if any(place.startswith(RETURNED) for place in places):
+            remedy = "a batch is skipped on all ranks or on none: return a loss times zero, or decide it by batch_idx"
+            require_same("whether a step returns a loss", [f"{place} {what}".rstrip() for place, what in said], remedy)
+        if BACKWARD in places:
+            require_same("what ranks do next", places, "call self.manual_backward equally often on all ranks")
         require_same("the end of the data", places, EVENLY)
         require_same("the structure of a batch", [what for _, what in said], "look at the dataset there")
 

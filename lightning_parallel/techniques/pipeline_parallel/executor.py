@@ -21,8 +21,9 @@ from lightning_parallel.techniques.pipeline_parallel.exchange import (
 )
 from lightning_parallel.techniques.pipeline_parallel.gradients import Enter, Gradients, Saved, save
 from lightning_parallel.techniques.pipeline_parallel.schedule.actions import Action, Kind
+from lightning_parallel.techniques.pipeline_parallel.shares import Shares
 from lightning_parallel.techniques.pipeline_parallel.stages import HandedOn, Stages
-from lightning_parallel.techniques.tools.means import Means, Shares
+from lightning_parallel.techniques.tools.means import Means
 from lightning_parallel.values import map_tensors
 
 Place = tuple[int, int]
@@ -109,7 +110,7 @@ class Executor:
         received = self._received(place)
         if self._work.backward:
             received = map_tensors(lambda tensor: _entering(tensor, inputs), received)
-        means = Means() if stage == self._last and len(self._work.steps) > 1 else None
+        means = Means(elements=False) if stage == self._last else None
         output = self._stages.run(stage, received, self._work.steps[microbatch], means)
         if stage < self._last:
             self._keep_returned(place, inputs, output)
@@ -220,7 +221,7 @@ def _entering(tensor: Tensor, inputs: list[Tensor]) -> Tensor:
 def _seed_of(work: Work, microbatch: int, device: torch.device) -> Tensor | None:
     loss, share = work.loss_of(work.outputs[microbatch]), work.shares.seed(microbatch)
     assert work.scale is not None
-    return None if loss is None else torch.ones_like(loss, device=device) * (share * work.scale)
+    return None if loss is None else torch.ones_like(loss, device=device) * torch.as_tensor(share * work.scale).to(loss)
 
 
 def _detached(value: Any) -> Any:

@@ -16,13 +16,14 @@ from lightning_parallel.techniques.pipeline_parallel.exchange import Exchange
 from lightning_parallel.techniques.pipeline_parallel.executor import Executor, Work
 from lightning_parallel.techniques.pipeline_parallel.gradients import Gradients, HandOver
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import Schedule
+from lightning_parallel.techniques.pipeline_parallel.shares import Shares
 from lightning_parallel.techniques.pipeline_parallel.stages import Stages
 from lightning_parallel.techniques.pipeline_parallel.ties import Tie, sum_over_holders
 from lightning_parallel.techniques.step import Coming, Run, Step, WrappedStep
 from lightning_parallel.techniques.tools import microbatches
 from lightning_parallel.techniques.tools.boundaries import forget_ends
 from lightning_parallel.techniques.tools.leaves import leaf_of
-from lightning_parallel.techniques.tools.means import Shares, is_among
+from lightning_parallel.techniques.tools.means import is_among
 from lightning_parallel.techniques.tools.shards import local
 from lightning_parallel.values import batch_size, map_tensors, tensors_of
 
@@ -91,7 +92,8 @@ class PipelineStep(WrappedStep):
         loss = _loss_of(output)
         if work.scale is None or loss is None:
             return cast(T, output)
-        return cast(T, _with_loss(output, self._handed_over(loss, work, learning, work.scale / correction)))
+        handed = self._handed_over(loss, work, learning, work.scale / correction)
+        return cast(T, _with_loss(output, run.counted(handed)))
 
     # ---------------------------------------------------------------- before
 
@@ -127,7 +129,8 @@ class PipelineStep(WrappedStep):
             shares, correction = work.shares.final()
             means = {number: work.means_of(number) for number in work.outputs}
             merged = map_tensors(Tensor.cpu, _merged(outputs, sizes, shares, means))
-            return merged, run.notes([shares[number] for number in means], list(means.values())), correction
+            notes = run.notes([shares[number] for number in means], list(means.values()), work.shares.targets)
+            return merged, notes, correction
 
         last = self._schedule.rank_of(self._schedule.stages - 1)
         output, notes, correction = share_made(

@@ -1,66 +1,209 @@
-"""Over how many targets a step's losses are means: the loss of a batch is the mean over those of all microbatches.
+"""Over how much a step's losses are means, so that parts of a batch can be put together to the mean of all of it.
 
-A cross-entropy leaves out ignored targets, so microbatches of as many samples may count differently. Only what follows
-the blocks is watched, on the last stage.
+A cross-entropy leaves out ignored targets, and a mean over elements or rows counts as many as there are. The mean over
+a batch that ranks or microbatches share is the sum of all their numerators over the sum of all their counts:
+
+    mean = sum_r count_r mean_r / sum_r count_r
+
+So the gradient of each mean is multiplied where the mean was computed, by a `Scale` that is filled in when all counts
+are known. Any sum of means then has the gradient of the whole batch, each of them counting in its own way.
+
+torch's own loss functions are watched, by replacing them for the time of a step: a `TorchFunctionMode` would do the
+same and make every other operation twice as expensive for the host.
 """
 
 from __future__ import annotations
 
-import inspect
+import functools
+import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextvars import ContextVar, Token
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from typing_extensions import Self
 
-LOSSES: dict[Callable[..., Tensor], inspect.Signature] = {
-    function: inspect.signature(function) for function in (F.cross_entropy, F.nll_loss)
-}
+from lightning_parallel.techniques.step import Run
+from lightning_parallel.techniques.tools.reach import reach
+
+T = TypeVar("T")
+
+NONE, MEAN, SUM = 0, 1, 2
+"""The reductions as torch numbers them."""
+
+WATCHING: ContextVar[Means | None] = ContextVar("means", default=None)
+"""What notes the means of the step that runs in this thread; losses of other threads are no concern of it."""
 
 
-class Means(TorchFunctionMode):
-    """While active, cross-entropies that are means tell over how much; one over no target at all is 0, not 0 / 0.
-
-    Attributes:
-        count: of all targets, or the sum of their weights; None where nothing was averaged.
-        values: the means.
-    """
+class Scale:
+    """By what the gradient of a mean is multiplied; by nothing as long as it is not known."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.count: Tensor | None = None
-        self.values: list[Tensor] = []
-        self._active = False
+        self.factor: Tensor | None = None
+
+
+class _Scaled(Function):
+    """A number whose gradient is multiplied by a scale that is filled in later."""
+
+    @staticmethod
+    def forward(ctx: Any, mean: Tensor, scale: Scale) -> Tensor:
+        """See `torch.autograd.Function`."""
+        ctx.scale = scale
+        return mean.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Any) -> Any:
+        """See `torch.autograd.Function`."""
+        gradient, factor = incoming[0], ctx.scale.factor
+        return (gradient if factor is None else gradient * factor.to(gradient.dtype)), None
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean that a step computed.
+
+    Attributes:
+        count: over how much, in float64.
+        value: the mean.
+        given: what the step got: equal to it, and perhaps changed in place since.
+        edge: where it came from in the graph; None without gradients.
+        scale: of its gradient.
+        by: stands for the calls that led to it.
+        of: stands for the targets.
+    """
+
+    count: Tensor
+    value: Tensor
+    given: Tensor
+    edge: GradientEdge | None
+    scale: Scale
+    by: int
+    of: int
+
+
+@dataclass
+class Means:
+    """The means of one step, or of one part of it. Others that come with another count are told by `also`.
+
+    Args:
+        elements: whether means over elements and rows are noted, and not over targets only.
+        batch: what the step runs on.
+    """
+
+    elements: bool = True
+    batch: Any = None
+    all: list[Mean] = field(default_factory=list)
+    _others: list[tuple[Tensor, int]] = field(default_factory=list)
+    _before: list[Token[Means | None]] = field(default_factory=list)
+
+    # ---------------------------------------------------------------- watching
 
     def begin(self) -> None:
         """From now on."""
-        self._active = True
-        self.__enter__()  # type: ignore[no-untyped-call]
+        self._before.append(WATCHING.set(self))
+        for loss in LOSSES:
+            setattr(loss.owner, loss.name, _watched(loss, getattr(loss.owner, loss.name)))
 
     def end(self) -> None:
         """Up to now, if it began."""
-        if self._active:
-            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        self._active = False
+        if self._before:
+            for loss in LOSSES:
+                setattr(loss.owner, loss.name, getattr(loss.owner, loss.name).__wrapped__)
+            WATCHING.reset(self._before.pop())
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func not in LOSSES:
-            return func(*args, **kwargs)
-        call = LOSSES[func].bind(*args, **kwargs)
-        call.apply_defaults()
-        return self._mean(func, call.arguments) if _is_mean(call.arguments) else func(*args, **kwargs)
+    def __enter__(self) -> Self:
+        self.begin()
+        return self
 
-    def _mean(self, func: Callable[..., Tensor], arguments: dict[str, Any]) -> Tensor:
-        count = _count(**{name: arguments[name] for name in ("target", "weight", "ignore_index")})
-        losses = func(**(arguments | {"reduction": "none"}))
-        total = losses.sum(dtype=torch.float64 if losses.dtype == torch.float64 else torch.float32)
-        mean = (total / torch.where(count == 0, torch.ones_like(count), count)).to(losses.dtype)
-        self.count = count if self.count is None else self.count + count
-        self.values.append(mean)
-        return mean
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def note(self, mean: Tensor, count: Tensor, of: Tensor | None = None) -> Tensor:
+        """A mean over so much was computed, `of` these targets; returns what the step is to use for it."""
+        scale = Scale()
+        given: Tensor = _Scaled.apply(mean, scale) if mean.requires_grad else mean.clone()  # type: ignore[no-untyped-call]
+        edge = get_gradient_edge(given) if given.requires_grad else None
+        self.all.append(Mean(count.detach().double(), mean.detach(), given, edge, scale, *_origin(of)))
+        return given
+
+    def also(self, value: Tensor, number: int = 0) -> None:
+        """A value is a mean over the same as mean `number`."""
+        self._others.append((value, number))
+
+    def declare(self, count: float, device: torch.device) -> None:
+        """A mean over so much was computed elsewhere; values of it are given to `also` and `scaled`."""
+        nothing = torch.zeros((), device=device)
+        number = torch.tensor(count, dtype=torch.float64, device=device)
+        self.all.append(Mean(number, nothing, nothing, None, Scale(), 0, 0))
+
+    def scaled(self, value: Tensor, number: int = 0) -> Tensor:
+        """A value that is mean `number`, to be differentiated."""
+        result: Tensor = _Scaled.apply(value, self.all[number].scale)  # type: ignore[no-untyped-call]
+        self.also(result, number)
+        return result
+
+    def of_single_samples(self, samples: int | None) -> frozenset[int]:
+        """The numbers of those that one place computed for each sample by itself: a mean of them counts samples."""
+        targets: dict[int, set[int]] = {}
+        for mean in self.all:
+            targets.setdefault(mean.by, set()).add(mean.of)
+        calls = Counter(mean.by for mean in self.all)
+        single = {by for by, n in calls.items() if samples is not None and 1 < samples == n == len(targets[by])}
+        return frozenset(number for number, mean in enumerate(self.all) if mean.by in single)
+
+    # ---------------------------------------------------------------- what was seen
+
+    @property
+    def count(self) -> Tensor | None:
+        """Of all of them, None where there is none."""
+        return torch.stack([mean.count for mean in self.all]).sum() if self.all else None
+
+    @property
+    def values(self) -> list[Tensor]:
+        """As the step got them."""
+        return [mean.given for mean in self.all]
+
+    def parts_of(self, value: Tensor) -> dict[int, Tensor]:
+        """What the means contribute to a value that is a sum of multiples of them and of others, by their numbers."""
+        for other, number in self._others:
+            if value.data_ptr() == other.data_ptr():
+                return {number: value.detach()}
+        for number, mean in enumerate(self.all):
+            if value.data_ptr() == mean.given.data_ptr() and not mean.given._version:
+                return {number: mean.value}
+        if not self.all or not value.requires_grad or value.dim():
+            return {number: value.detach() for number, mean in enumerate(self.all) if is_among(value, [mean.given])}
+        numbers = reach(value, [mean.edge for mean in self.all]).linear
+        edges = [edge for number in numbers if (edge := self.all[number].edge) is not None]
+        factors = torch.autograd.grad(value, edges, retain_graph=True) if edges else ()
+        return {number: factor * self.all[number].value for number, factor in zip(numbers, factors, strict=True)}
+
+
+class WatchedRun(Run[T]):
+    """The user's step, with an eye on the means that it computes.
+
+    Args:
+        step: the user's.
+        means: notes them; None where nobody asks.
+    """
+
+    def __init__(self, step: Callable[..., T], means: Means | None) -> None:
+        super().__init__(step)
+        self._means = means
+
+    def __call__(self, *args: Any, **kwargs: Any) -> T:
+        """See `Run.__call__`."""
+        if self._means is None:
+            return super().__call__(*args, **kwargs)
+        self._means.batch = args[0] if args else None
+        with self._means:
+            return super().__call__(*args, **kwargs)
 
 
 def is_among(value: Tensor, means: Sequence[Tensor]) -> bool:
@@ -68,64 +211,84 @@ def is_among(value: Tensor, means: Sequence[Tensor]) -> bool:
     return any(value.data_ptr() == mean.data_ptr() for mean in means)
 
 
-def _is_mean(arguments: dict[str, Any]) -> bool:
-    of_classes = not arguments["target"].is_floating_point()
-    plain = arguments["size_average"] is None and arguments["reduce"] is None
-    return of_classes and plain and arguments["reduction"] == "mean"
+def mean_over(losses: Tensor, count: Tensor, dtype: torch.dtype, of: Tensor | None = None) -> Tensor:
+    """The sum of losses over a count, noted as a mean; over nothing at all it is 0, not 0 / 0."""
+    total = losses.sum(dtype=torch.float64 if losses.dtype == torch.float64 else torch.float32)
+    means = WATCHING.get()
+    if means is None:
+        return (total / count).to(dtype)
+    divisor = torch.where(count == 0, torch.ones_like(count), count).to(total.dtype)
+    return means.note((total / divisor).to(dtype), count, of)
 
 
-def _count(target: Tensor, weight: Tensor | None, ignore_index: int) -> Tensor:
-    counted = target != ignore_index
-    if weight is None:
-        return counted.sum().to(torch.float32)
-    return (weight[target.masked_fill(~counted, 0)] * counted).sum().to(torch.float32)
+# -------------------------------------------------------------------- torch's losses
 
 
-class Shares:
-    """What each microbatch's loss counts for in that of the batch.
+def _of_targets(means: Means, function: Callable[..., Tensor], args: tuple[Any, ...], place: int) -> Tensor:
+    logits, target, weight, _, ignored = args[:5]
+    if target.is_floating_point():  # probabilities of classes
+        return _of_elements(means, function, args, place, features=logits.shape[1 if logits.dim() > 1 else 0])
+    counted = target != ignored
+    # torch adds up the weights in their own dtype, and counts exactly
+    count = counted.sum() if weight is None else (weight[target.masked_fill(~counted, 0)] * counted).sum()
+    losses = function(*args[:place], NONE, *args[place + 1 :])
+    return mean_over(losses, count, losses.dtype, of=target)
 
-    By targets where the losses are means over targets, else by samples. How many targets there are in all is known
-    only after the last microbatch, so backwards use an estimate from the first one, and `correction` puts it right.
 
-    Args:
-        sizes: the samples of each microbatch.
-    """
+def _of_elements(
+    means: Means, function: Callable[..., Tensor], args: tuple[Any, ...], place: int, features: int = 1
+) -> Tensor:
+    if not means.elements:
+        return function(*args)
+    count = args[0].numel() // max(features, 1)
+    mean = function(*args[:place], MEAN if count else SUM, *args[place + 1 :])
+    return means.note(mean, torch.full((), count, dtype=torch.float64, device=mean.device), of=args[1])
 
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self._of_samples = [size / sum(sizes) for size in sizes]
-        self._counts: dict[int, Tensor] = {}
-        self._estimate: Tensor | None = None
-        self.means: dict[int, list[Tensor]] = {}
 
-    def add(self, microbatch: int, means: Means) -> None:
-        """What the step of a microbatch averaged."""
-        self.means[microbatch] = means.values
-        if means.count is not None:
-            self._counts[microbatch] = means.count
-            if self._estimate is None:
-                self._estimate = means.count.clamp(min=1) / self._of_samples[microbatch]
+def _watched(loss: Loss, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        means = WATCHING.get()
+        mean = len(args) > loss.place and args[loss.place] == MEAN
+        if means is None or not mean or not _is_plain(args[0]):
+            return function(*args, **kwargs)
+        return loss.kind(means, partial(function, **kwargs), args, loss.place)
 
-    def seed(self, microbatch: int) -> Tensor | float:
-        """By what the backward of a microbatch multiplies its loss."""
-        if self._estimate is None or microbatch not in self._counts:
-            return self._of_samples[microbatch]
-        return self._counts[microbatch] / self._estimate
+    return call
 
-    def final(self) -> tuple[list[float], float]:
-        """The share of each microbatch, and by what gradients are to be multiplied.
 
-        Raises:
-            ValueError: some microbatches averaged over targets, and others did not.
-        """
-        if not self._counts:
-            return self._of_samples, 1.0
-        if len(self._counts) < len(self._of_samples):
-            raise ValueError(
-                f"training_step computed a cross-entropy for microbatches {sorted(self._counts)} of "
-                f"{len(self._of_samples)} only; in a pipeline all of them count in one way: decide it by batch_idx, or "
-                "use microbatches=1"
-            )
-        assert self._estimate is not None
-        counts = torch.stack([self._counts[number] for number in sorted(self._counts)]).double()
-        estimate, total = float(self._estimate), float(counts.sum())
-        return (counts / total).tolist(), estimate / total if total else float("nan")
+class Loss(NamedTuple):
+    """A loss function of torch's: where it is found, at which place it takes its reduction, over what it is a mean."""
+
+    owner: Any
+    name: str
+    place: int
+    kind: Callable[[Means, Callable[..., Tensor], tuple[Any, ...], int], Tensor]
+
+
+NN: Any = torch._C._nn
+LOSSES = (
+    Loss(NN, "cross_entropy_loss", 3, _of_targets),
+    Loss(NN, "nll_loss_nd", 3, _of_targets),
+    *(Loss(NN, f"{name}_loss", 2, _of_elements) for name in ("mse", "l1", "smooth_l1", "huber", "soft_margin")),
+    Loss(NN, "binary_cross_entropy", 3, _of_elements),
+    Loss(torch, "binary_cross_entropy_with_logits", 4, _of_elements),
+    Loss(torch, "kl_div", 2, _of_elements),
+    Loss(torch, "poisson_nll_loss", 5, _of_elements),
+)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor has a value that is this step's: no fake one, and none of a transform such as `vmap`."""
+    return type(tensor) in (Tensor, nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def _origin(targets: Tensor | None) -> tuple[int, int]:
+    """Stands for the lines from which a mean was computed, the same in a loop; and for its targets."""
+    frame, lines = sys._getframe(1), []
+    while frame is not None:
+        lines.append((id(frame.f_code), frame.f_lineno))
+        frame = frame.f_back  # type: ignore[assignment]
+    return hash(tuple(lines)), 0 if targets is None else targets.data_ptr()
