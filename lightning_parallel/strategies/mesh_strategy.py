@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from lightning.pytorch import LightningModule, Trainer
@@ -269,11 +269,8 @@ class MeshStrategy(RankStrategy):
         module, plugin = self._module(), self.precision_plugin
         closure_loss = plugin.pre_backward(closure_loss, module)
         loss = closure_loss if self._weight == 1.0 else closure_loss * self._weight
-        if self._log is not None:
-            self._log.before_backward(self._weight)
-        self._step.backward(lambda: plugin.backward(loss, module, optimizer, *args, **kwargs))
-        if self._log is not None and module.automatic_optimization:
-            self._log.settle()
+        with nullcontext() if self._log is None else self._log.around_backward(self._weight):
+            self._step.backward(lambda: plugin.backward(loss, module, optimizer, *args, **kwargs))
         with self._gradients.shown(AFTER_BACKWARD):
             return plugin.post_backward(closure_loss, module)
 

@@ -228,14 +228,18 @@ class StepLog:
         extremes = [self._start(results, kind, share) for kind in ("min", "max")]
         self._pending = [lambda: self._place(chosen, means), *extremes]
 
-    def before_backward(self, share: float) -> None:
-        """Afterwards it is known by what the gradients of means are multiplied; all ranks must call."""
+    @contextmanager
+    def around_backward(self, share: float) -> Iterator[None]:
+        """Inside, it is known by what the gradients of means are multiplied; all ranks must call."""
         if self._sums is None and self._inside_step and self.means is not None:
             means = self._agree(-3, 0, BACKWARD, [])
             if means.all:
                 BatchSums([], means, share, self._group).values()
         if self._sums is not None:
             self._sums.values()
+        yield
+        if self._module.automatic_optimization:
+            self.settle()
 
     def settle(self) -> None:
         """Waits for the step values under way and shows them to callbacks and loggers; the step is over."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
+from lightning_parallel.techniques.tools.means import mean_over
 from lightning_parallel.techniques.tools.shards import bounds
 
 
@@ -72,8 +73,9 @@ def cross_entropy(
         loss = loss + label_smoothing / columns.size * smooth * counted
     if reduction == "none":
         return _as_torch(loss, own)
-    loss = loss.sum()
-    return _as_torch(loss / label_weight.sum() if reduction == "mean" else loss, own)
+    if reduction == "mean":
+        return mean_over(loss, label_weight.sum(), _as_torch(loss, own).dtype, of=target)
+    return _as_torch(loss.sum(), own)
 
 
 def log_sum_exp(own: Tensor, columns: Columns) -> Tensor:
