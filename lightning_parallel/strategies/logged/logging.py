@@ -256,7 +256,7 @@ class StepLog:
         means = self.means or Means()
         numbers = (len(means.all) << 16) + len(single_samples(means))
         mark = (what, more, 0, zlib.crc32("\n".join(names).encode()))
-        comparison = Comparison(mark, Requested(), self._host, Content(self._readers), numbers)
+        comparison = Comparison(mark, Requested(), self._host, Content(self._readers), means=numbers)
         comparison.finish(lambda: said, lambda: ", ".join(names))
         if comparison.same_means:
             return means
