@@ -160,12 +160,12 @@ class Comparison:
 
     def _explain(self, said: list[tuple[str, str]]) -> None:
         places = [place for place, _ in said]
-        if any(place.startswith(LOGGED) for place in places):
-            remedy = "log on all ranks alike, or on one with rank_zero_only=True"
-            require_same("what is logged", [f"{place} {what}".rstrip() for place, what in said], remedy)
         if any(place.startswith(RETURNED) for place in places):
             remedy = "a batch is skipped on all ranks or on none: return a loss times zero, or decide it by batch_idx"
             require_same("whether a step returns a loss", [f"{place} {what}".rstrip() for place, what in said], remedy)
+        if any(place.startswith(LOGGED) for place in places):
+            remedy = "log on all ranks alike, or on one with rank_zero_only=True"
+            require_same("what is logged", [f"{place} {what}".rstrip() for place, what in said], remedy)
         if BACKWARD in places:
             require_same("what ranks do next", places, "call self.manual_backward equally often on all ranks")
         require_same("the end of the data", places, EVENLY)
