@@ -38,7 +38,7 @@ def reach(value: Tensor, edges: Sequence[GradientEdge | None]) -> Reach:
     """Looks from a value to where others came from in the graph."""
     numbers = {id(edge.node): number for number, edge in enumerate(edges) if edge is not None}
     found: dict[bool, set[int]] = {True: set(), False: set()}
-    ahead: deque[tuple[Any, bool]] = deque([(value.grad_fn, True)])
+    ahead: deque[tuple[Any, bool]] = deque([] if value.grad_fn is None else [(value.grad_fn, True)])
     seen, rest = 0, False
     while ahead and seen < STEPS:
         node, linear = ahead.popleft()
