@@ -44,8 +44,6 @@ OPERATIONS: dict[str, Any] = {
 NOTHING = {"mean": None, "avg": None, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
 """What a batch that does not count contributes to a reduction; to a mean it contributes with weight zero."""
 
-messages = logging.getLogger(__name__)
-
 
 def reduce_tensor(tensor: Tensor, group: dist.ProcessGroup, operation: object) -> Tensor:
     """A tensor reduced over a group: by mean (the default of Lightning), sum, min, max or any `ReduceOp`."""
@@ -261,7 +259,7 @@ class StepLog:
         if comparison.same_means:
             return means
         if not self._differed and dist.get_rank() == 0:
-            messages.warning(
+            log.warning(
                 "ranks computed different numbers of losses in one step (here %d), so these count by samples, not by "
                 "targets, in the mean over ranks",
                 len(means.all),
