@@ -20,6 +20,8 @@ from lightning_parallel.techniques.pipeline_parallel.technique import PipelinePa
 from lightning_parallel.techniques.tensor_parallel import TensorParallel
 from lightning_parallel.techniques.zero import Zero
 
+__version__ = "0.1.0"
+
 __all__ = [
     "AXES",
     "ActivationCheckpoint",
@@ -36,6 +38,7 @@ __all__ = [
     "TensorParallelStrategy",
     "Zero",
     "ZeroStrategy",
+    "__version__",
 ]
 
 StrategyRegistry.register("lp_layer_parallel", LayerParallelStrategy, "Layers on different ranks, run in turn")

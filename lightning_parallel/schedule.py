@@ -15,10 +15,13 @@ from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import (
 from lightning_parallel.techniques.pipeline_parallel.schedule.simulate import Cost, Timeline, simulate
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
+PROGRAM = "python -m lightning_parallel.schedule"
+
+
+def parser(prog: str = PROGRAM) -> argparse.ArgumentParser:
+    """The command line, under the name by which it was called."""
     line = argparse.ArgumentParser(
-        prog="python -m lightning_parallel.schedule",
+        prog=prog,
         description="Prints a pipeline schedule as a grid, with its bubble and its peak activations; draws it as well.",
     )
     line.add_argument("schedule", help=f"one of {', '.join(SCHEDULES)}, or the path of a .csv file")
@@ -100,9 +103,9 @@ def report(timeline: Timeline) -> str:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None, prog: str = PROGRAM) -> None:
     """Runs the command."""
-    command = parser()
+    command = parser(prog)
     line = command.parse_args(arguments)
     try:
         schedule = schedule_of(line)

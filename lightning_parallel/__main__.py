@@ -1,0 +1,62 @@
+"""The command `lightning-parallel`, also as `python -m lightning_parallel`: trains the recipe, or shows a schedule."""
+
+import argparse
+import runpy
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from lightning_parallel import __version__, schedule
+
+EXTRA = ("hydra", "tokenizers", "numpy", "filelock", "matplotlib", "tqdm")
+"""What the recipe imports and only the extra `recipes` installs."""
+
+EXAMPLES = """\
+train takes Hydra's overrides, schedule has options of its own; each tells them with --help:
+  lightning-parallel train                                       ZeRO 3 on all GPUs, or on two CPU processes
+  lightning-parallel train strategy=zero strategy.stage=2 trainer.devices=4
+  lightning-parallel train experiment=gpt-124m --cfg job         shows the configuration without training
+  lightning-parallel schedule zbv --ranks 4 --microbatches 8 --png zbv.png
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    line = argparse.ArgumentParser(
+        prog="lightning-parallel",
+        description="Trains a GPT on any layout of ranks, or shows a schedule of pipeline parallel.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    line.add_argument("--version", action="version", version=__version__)
+    line.add_argument("command", choices=("train", "schedule"))
+    line.add_argument("arguments", nargs=argparse.REMAINDER, help="the command's own")
+    return line
+
+
+def recipes() -> Path:
+    """The folder of `train.py`: within the package where a wheel was installed, beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    bundled = package / "bundled" / "recipes"
+    return bundled if bundled.is_dir() else package.parent / "recipes"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command."""
+    command = parser()
+    line = command.parse_args(arguments)
+    if line.command == "schedule":
+        schedule.main(line.arguments, prog="lightning-parallel schedule")
+        return
+    missing = [module for module in EXTRA if find_spec(module) is None]
+    if missing:
+        command.error(f"training needs {', '.join(missing)}: pip install 'lightning-parallel[recipes]'")
+    # as a script under its own path: that is what the processes which it launches are told to run
+    script = str(recipes() / "train.py")
+    sys.argv = [script, *line.arguments]
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
