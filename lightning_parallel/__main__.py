@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lightning_parallel import __version__, schedule
 
-EXTRA = ("hydra", "tokenizers", "numpy", "filelock", "matplotlib", "tqdm")
+EXTRA = ("hydra", "tokenizers", "filelock", "matplotlib", "tqdm")
 """What the recipe imports and only the extra `recipes` installs."""
 
 EXAMPLES = """\
@@ -31,7 +31,7 @@ def parser() -> argparse.ArgumentParser:
     )
     line.add_argument("--version", action="version", version=__version__)
     line.add_argument("command", choices=("train", "schedule"))
-    line.add_argument("arguments", nargs=argparse.REMAINDER, help="the command's own")
+    line.add_argument("arguments", nargs=argparse.REMAINDER, metavar="…", help="what the command takes")
     return line
 
 

@@ -1,4 +1,7 @@
-"""Shows a schedule of pipeline parallel: `python -m lightning_parallel.schedule 1f1b --ranks 4 --microbatches 8`."""
+"""Shows a schedule of pipeline parallel: `lightning-parallel schedule 1f1b --ranks 4 --microbatches 8`.
+
+`python -m lightning_parallel.schedule` is the same.
+"""
 
 import argparse
 from collections.abc import Sequence
@@ -13,7 +16,6 @@ from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import (
     make_schedule,
 )
 from lightning_parallel.techniques.pipeline_parallel.schedule.simulate import Cost, Timeline, simulate
-
 
 PROGRAM = "python -m lightning_parallel.schedule"
 

@@ -1,0 +1,52 @@
+"""What `import lightning_parallel` loads: its dependencies, and nothing of the extras."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+NEEDED = {"torch", "lightning", "torchmetrics", "numpy", "typing_extensions", "lightning_parallel"}
+
+# Lightning imports matplotlib and transformers by itself where they are installed, so it comes first.
+LOADED = """
+import sys
+import lightning.pytorch
+before = set(sys.modules)
+import lightning_parallel
+print(*{name.partition(".")[0] for name in set(sys.modules) - before})
+"""
+
+
+def imported_at_once(file: Path) -> Iterator[str]:
+    """The top-level names that a file imports when it is itself imported."""
+    waiting: list[ast.AST] = [ast.parse(file.read_text())]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield (node.module or "").partition(".")[0]
+        elif not isinstance(node, ast.FunctionDef) and not for_types_only(node):
+            waiting.extend(ast.iter_child_nodes(node))
+
+
+def for_types_only(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+
+
+def test_no_file_imports_what_an_extra_installs() -> None:
+    allowed = NEEDED | sys.stdlib_module_names
+    found = {
+        str(file.relative_to(ROOT)): others
+        for file in (ROOT / "lightning_parallel").rglob("*.py")
+        if (others := set(imported_at_once(file)) - allowed)
+    }
+    assert not found
+
+
+def test_importing_it_loads_nothing_else() -> None:
+    command = [sys.executable, "-c", LOADED]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=240)
+    assert set(ended.stdout.split()) - NEEDED <= sys.stdlib_module_names
