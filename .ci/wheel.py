@@ -6,7 +6,7 @@ BUNDLED = {"lightning_parallel.bundled.recipes": "recipes", "lightning_parallel.
 
 
 class BuildPy(build_py):
-    """setuptools' own, with two folders more; a list of packages in pyproject.toml would have to name all others too."""
+    """setuptools' own, with two folders more; a list of packages would have to name all others too."""
 
     def finalize_options(self) -> None:
         """See setuptools."""

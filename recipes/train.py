@@ -1,4 +1,4 @@
-"""Train a model: ``python recipes/train.py`` or ``lightning-parallel train``, with overrides of ``conf/``; see ``--help``."""
+"""Train a model: ``python recipes/train.py [group=choice] [group.key=value] …``, or ``lightning-parallel train …``."""
 
 from __future__ import annotations
 

@@ -94,9 +94,6 @@ def test_a_users_mypy_finds_our_types(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "user.py").write_text(USER)
     command = [sys.executable, "-m", "mypy", "--python-executable", tmp_path / "venv" / "bin" / "python", "user.py"]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
-    shown = ended.stdout + ended.stderr
-    assert """Revealed type is "Literal[1, 2, 3]""" in shown.replace("Union[Literal[1], Literal[2], Literal[3]]", ""), (
-        shown
-    )
-    assert "stage" in shown.partition("user.py:5: error")[2]
-    assert "missing library stubs" not in shown
+    revealed, wrong, _ = ended.stdout.splitlines()
+    assert "Literal[1" in revealed, ended.stdout + ended.stderr
+    assert 'Argument "stage" to "Zero" has incompatible type' in wrong

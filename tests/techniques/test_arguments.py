@@ -53,6 +53,9 @@ WRONG = [
         partial(HybridStrategy, ActivationCheckpoint(), ActivationCheckpoint("selective")),
         "would both act on every block",
     ),
+    (partial(HybridStrategy, "zero3"), "'zero3' is no technique; pass objects such as Zero(4)"),
+    (partial(HybridStrategy, Zero(2), techniques=[Zero(2)]), "are both given; put all of them into the list"),
+    (partial(HybridStrategy, techniques=Zero(2)), "is no list; write techniques=[Zero(size=2, stage=3"),
 ]
 
 

@@ -1,0 +1,88 @@
+"""LightningCLI: a hybrid written in YAML, each technique as class_path and init_args."""
+
+import os
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.cli import LightningCLI
+from torch.utils.data import DataLoader
+
+from lightning_parallel import ActivationCheckpoint, HybridStrategy, PipelineParallel, TensorParallel, Zero
+from recipes.gpt import GPTModule
+from tests.models import VOCABULARY, loaders
+from tests.ranks import ranks
+from tests.trainers import PoolEnvironment
+
+HYBRID = """
+seed_everything: 7
+trainer:
+  accelerator: cpu
+  devices: 2
+  max_steps: 2
+  logger: false
+  enable_checkpointing: false
+  enable_progress_bar: false
+  enable_model_summary: false
+  strategy:
+    class_path: lightning_parallel.HybridStrategy
+    init_args:
+      techniques:
+        - class_path: lightning_parallel.TensorParallel
+          init_args: {size: 2}
+        - class_path: lightning_parallel.ActivationCheckpoint
+      plan:
+        class_path: lightning_parallel.ParallelPlan
+        init_args: {blocks: network.layers.*}
+"""
+
+
+class Model(GPTModule):
+    def __init__(self, layers: int = 2) -> None:
+        sizes = {"context": 64, "dim": 32, "n_layers": layers, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 64}
+        super().__init__({"vocab_size": VOCABULARY, **sizes})
+
+
+class Data(LightningDataModule):
+    def __init__(self, batch_size: int = 4) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> DataLoader:
+        return loaders("own_gpt", self.batch_size)[0]
+
+
+def from_yaml(folder: Path, text: str, run: bool = True) -> LightningCLI:
+    (folder / "run.yaml").write_text(text)
+    command = [*(["fit"] if run else []), "-c", str(folder / "run.yaml")]
+    # Lightning 2.6 calls jsonargparse by names that it has deprecated since
+    quiet = patch.dict(os.environ, JSONARGPARSE_DEPRECATION_WARNINGS="off")
+    with quiet, patch.object(sys, "argv", ["script.py", *command]):
+        defaults = {"plugins": [PoolEnvironment()]}
+        return LightningCLI(Model, Data, save_config_callback=None, trainer_defaults=defaults, run=run)
+
+
+@ranks(2)
+def test_a_hybrid_trains_from_a_file(tmp_path: Path) -> None:
+    trainer = from_yaml(tmp_path, HYBRID).trainer
+    assert trainer.global_step == 2
+    assert trainer.strategy.techniques == (TensorParallel(2), ActivationCheckpoint())
+
+
+def test_every_option_of_a_technique_can_be_written(tmp_path: Path) -> None:
+    text = HYBRID.replace("TensorParallel", "PipelineParallel").replace("{size: 2}", "{schedule: zbv, split: [1, 1]}")
+    strategy = from_yaml(tmp_path, text.replace("ActivationCheckpoint", "Zero"), run=False).trainer.strategy
+    assert strategy.techniques == (PipelineParallel(schedule="zbv", split=(1, 1)), Zero())
+
+
+def test_a_wrong_option_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        from_yaml(tmp_path, HYBRID.replace("{size: 2}", "{sise: 2}"), run=False)
+    assert "sise" in capsys.readouterr().err
+
+
+def test_a_list_and_arguments_are_the_same() -> None:
+    assert HybridStrategy(techniques=[Zero(2)]).techniques == HybridStrategy(Zero(2)).techniques
+    assert HybridStrategy(techniques=[]).techniques == ()
