@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_parallel.plan.find import check_plan, find_plan
 from lightning_parallel.plan.plan import ParallelPlan, require_plan
-from lightning_parallel.strategies import refusals
+from lightning_parallel.strategies import layout, refusals
 from lightning_parallel.strategies.adoption import Adoption
 from lightning_parallel.strategies.callback import MeshCallback
 from lightning_parallel.strategies.checkpoint.resumption import Resumption
@@ -201,6 +201,7 @@ class MeshStrategy(RankStrategy):
         trainer = self._module().trainer
         if self._callback is not None:
             self._callback.join(trainer)
+            layout.tell(trainer, self._whole, self._step, self._host_group())
         self._resumption.begin_training(trainer, self.root_device)
 
     # ---------------------------------------------------------------- one batch

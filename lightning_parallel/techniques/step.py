@@ -127,6 +127,10 @@ class Step:
         """What the optimizer steps for `parameter`: itself, or the shard of it that this rank keeps."""
         return parameter
 
+    def accumulated(self, parameter: nn.Parameter) -> Tensor:
+        """What a gradient is as large as while it accumulates: `parameter`, or what is stored for it."""
+        return parameter
+
     def after_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """Called when an optimizer changed what is stored for `parameters`, so that they follow."""
 
@@ -159,6 +163,10 @@ class WrappedStep(Step):
     def stored(self, parameter: nn.Parameter) -> Tensor:
         """See `Step.stored`."""
         return self.inner.stored(parameter)
+
+    def accumulated(self, parameter: nn.Parameter) -> Tensor:
+        """See `Step.accumulated`."""
+        return self.inner.accumulated(parameter)
 
     def after_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """See `Step.after_optimizer_step`."""

@@ -14,7 +14,6 @@ from lightning_parallel import ActivationCheckpoint, HybridStrategy, PipelinePar
 from recipes.gpt import GPTModule
 from tests.models import VOCABULARY, loaders
 from tests.ranks import ranks
-from tests.trainers import PoolEnvironment
 
 HYBRID = """
 seed_everything: 7
@@ -26,6 +25,8 @@ trainer:
   enable_checkpointing: false
   enable_progress_bar: false
   enable_model_summary: false
+  plugins:
+    - class_path: tests.trainers.PoolEnvironment
   strategy:
     class_path: lightning_parallel.HybridStrategy
     init_args:
@@ -51,7 +52,10 @@ class Data(LightningDataModule):
         self.batch_size = batch_size
 
     def train_dataloader(self) -> DataLoader:
-        return loaders("own_gpt", self.batch_size)[0]
+        return loaders("own_gpt", self.batch_size).train
+
+    def val_dataloader(self) -> DataLoader:
+        return loaders("own_gpt", self.batch_size).val
 
 
 def from_yaml(folder: Path, text: str, run: bool = True) -> LightningCLI:
@@ -60,8 +64,7 @@ def from_yaml(folder: Path, text: str, run: bool = True) -> LightningCLI:
     # Lightning 2.6 calls jsonargparse by names that it has deprecated since
     quiet = patch.dict(os.environ, JSONARGPARSE_DEPRECATION_WARNINGS="off")
     with quiet, patch.object(sys, "argv", ["script.py", *command]):
-        defaults = {"plugins": [PoolEnvironment()]}
-        return LightningCLI(Model, Data, save_config_callback=None, trainer_defaults=defaults, run=run)
+        return LightningCLI(Model, Data, save_config_callback=None, run=run)
 
 
 @ranks(2)
@@ -72,9 +75,11 @@ def test_a_hybrid_trains_from_a_file(tmp_path: Path) -> None:
 
 
 def test_every_option_of_a_technique_can_be_written(tmp_path: Path) -> None:
-    text = HYBRID.replace("TensorParallel", "PipelineParallel").replace("{size: 2}", "{schedule: zbv, split: [1, 1]}")
+    text = HYBRID.replace("TensorParallel", "PipelineParallel").replace(
+        "{size: 2}", "{size: 2, schedule: zbv, split: [1, 1, 1, 1]}"
+    )
     strategy = from_yaml(tmp_path, text.replace("ActivationCheckpoint", "Zero"), run=False).trainer.strategy
-    assert strategy.techniques == (PipelineParallel(schedule="zbv", split=(1, 1)), Zero())
+    assert strategy.techniques == (PipelineParallel(2, schedule="zbv", split=(1, 1, 1, 1)), Zero())
 
 
 def test_a_wrong_option_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,6 +55,7 @@ class DividedModel:
 
     def divide(self, techniques: Sequence[Technique], plan: ParallelPlan) -> None:
         """Lets every technique keep its part of the model."""
+        self.plan = plan
         ground = Ground(self.mesh, plan, partial(take_sample, self.module.trainer))
         if self.mesh.loss.size() > 1 and not any(technique.traits.averages_gradients for technique in techniques):
             techniques = (*techniques, DataParallel(1))

@@ -42,7 +42,7 @@ class ShardedStatesStep(BucketedStep):
         self, inner: Step, parameters: Sequence[nn.Parameter], mesh: ParallelMesh, stage: int, offload: bool
     ) -> None:
         self._place: dict[nn.Parameter, tuple[ScatterBucket, int]] = {}
-        self._offload = offload
+        self._offload, self._stage = offload, stage
         super().__init__(inner, parameters, mesh, self._make_bucket, BUCKET_BYTES, accumulates_locally=stage == 1)
 
     def stored(self, parameter: nn.Parameter) -> Tensor:
@@ -52,6 +52,10 @@ class ShardedStatesStep(BucketedStep):
             return self.inner.stored(parameter)
         bucket, index = self._place[parameter]
         return bucket.shards[index].stored()
+
+    def accumulated(self, parameter: nn.Parameter) -> Tensor:
+        """See `Step.accumulated`."""
+        return self.stored(parameter) if self._stage == 2 else self.inner.accumulated(parameter)
 
     def after_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """Gathers the stepped rows of all ranks into the whole parameters, the next bucket while one is unpacked."""
