@@ -36,7 +36,7 @@ trainer:
         - class_path: lightning_parallel.ActivationCheckpoint
       plan:
         class_path: lightning_parallel.ParallelPlan
-        init_args: {blocks: network.layers.*}
+        init_args: {blocks: network.blocks.*}
 """
 
 
