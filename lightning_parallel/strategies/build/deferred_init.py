@@ -32,9 +32,9 @@ from lightning_parallel.strategies.build.tape import (
     meta_twin,
     needed_by,
     reads_only_shape,
-    turns_of,
     storage_key,
     tensors_in,
+    turns_of,
 )
 
 aten = torch.ops.aten
