@@ -6,6 +6,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.cli import LightningCLI
 from torch.utils.data import DataLoader
@@ -44,6 +45,9 @@ class Model(GPTModule):
     def __init__(self, layers: int = 2) -> None:
         sizes = {"context": 64, "dim": 32, "n_layers": layers, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 64}
         super().__init__({"vocab_size": VOCABULARY, **sizes})
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 class Data(LightningDataModule):
