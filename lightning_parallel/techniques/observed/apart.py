@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.techniques.division import Sample
-from lightning_parallel.techniques.observed.recorder import buffers_kept
+from lightning_parallel.techniques.observed.kept import buffers_kept
 from lightning_parallel.techniques.observed.shapes import ShapesOnly, Watch, mark_of
 from lightning_parallel.techniques.tools import microbatches
 from lightning_parallel.techniques.tools.telling import warn

@@ -76,6 +76,7 @@ class Traversal:
         parts: FQN of the outermost modules beside the blocks that have parameters and are called.
         direct: FQN of the parameters in none of these and in no block, which the code between modules reads.
         complete: whether the step was followed to its end. If not, what follows the blocks may use anything.
+        hooked: FQN of the modules in blocks and parts whose hooks ran.
     """
 
     blocks: tuple[str, ...]
@@ -86,6 +87,7 @@ class Traversal:
     parts: tuple[str, ...] = ()
     direct: frozenset[str] = frozenset()
     complete: bool = True
+    hooked: tuple[str, ...] = ()
 
     @property
     def end(self) -> int:

@@ -14,6 +14,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils.flop_counter import flop_registry
 
 from lightning_parallel.plan.plan import starred
+from lightning_parallel.techniques.observed.hooked import WatchedHooks, owner_of_part
+from lightning_parallel.techniques.observed.kept import buffers_kept
 from lightning_parallel.techniques.observed.positions import Call, Made, SkipTensor, Source, Traversal
 from lightning_parallel.techniques.observed.repeatable import Operations, Repeatable, operation
 from lightning_parallel.techniques.observed.shapes import ShapesOnly, Watch, mark_of, mark_tensors
@@ -42,24 +44,13 @@ def traverse(
     recorder = _Recorder(model, blocks)
     with torch.no_grad(), buffers_kept(model), recorder.attached(), ShapesOnly(model.parameters(), device, recorder):
         try:
-            run()
+            recorder.end(run())
         except _Unexpected as error:
             raise ValueError(str(error)) from None
         except Exception as error:
             recorder.stop(error)
         recorder.require_repeatable()
     return recorder.traversal()
-
-
-@contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Afterwards buffers hold what they held: a step may count in them."""
-    before = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
-    try:
-        yield
-    finally:
-        for buffer, value in before:
-            buffer.copy_(value)
 
 
 class _Unexpected(BaseException):
@@ -90,12 +81,14 @@ class _Recorder(Watch):
         self._repeatable: dict[str, Repeatable] = {}
         self._over = False  # the step; of repeated calls nothing but their operations is noted
         self._operations: Operations = []
+        self._hooks = WatchedHooks(model, self._taken)
         self._whole = {name for block in blocks for name in _ancestors(block)}
 
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Inside, the blocks and all modules tell when they run."""
         with ExitStack() as stack:
+            stack.callback(self._hooks.close)
             stack.callback(register_module_forward_pre_hook(self._on_call).remove)
             stack.callback(register_module_forward_hook(self._on_return, always_call=True).remove)
             for name, block in self._blocks.items():
@@ -111,10 +104,27 @@ class _Recorder(Watch):
             self._calls.setdefault(name, set()).add(self._position)
         is_part = self._is_part(module)
         self._asked = self._asked and not (is_part and self._depth == 0)
+        if name is not None and is_part and self._depth == 0:
+            self._hooks.enter(owner_of_part(name, self._parts.get(name, 0)))
         self._depth += is_part
+        self._leave_part()
+        if name is not None:
+            self._hooks.watch(module, name)
+
+    def _leave_part(self) -> None:
+        """A module between parts and blocks runs on every stage, and so do its hooks."""
+        if self._depth == 0 and self._position % 2 == 0:
+            self._hooks.leave()
+
+    def _taken(self, call: Call, number: int) -> Made:
+        """The mark of what a hook gets."""
+        return Made(self._position, sources=frozenset({Source(call, self._position, number)}))
 
     def _on_return(self, module: nn.Module, _: Any, output: Any) -> None:
-        if self._over or not self._is_part(module):
+        if self._over:
+            return
+        if not self._is_part(module):
+            self._leave_part()
             return
         self._depth -= 1
         if self._depth == 0:
@@ -137,7 +147,9 @@ class _Recorder(Watch):
             self._position = 2 * len(self._order) - 1
             self._asked = False
             self._repeatable[name] = Repeatable(call, args, kwargs)
+            self._hooks.enter(name)
             output = call(*args, **kwargs)
+            self._hooks.leave()
             self._note_returned(output, Made(self._position, returned=True), (name, 0))
             self._position += 1
             return output
@@ -189,10 +201,10 @@ class _Recorder(Watch):
 
     def asked(self, tensor: Tensor) -> None:
         """A value that leaves for Python may go anywhere: it is used wherever the step goes from here."""
-        if self._position % 2 or self._depth or self._over:
+        if self._is_inside or self._over:
             self._asked = True
             return
-        for later in range(self._position, self._end + 1, 2):
+        for later in range(self._position + self._position % 2, self._end + 1, 2):
             self._read_at(tensor, later)
 
     def made(self, func: Any, args: Any, kwargs: Any, result: Any, inputs: Sequence[Tensor]) -> Made:
@@ -206,7 +218,7 @@ class _Recorder(Watch):
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
             self._work[self._position] += count(*args, **kwargs, out_val=result)
-        if self._position % 2 or self._depth:
+        if self._is_inside:
             return Made(self._position)
         self._between += map(weakref.ref, tensors_of(result))
         marks = [mark for mark in map(mark_of, inputs) if mark is not None]
@@ -215,6 +227,11 @@ class _Recorder(Watch):
         if any(mark.sources is None for mark in marks):
             return Made(self._position, parameters=parameters)
         return Made(self._position, False, frozenset().union(*(mark.sources for mark in marks)), parameters)
+
+    @property
+    def _is_inside(self) -> bool:
+        """Whether this is the code of a block or a part. That of hooks is called again where it is needed."""
+        return not self._hooks.running and bool(self._position % 2 or self._depth)
 
     def _is_known(self, tensor: Tensor) -> bool:
         return not tensor.is_meta and id(tensor) not in self._names and mark_of(tensor) is None
@@ -263,7 +280,8 @@ class _Recorder(Watch):
         self._over = True
         for name in self._order if self._has_run_all else ():
             try:
-                alike = self._repeatable.pop(name).settles(self._noted)
+                with self._hooks.silent():
+                    alike = self._repeatable.pop(name).settles(self._noted)
             except Exception as error:
                 alike = True
                 warn(
@@ -286,6 +304,11 @@ class _Recorder(Watch):
         return found
 
     # ---------------------------------------------------------------- the result
+
+    def end(self, output: Any) -> None:
+        """The step has returned: its caller reads what it returned."""
+        for tensor in tensors_of(output):
+            self.read(tensor)
 
     def stop(self, error: Exception) -> None:
         """The step could not be followed further: whatever is still there may be used in what is left of it.
@@ -334,6 +357,7 @@ class _Recorder(Watch):
             tuple(self._parts),
             frozenset(name for name, _ in self._model.named_parameters() if not self._is_within(name)),
             self._complete,
+            tuple(self._hooks.modules),
         )
 
     def _is_within(self, parameter: str) -> bool:

@@ -101,6 +101,26 @@ def _is_same(before: Any, now: Any) -> bool:
         return False
 
 
+class Absent:
+    """In the place of a tensor that nobody uses."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Absent) and (self.shape, self.dtype) == (other.shape, other.dtype)
+
+    def __hash__(self) -> int:
+        return hash((self.shape, self.dtype))
+
+    def __repr__(self) -> str:
+        return f"a tensor of shape {self.shape} and {self.dtype}"
+
+    def zeros(self, device: torch.device) -> Tensor:
+        """A tensor like it."""
+        return torch.zeros(self.shape, dtype=self.dtype, device=device)
+
+
 def rebuild(layout: Layout, tensors: list[Tensor]) -> Any:
     """The value of a layout with these tensors."""
     waiting = iter(tensors)

@@ -16,9 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_parallel.techniques.observed.hooked import owner_of_part
 from lightning_parallel.techniques.observed.positions import Call
 from lightning_parallel.techniques.observed.shapes import ShapesOnly, zeros_for_shapes
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut
+from lightning_parallel.techniques.pipeline_parallel.exchange import Absent
+from lightning_parallel.techniques.pipeline_parallel.hooks import Hooks, Taken
 from lightning_parallel.techniques.tools.elsewhere import is_elsewhere
 from lightning_parallel.techniques.tools.means import Means
 from lightning_parallel.techniques.tools.redirect import Forward, plain_forwards, redirect_call, restore_call
@@ -37,11 +40,13 @@ class HandedOn:
         result: what its last block returned.
         carried: what goes past the blocks.
         shapes: of each block so far, what it returned, with `Absent` for its tensors.
+        taken: by blocks and calls of parts, what hooks in them got.
     """
 
     result: Any = None
     carried: dict[Call, Any] = field(default_factory=dict)
     shapes: dict[int, Any] = field(default_factory=dict)
+    taken: dict[str, list[Taken]] = field(default_factory=dict)
 
 
 @dataclass
@@ -52,6 +57,7 @@ class _Now:
     received: Any
     carried: dict[Call, Any]
     shapes: dict[int, Any]
+    taken: dict[str, list[Taken]]
     position: int = 0
     result: Any = None
     calls: Counter[str] = field(default_factory=Counter)
@@ -72,6 +78,7 @@ class Stages:
         self.cut, self._device = made, device
         self._now: _Now | None = None
         modules = dict(model.named_modules())
+        self._hooks = Hooks(modules, made, device)
         for number, name in enumerate(made.seen.blocks):
             redirect_call(modules[name], lambda call, k=number: self._block(k, call))  # type: ignore[misc]
         for name in made.seen.parts:
@@ -80,6 +87,7 @@ class Stages:
 
     def close(self) -> None:
         """Gives the modules their own calls back."""
+        self._hooks.close()
         for module in self._redirected:
             restore_call(module)
 
@@ -96,12 +104,13 @@ class Stages:
             What the step returned, or `HandedOn` if there is a stage after this one.
         """
         given = received if stage else HandedOn()
-        self._now = _Now(stage, given.result, given.carried, given.shapes, means=means)
+        self._now = _Now(stage, given.result, given.carried, given.shapes, given.taken, means=means)
         try:
             output = step()
         except StageEndedError:
             carried = {c: value for c, value in self._now.carried.items() if self.cut.carried[c].last > stage}
-            return HandedOn(self._now.result, carried, self._now.shapes)
+            taken = self._hooks.going_on(self._now.taken, stage)
+            return HandedOn(self._now.result, carried, self._now.shapes, taken)
         finally:
             if means is not None:
                 means.end()
@@ -127,10 +136,12 @@ class Stages:
             now.position = 2 * number + 2
             ends = self.cut.stage_at(2 * number + 3) > mine
             if mine < now.stage:
+                self._hooks.call_again(now.taken.get(name, ()), now.stage)
                 if ends and self.cut.stage_at(2 * number + 3) == now.stage:
                     return now.received
                 return self._carried(now, (name, 0)) if (name, 0) in now.carried else self._zeros(now.shapes[number])
-            now.result = call(*args, **kwargs)
+            with self._hooks.noting(name, now.taken):
+                now.result = call(*args, **kwargs)
             self._keep(now, (name, 0), now.result)
             now.shapes[number] = map_tensors(Absent, now.result)
             if ends:  # at once: what follows may change the result in place
@@ -159,11 +170,15 @@ class Stages:
                 return call(*args, **kwargs) if now is None else self._part_here(now, module, call, args, kwargs)
             this = (name, now.calls[name])
             now.calls[name] += 1
+            owner = owner_of_part(*this)
+            if self.cut.stage_at(now.position) < now.stage:
+                self._hooks.call_again(now.taken.get(owner, ()), now.stage)
             if this in now.carried:
                 return self._carried(now, this)
             self._require_at_hand(now, name, module)
             now.depth += 1
-            output = self._part_here(now, module, call, args, kwargs)
+            with self._hooks.noting(owner, now.taken):
+                output = self._part_here(now, module, call, args, kwargs)
             now.depth -= 1
             if self.cut.stage_at(now.position) == now.stage:
                 self._keep(now, this, output)
@@ -183,7 +198,12 @@ class Stages:
     ) -> Any:
         if self.cut.stage_at(now.position) == now.stage:
             return call(*args, **kwargs)
-        with torch.no_grad(), plain_forwards(module), ShapesOnly(_tensors_of(module), self._device):
+        with (
+            torch.no_grad(),
+            self._hooks.silent(module),
+            plain_forwards(module),
+            ShapesOnly(_tensors_of(module), self._device),
+        ):
             return zeros_for_shapes(call(*args, **kwargs), self._device)
 
     # ---------------------------------------------------------------- what goes past the blocks
@@ -202,26 +222,6 @@ class Stages:
 
     def _zeros(self, value: Any) -> Any:
         return map_leaves(lambda leaf: leaf.zeros(self._device) if isinstance(leaf, Absent) else leaf, value)
-
-
-class Absent:
-    """In the place of a tensor that nobody uses."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Absent) and (self.shape, self.dtype) == (other.shape, other.dtype)
-
-    def __hash__(self) -> int:
-        return hash((self.shape, self.dtype))
-
-    def __repr__(self) -> str:
-        return f"a tensor of shape {self.shape} and {self.dtype}"
-
-    def zeros(self, device: torch.device) -> Tensor:
-        """A tensor like it."""
-        return torch.zeros(self.shape, dtype=self.dtype, device=device)
 
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:

@@ -1,0 +1,141 @@
+"""Hooks by which a model collects what its modules return, as hidden states, attentions and logits of routers.
+
+A hook within a block, or within a part beside the blocks, runs where that runs. What it takes may be used behind a cut,
+where it is called again with what it got; so in the observed step it gets tensors of its own, each of which tells to
+which call of which module it belongs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lightning_parallel.techniques.observed.shapes import MARK
+from lightning_parallel.values import map_tensors
+
+
+def hooks_call(owner: str, module: str, after: bool, number: int) -> tuple[str, int]:
+    """The name of what the hooks of one call of a module got.
+
+    Args:
+        owner: the block, or the call of a part, within which that was.
+        module: its FQN.
+        after: whether they ran after its forward.
+        number: how many calls of the module were before within the owner.
+    """
+    return f"{owner} {module} {'after' if after else 'before'}", number
+
+
+def owner_of_part(name: str, number: int) -> str:
+    """The name of one call of a part beside the blocks."""
+    return f"{name}#{number}"
+
+
+def is_hooks_call(call: tuple[str, int]) -> bool:
+    """Whether a call is that of hooks, not of a module."""
+    return " " in call[0]
+
+
+def tables(module: nn.Module) -> Iterator[tuple[bool, MutableMapping[int, Callable[..., Any]], Mapping[int, bool]]]:
+    """The hooks of a module before and after its forward, and which of them get arguments by name."""
+    yield False, module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs
+    yield True, module._forward_hooks, module._forward_hooks_with_kwargs
+
+
+class WatchedHooks:
+    """Gives hooks tensors of their own while a step is observed.
+
+    Args:
+        model: whose hooks.
+        mark: makes the mark of a tensor, of the name of a call and the tensor's number in what hooks got in it.
+
+    Attributes:
+        running: whether a hook runs now. What it makes, it makes again wherever it is called again.
+        modules: the FQN of the modules whose hooks ran.
+    """
+
+    def __init__(self, model: nn.Module, mark: Callable[[tuple[str, int], int], Any]) -> None:
+        self.running = False
+        self.modules: dict[str, None] = {}
+        self._mark, self._owner, self._silent = mark, "", False
+        self._calls: Counter[str] = Counter()
+        self._replaced: list[tuple[MutableMapping[int, Callable[..., Any]], int, Callable[..., Any]]] = []
+        for name, module in model.named_modules():
+            self._replace(module, name)
+
+    def enter(self, owner: str) -> None:
+        """A block or a part begins."""
+        self._owner = owner
+        self._calls.clear()
+
+    def leave(self) -> None:
+        """The block or the part has ended."""
+        self._owner = ""
+
+    def watch(self, module: nn.Module, name: str) -> None:
+        """A module is about to be called; hooks may have come to it since the step began."""
+        self._calls[name] += 1
+        self._replace(module, name)
+
+    def _replace(self, module: nn.Module, name: str) -> None:
+        for after, hooks, _ in tables(module):
+            for key, hook in hooks.items():
+                if not isinstance(hook, _Watched):
+                    self._replaced.append((hooks, key, hook))
+                    hooks[key] = _Watched(self, hook, name, after)
+
+    def close(self) -> None:
+        """Puts the hooks back."""
+        for hooks, key, hook in self._replaced:
+            if key in hooks:
+                hooks[key] = hook
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Inside, hooks do not run: a block is called once more than a step would call it."""
+        self._silent = True
+        try:
+            yield
+        finally:
+            self._silent = False
+
+    def call(self, hook: Callable[..., Any], name: str, after: bool, module: nn.Module, *given: Any) -> Any:
+        """Calls a hook with what it is given, in tensors of its own."""
+        if self._silent:
+            return None
+        if not self._owner:
+            return hook(module, *given)
+        self.modules[name] = None
+        # What the module returned comes first, so that a tensor has one number for hooks with and without names.
+        *first, last = given
+        ordered = [last, *first] if after else list(given)
+        call, number = hooks_call(self._owner, name, after, self._calls[name] - 1), count()
+        twins = map_tensors(lambda tensor: self._twin(tensor, call, next(number)), ordered)
+        self.running = True
+        try:
+            return hook(module, *([*twins[1:], twins[0]] if after else twins))
+        finally:
+            self.running = False
+
+    def _twin(self, tensor: Tensor, call: tuple[str, int], number: int) -> Tensor:
+        with _disable_current_modes():
+            twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        vars(twin)[MARK] = self._mark(call, number)
+        return twin
+
+
+class _Watched:
+    """Stands in the place of a hook."""
+
+    def __init__(self, watched: WatchedHooks, hook: Callable[..., Any], name: str, after: bool) -> None:
+        self._watched, self._hook, self._name, self._after = watched, hook, name, after
+
+    def __call__(self, module: nn.Module, *given: Any) -> Any:
+        return self._watched.call(self._hook, self._name, self._after, module, *given)
