@@ -18,6 +18,7 @@ from tests.further.built import (
     UnusedHead,
     as_points,
 )
+from tests.further.hooked import Collected
 from tests.further.passing import Dataclasses, Dicts, Gated, InPlace, Losses, Skip, Tuples, Unet, Views
 from tests.further.points import Handwritten
 
@@ -33,6 +34,7 @@ MODELS: dict[str, Callable[..., Handwritten]] = {
         Growing,
         Differing,
         Between,
+        Collected,
         Skip,
         Unet,
         Losses,
