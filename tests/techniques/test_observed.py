@@ -357,3 +357,15 @@ def test_tuples_of_all_kinds_are_rebuilt() -> None:
     value = {"size": torch.Size([2, 3]), "named": named, "plain": (torch.zeros(1), 2)}
     again = map_tensors(lambda tensor: tensor, value)
     assert [type(item) for item in again.values()] == [torch.Size, type(named), tuple]
+
+
+class Casting(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super(Casting, self.to(torch.float64)).forward(x.double()).to(x.dtype)
+
+
+def test_parameters_stay_the_same_ones() -> None:
+    model = Model(lambda: Casting(WIDTH, WIDTH))
+    before = dict(model.named_parameters())
+    look(model, lambda model, x: model.body(model.stem(x)).sum())
+    assert all(after is before[name] and after.dtype == torch.float32 for name, after in model.named_parameters())
