@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.plan import ParallelPlan
+from lightning_parallel.techniques.observed.hooked import hooks_call
 from lightning_parallel.techniques.observed.positions import Traversal
 from lightning_parallel.techniques.observed.recorder import traverse
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut
@@ -188,7 +189,7 @@ def test_what_hooks_collect_is_collected_once() -> None:
 
     seen = look(Model(), step)
     assert seen.complete
-    assert Cut(seen, (2, 2)).carried["blocks.0", 0].last == 1
+    assert Cut(seen, (2, 2)).carried[hooks_call("blocks.0", "blocks.0", True, 0)].last == 1
 
 
 class Sorts(nn.Linear):
