@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 from lightning.pytorch import LightningModule, Trainer
@@ -29,6 +29,7 @@ from lightning_parallel.strategies.model.buffers import Buffers
 from lightning_parallel.strategies.model.building import Building
 from lightning_parallel.strategies.model.divided_model import DividedModel
 from lightning_parallel.strategies.model.whole_gradients import AFTER_BACKWARD, WholeGradients
+from lightning_parallel.strategies.model.whole_parameters import WholeParameters
 from lightning_parallel.strategies.precision import adapt_precision, restore_precision, scale_of
 from lightning_parallel.strategies.rank_strategy import RankStrategy
 from lightning_parallel.strategies.ranks.agreement import gather
@@ -77,6 +78,7 @@ class MeshStrategy(RankStrategy):
         self._adopted: Adoption | None = None
         self._resumption = Resumption()
         self._latest: PartsRun[Any] | None = None
+        self._detached = ExitStack()
 
     # ---------------------------------------------------------------- before the model
 
@@ -109,6 +111,7 @@ class MeshStrategy(RankStrategy):
         sharded = in_parts or any(self._is_sharded(parameter) for parameter in module.parameters())
         refusals.refuse_callbacks(self._callbacks(), in_parts)
         self._gradients = WholeGradients(self._whole, self._callbacks(), self._host_group())
+        self._detached.callback(WholeParameters(self._whole, self._callbacks(), self._host_group()).close)
         adapt_precision(self.precision_plugin, sharded, self._whole.holders(), self._gradients)
         if self.is_distributed:
             self._log = StepLog(module, self._mesh().loss.get_group(), self._host_group(), lambda: self._weight)
@@ -341,6 +344,7 @@ class MeshStrategy(RankStrategy):
         self._lightning_module = module
 
     def _detach(self, module: LightningModule) -> None:
+        self._detached.close()
         if self._ready and self._within_step:
             module.state_dict()  # a step failed: the hooks of `fully_shard` put the shards back
         self._step.close()

@@ -76,3 +76,19 @@ def restore_call(module: nn.Module) -> None:
     if isinstance(redirected, Redirected):
         plain = getattr(redirected.original, "__func__", None) is nn.Module._call_impl
         module._compiled_call_impl = None if plain else redirected.original
+
+
+@contextmanager
+def plain_calls(module: nn.Module) -> Iterator[None]:
+    """Inside, calls of the module and of those in it are led nowhere else."""
+    redirected = {
+        part: part._compiled_call_impl for part in module.modules() if isinstance(part._compiled_call_impl, Redirected)
+    }
+    for part, call in redirected.items():
+        plain = getattr(call.original, "__func__", None) is nn.Module._call_impl
+        part._compiled_call_impl = None if plain else call.original
+    try:
+        yield
+    finally:
+        for part, call in redirected.items():
+            part._compiled_call_impl = call

@@ -1,0 +1,106 @@
+"""Hooks that look at parameters, or call the model, find on every rank what one device has; what they write stays."""
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LearningRateMonitor
+
+from lightning_parallel import HybridStrategy, PipelineParallel, PipelineParallelStrategy, TensorParallelStrategy, Zero
+from lightning_parallel.strategies.model.whole_parameters import _looks
+from tests.models import Plain, loaders
+from tests.ranks import run_on_ranks
+from tests.strategies.one_and_two import made, require_like
+from tests.trainers import trainer
+
+LAYOUTS: dict[str, Any] = {
+    "pipeline": (2, 1, partial(PipelineParallelStrategy, 2, microbatches=2)),
+    "zero 3": (2, 2, lambda: HybridStrategy(Zero(2))),
+    "tensor parallel": (2, 1, partial(TensorParallelStrategy, 2)),
+    "zero 3 beside": (4, 2, lambda: HybridStrategy(PipelineParallel(2, microbatches=2), Zero(2))),
+}
+
+
+class Averaging(Callback):
+    """A copy of the weights, as callbacks keep it."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.copy = {name: value.clone() for name, value in pl_module.state_dict().items()}
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        for name, parameter in pl_module.named_parameters():
+            self.copy[name].lerp_(parameter.detach(), 0.5)
+
+
+class Looks(Plain):
+    """Reads, averages and writes weights, and calls the model, as users write it."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=2)
+        self.average = copy.deepcopy(self.blocks).requires_grad_(False)
+        self.seen: list[Any] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for average, parameter in zip(self.average.parameters(), self.blocks.parameters(), strict=True):
+                average.mul_(0.5).add_(parameter, alpha=0.5)
+        self.log("norm", torch.stack([parameter.detach().norm() for parameter in self.parameters()]).norm())
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        ratio = [float(p.detach().norm() / p.grad.norm()) for p in self.parameters() if p.grad is not None]
+        self.seen.append(sum(ratio))
+
+    @torch.no_grad()
+    def on_train_epoch_end(self) -> None:
+        self.seen.append(torch.histc(self.blocks[1].up.weight.float(), 5))
+        self.seen.append([part.clone() for part in self(torch.ones(2, 13))])
+        for parameter in self.blocks.parameters():
+            parameter.clamp_(-0.2, 0.2)
+
+
+def looked(strategy: Any, batch_size: int) -> Any:
+    torch.manual_seed(0)
+    module, averaging = Looks(), Averaging()
+    run = trainer(made(strategy), max_epochs=2, callbacks=[averaging])
+    run.fit(module, *loaders("plain", batch_size, samples=16, val_samples=8))
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    return module.seen, float(run.callback_metrics["norm"]), state, averaging.copy
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_hooks_find_and_change_the_parameters_of_one_device(layout: str) -> None:
+    n, data_ranks, strategy = LAYOUTS[layout]
+    expected = run_on_ranks(1, looked, None, 8)[0]
+    for found in run_on_ranks(n, looked, strategy, 8 // data_ranks):
+        require_like(expected, found)
+
+
+class Silent(Plain):
+    """Hooks that need no parameter."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("lr", self.trainer.optimizers[0].param_groups[0]["lr"])
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        print("epoch", self.current_epoch)
+
+    def on_validation_epoch_end(self) -> None:
+        self.helps()
+
+    def helps(self) -> None:
+        self.log("norm", sum(parameter.norm() for parameter in self.parameters()))
+
+
+def test_only_hooks_that_look_are_shown_the_whole_model() -> None:
+    module = Silent()
+    parts = {name for name, _ in module.named_children()}
+    looks = partial(_looks, module=module, parts=parts)
+    assert not looks(module, "on_train_batch_end")
+    assert not looks(module, "on_train_epoch_end")
+    assert looks(module, "on_validation_epoch_end")
+    assert looks(Averaging(), "on_train_batch_end")
+    assert not looks(LearningRateMonitor(), "on_train_batch_start")
