@@ -167,7 +167,7 @@ def quiet() -> Iterator[None]:
 @contextlib.contextmanager
 def doubles_stay() -> Iterator[None]:
     """Transformers computes losses, norms and routers in single precision, whatever a model computes in."""
-    ways = {name: getattr(Tensor, name) for name in ("float", "to", "type")}
+    ways = {name: getattr(Tensor, name) for name in ("float", "type")}
     log_softmax = F.log_softmax
 
     def in_double(name: str) -> Callable[..., Any]:
