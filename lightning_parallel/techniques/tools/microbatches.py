@@ -42,11 +42,20 @@ def part_sizes(size: int, parts: int) -> list[int]:
 
 def _part(value: Any, samples: slice, size: int) -> Any:
     if isinstance(value, Tensor):
-        return value[samples] if value.dim() and len(value) == size else value
+        return _samples_of(value, samples) if value.dim() and len(value) == size else value
     if isinstance(value, (list, tuple)) and len(value) == size and not any(True for _ in tensors_of(value)):
         return like(value, list(value)[samples])
     children = children_of(value)
     return rebuilt(value, [_part(child, samples, size) for child in children]) if children else value
+
+
+def _samples_of(tensor: Tensor, samples: slice) -> Tensor:
+    """Some samples, in the batch's memory; a model may change them in place, as labels are by some.
+
+    Views count the changes of each other: autograd would take what it saved of one microbatch for changed when the next
+    one changes its own samples. `data` counts by itself.
+    """
+    return tensor[samples] if tensor.requires_grad else tensor.data[samples]
 
 
 def merge(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
