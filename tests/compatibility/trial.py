@@ -143,7 +143,7 @@ def as_failure(error: Exception) -> Failure:
     root = lightning_parallel.__path__[0]
     line = linecache.getline(last.filename, last.lineno or 0).strip()
     said = line.startswith("raise") and last.filename.startswith(root) and isinstance(error, (ValueError, TypeError))
-    ours = said and error.__cause__ is None and error.__context__ is None
+    ours = said and (error.__suppress_context__ or error.__context__ is None) and error.__cause__ is None
     nearest = next((frame for frame in reversed(frames) if frame.filename.startswith(root)), last)
     place = " < ".join(
         f"{frame.filename.split('/lightning_parallel/')[-1]}:{frame.lineno}" for frame in (last, nearest)
