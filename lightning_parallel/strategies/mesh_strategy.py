@@ -15,9 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_parallel.plan.find import check_plan, find_plan
 from lightning_parallel.plan.plan import ParallelPlan, require_plan
-from lightning_parallel.strategies import layout, refusals
-from lightning_parallel.strategies.adoption import Adoption
-from lightning_parallel.strategies.callback import MeshCallback
+from lightning_parallel.strategies import refusals
 from lightning_parallel.strategies.checkpoint.resumption import Resumption
 from lightning_parallel.strategies.checkpoint.whole import set_positions_aside
 from lightning_parallel.strategies.data import randomness
@@ -25,6 +23,7 @@ from lightning_parallel.strategies.data.batches import Batches
 from lightning_parallel.strategies.data.loaders import divide
 from lightning_parallel.strategies.logged.logging import StepLog, reduce_tensor
 from lightning_parallel.strategies.logged.parts import PartsRun
+from lightning_parallel.strategies.model import start_table
 from lightning_parallel.strategies.model.buffers import Buffers
 from lightning_parallel.strategies.model.building import Building
 from lightning_parallel.strategies.model.divided_model import DividedModel
@@ -33,6 +32,8 @@ from lightning_parallel.strategies.model.whole_parameters import WholeParameters
 from lightning_parallel.strategies.precision import adapt_precision, restore_precision, scale_of
 from lightning_parallel.strategies.rank_strategy import RankStrategy
 from lightning_parallel.strategies.ranks.agreement import gather
+from lightning_parallel.strategies.trainer.adoption import Adoption
+from lightning_parallel.strategies.trainer.callback import MeshCallback
 from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer
 from lightning_parallel.techniques.step import Coming, Run, Step
 from lightning_parallel.techniques.technique import Technique
@@ -204,7 +205,7 @@ class MeshStrategy(RankStrategy):
         trainer = self._module().trainer
         if self._callback is not None:
             self._callback.join(trainer)
-            layout.tell(trainer, self._whole, self._step, self._host_group())
+            start_table.tell(trainer, self._whole, self._step, self._host_group())
         self._resumption.begin_training(trainer, self.root_device)
 
     # ---------------------------------------------------------------- one batch

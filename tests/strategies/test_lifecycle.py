@@ -21,12 +21,12 @@ from lightning_parallel import (
     TensorParallelStrategy,
     ZeroStrategy,
 )
-from lightning_parallel.strategies import lightnings
 from lightning_parallel.strategies.checkpoint.files import AtomicCheckpointIO
 from lightning_parallel.strategies.data.loaders import divide
 from lightning_parallel.strategies.data.randomness import stands_like_an_earlier
 from lightning_parallel.strategies.data.shares import Readers
 from lightning_parallel.strategies.ranks import launchers
+from lightning_parallel.strategies.trainer import lightnings
 from tests.ranks import run_on_ranks
 from tests.trainers import trainer
 

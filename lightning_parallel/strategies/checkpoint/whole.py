@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_sum
 
-from lightning_parallel.strategies import lightnings
+from lightning_parallel.strategies.trainer import lightnings
 from lightning_parallel.techniques.tools import elsewhere
 from lightning_parallel.techniques.tools.shards import gathered, shard_of
 

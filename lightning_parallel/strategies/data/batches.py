@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_parallel.strategies import lightnings
 from lightning_parallel.strategies.data.loaders import DividedIterable
 from lightning_parallel.strategies.data.randomness import RandomState
 from lightning_parallel.strategies.data.shares import Notes, Readers, Share
@@ -23,6 +22,7 @@ from lightning_parallel.strategies.ranks.agreement import (
     require_same,
 )
 from lightning_parallel.strategies.ranks.signals import Requested, Signals
+from lightning_parallel.strategies.trainer import lightnings
 from lightning_parallel.values import batch_size
 
 ENDED: Mark = (-1, -1, 0, 0)

@@ -23,9 +23,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_parallel.strategies import lightnings
 from lightning_parallel.strategies.data.randomness import RandomState
 from lightning_parallel.strategies.data.shares import Notes, Pass, Readers, Reading, Share
+from lightning_parallel.strategies.trainer import lightnings
 from lightning_parallel.values import batch_size
 
 T = TypeVar("T")

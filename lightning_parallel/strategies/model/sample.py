@@ -14,7 +14,6 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import Metric
 
-from lightning_parallel.strategies import lightnings
 from lightning_parallel.strategies.data.batches import generators_of
 from lightning_parallel.strategies.data.loaders import (
     CollateCounted,
@@ -25,6 +24,7 @@ from lightning_parallel.strategies.data.loaders import (
 )
 from lightning_parallel.strategies.data.randomness import RandomState
 from lightning_parallel.strategies.logged.kept_values import KeptValues
+from lightning_parallel.strategies.trainer import lightnings
 from lightning_parallel.techniques.division import Sample
 
 HOST = torch.device("cpu")

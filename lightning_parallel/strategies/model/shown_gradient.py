@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_parallel.techniques.tools.shards import shard_of, whole_tensor
 
-ELEMENTWISE = {
+POINTWISE = {
     *("mul_", "__imul__", "div_", "__itruediv__", "neg_", "zero_", "clamp_", "clamp_min_", "clamp_max_", "nan_to_num_"),
     *("_foreach_mul_", "_foreach_div_", "_foreach_zero_", "_foreach_clamp_min_", "_foreach_clamp_max_"),
 }
@@ -73,7 +73,7 @@ def _writes(name: str, args: Any) -> bool:
 
 def _write(func: Any, args: Any, kwargs: Any) -> Any:
     operands = [leaf for leaf in pytree.tree_leaves((args[1:], kwargs)) if isinstance(leaf, Tensor)]
-    if func.__name__ in ELEMENTWISE and not any(operand.dim() for operand in operands):
+    if func.__name__ in POINTWISE and not any(operand.dim() for operand in operands):
         func(*_mapped(lambda shown: shown._local_tensor, args), **kwargs)  # type: ignore[attr-defined]
         return args[0]
     targets = [leaf for leaf in pytree.tree_leaves(args[0]) if isinstance(leaf, ShownGradient)]

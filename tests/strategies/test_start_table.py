@@ -19,8 +19,8 @@ from lightning_parallel import (
     ZeroStrategy,
 )
 from lightning_parallel.mesh import AXES
-from lightning_parallel.strategies import layout
-from lightning_parallel.strategies.layout import Row, numbered, spans, table
+from lightning_parallel.strategies.model import start_table
+from lightning_parallel.strategies.model.start_table import Row, numbered, spans, table
 from lightning_parallel.techniques.tools.shards import local
 from tests.models import build, loaders
 from tests.ranks import ranks
@@ -44,7 +44,7 @@ class Held(Callback):
 def counted_and_held(strategy, optimizer):
     rank, held, counted = torch.distributed.get_rank(), Held(), []
     fitting = trainer(strategy, max_steps=1, accumulate_grad_batches=2, callbacks=[held], limit_val_batches=0)
-    with patch.object(layout, "table", side_effect=lambda sizes, rows: counted.extend(rows) or []):
+    with patch.object(start_table, "table", side_effect=lambda sizes, rows: counted.extend(rows) or []):
         fitting.fit(build("llama", optimizer=optimizer), *loaders("llama", 4))
     return counted[rank], held
 
@@ -79,7 +79,7 @@ def test_a_pipeline_shows_its_blocks_and_the_global_batch():
     said = []
     strategy = PipelineParallelStrategy(split=(1, 3))
     fitting = trainer(strategy, max_steps=1, accumulate_grad_batches=2, limit_val_batches=0)
-    with patch.object(layout, "rank_zero_info", side_effect=said.append):
+    with patch.object(start_table, "rank_zero_info", side_effect=said.append):
         fitting.fit(build("llama"), *loaders("llama", 4))
     (text,) = said
     head, columns, first, second, batch = text.splitlines()
@@ -97,11 +97,13 @@ class Unknown(torch.optim.SGD):
 def test_states_of_others_optimizers_are_not_guessed():
     parameter = nn.Parameter(torch.ones(3))
     stored = {parameter: parameter}
-    assert layout.state_bytes(Unknown([parameter], lr=1.0), stored) is None
-    assert layout.state_bytes(torch.optim.LBFGS([parameter]), stored) is None
-    assert layout.state_bytes(torch.optim.Adafactor([parameter]), stored) is None
-    assert layout.state_bytes(torch.optim.Adam([parameter]), stored) == 4 * (3 + 3 + 1)
-    assert layout.state_bytes(torch.optim.Adam([parameter], capturable=False, fused=True), stored) == 4 * (3 + 3 + 1)
+    assert start_table.state_bytes(Unknown([parameter], lr=1.0), stored) is None
+    assert start_table.state_bytes(torch.optim.LBFGS([parameter]), stored) is None
+    assert start_table.state_bytes(torch.optim.Adafactor([parameter]), stored) is None
+    assert start_table.state_bytes(torch.optim.Adam([parameter]), stored) == 4 * (3 + 3 + 1)
+    assert start_table.state_bytes(torch.optim.Adam([parameter], capturable=False, fused=True), stored) == 4 * (
+        3 + 3 + 1
+    )
 
 
 def rows(sizes, states=3 * 2**30):
@@ -136,4 +138,4 @@ def test_the_table_of_many_ranks_has_a_row_for_each_stage():
 def test_numbers_are_told_short():
     assert spans([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
     assert numbered(["a.block.0", "a.block.1", "b.block.0", "c"]) == "a.block 0-1; b.block 0; c"
-    assert [layout.amount(size) for size in (0, 1023, 2048, 2**31)] == ["0 B", "1023 B", "2.0 KiB", "2.0 GiB"]
+    assert [start_table.amount(size) for size in (0, 1023, 2048, 2**31)] == ["0 B", "1023 B", "2.0 KiB", "2.0 GiB"]

@@ -9,9 +9,9 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 
-from lightning_parallel.strategies import lightnings
 from lightning_parallel.strategies.data.batches import Batches
 from lightning_parallel.strategies.model.finetuning import adds_parameters, known_by_identity
+from lightning_parallel.strategies.trainer import lightnings
 
 
 class MeshCallback(Callback):

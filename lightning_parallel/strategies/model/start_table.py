@@ -23,9 +23,9 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from lightning_parallel.mesh import AXES, Axis
-from lightning_parallel.strategies.lightnings import combined_of
 from lightning_parallel.strategies.model.divided_model import DividedModel
 from lightning_parallel.strategies.ranks.agreement import gather
+from lightning_parallel.strategies.trainer.lightnings import combined_of
 from lightning_parallel.techniques.gradients.stored_optimizer import is_elementwise
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.tools.shards import local

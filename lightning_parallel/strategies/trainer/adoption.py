@@ -11,8 +11,8 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from torch import nn
 
-from lightning_parallel.strategies import lightnings
 from lightning_parallel.strategies.ranks.signals import Signals
+from lightning_parallel.strategies.trainer import lightnings
 
 
 class Adoption:

@@ -1,0 +1,1 @@
+"""Lightning's Trainer: what a run changes of it, and its private fields."""
