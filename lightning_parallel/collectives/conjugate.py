@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from lightning_parallel.collectives.functional import gathered, scattered, summed
+from lightning_parallel.collectives.functional import parts_of_all, scattered, summed
 
 
 def copy_to_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -157,7 +157,7 @@ def require_first_order() -> None:
 
 def whole_of_parts(x: Tensor, dim: int, length: int, group: dist.ProcessGroup) -> Tensor:
     """All parts of a divided tensor, without a gradient of its own."""
-    parts = gathered(x, group)  # (ranks, ..., part, ...)
+    parts = parts_of_all(x, group)  # (ranks, ..., part, ...)
     joined = parts.movedim(0, dim).flatten(dim, dim + 1)
     return joined if joined.shape[dim] == length else joined.narrow(dim, 0, length).contiguous()
 

@@ -82,7 +82,7 @@ def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return total
 
 
-def gathered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+def parts_of_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The ranks' tensors, (ranks, *shape)."""
     tensor = tensor.contiguous()
     if torch.compiler.is_compiling():

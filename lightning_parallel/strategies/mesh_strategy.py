@@ -31,7 +31,7 @@ from lightning_parallel.strategies.model.whole_gradients import AFTER_BACKWARD, 
 from lightning_parallel.strategies.model.whole_parameters import WholeParameters
 from lightning_parallel.strategies.precision import adapt_precision, restore_precision, scale_of
 from lightning_parallel.strategies.rank_strategy import RankStrategy
-from lightning_parallel.strategies.ranks.agreement import gather
+from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.strategies.trainer.adoption import Adoption
 from lightning_parallel.strategies.trainer.callback import MeshCallback
 from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer
@@ -309,7 +309,7 @@ class MeshStrategy(RankStrategy):
             log.warning("No checkpoint at %s: the parts of other ranks are missing, for not all came to it", filepath)
             return
         randomness.keep_randomness(
-            checkpoint, gather(randomness.RankRandomness.now(self.root_device), self._host_group())
+            checkpoint, gather_objects(randomness.RankRandomness.now(self.root_device), self._host_group())
         )
         set_positions_aside(checkpoint)
         super().save_checkpoint(checkpoint, filepath, storage_options)

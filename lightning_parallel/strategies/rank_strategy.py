@@ -31,7 +31,7 @@ from lightning_parallel.strategies.checkpoint.files import AtomicCheckpointIO
 from lightning_parallel.strategies.data.randomness import RandomState
 from lightning_parallel.strategies.data.shares import Readers
 from lightning_parallel.strategies.logged.logging import reduce_tensor
-from lightning_parallel.strategies.ranks.agreement import gather
+from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.strategies.ranks.failures import Failure, Failures, said_of, show_in_one_line, tell_torchrun
 from lightning_parallel.strategies.ranks.launchers import Launcher, make_launcher
 from lightning_parallel.strategies.ranks.signals import die_with_parent, end_children, is_launched_child
@@ -175,7 +175,7 @@ class RankStrategy(ParallelStrategy):
         """Whether all ranks (or any) of the world say yes."""
         if not self.is_distributed or not self._others_come("reduce_boolean_decision"):
             return decision
-        said = gather(bool(decision), self._host_group())
+        said = gather_objects(bool(decision), self._host_group())
         return sum(said) == len(said) if all else any(said)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:

@@ -6,7 +6,7 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from lightning_parallel.techniques.pipeline_parallel.balance import split
+from lightning_parallel.techniques.pipeline_parallel.balance import balanced
 
 
 def divisions(blocks: int, stages: int) -> Iterator[list[range]]:
@@ -27,7 +27,7 @@ def test_no_division_is_better(seed: int) -> None:
     draw = random.Random(seed)
     costs = [draw.randint(0, 6) for _ in range(draw.randint(1, 9))]
     stages, first, last = draw.randint(1, len(costs)), draw.randint(0, 9), draw.randint(0, 9)
-    got = split(costs, stages, first, last)
+    got = balanced(costs, stages, first, last)
     every = list(divisions(len(costs), stages))
     best = min(slowest(division, costs, first, last) for division in every)
     ties = [division for division in every if slowest(division, costs, first, last) == best]
@@ -36,12 +36,12 @@ def test_no_division_is_better(seed: int) -> None:
 
 
 def test_equal_blocks_are_divided_equally() -> None:
-    assert list(map(len, split([0.1] * 12, 4))) == [3, 3, 3, 3]
-    assert list(map(len, split([0.1] * 7, 4))) == [2, 2, 2, 1]
+    assert list(map(len, balanced([0.1] * 12, 4))) == [3, 3, 3, 3]
+    assert list(map(len, balanced([0.1] * 7, 4))) == [2, 2, 2, 1]
 
 
 def test_embedding_and_head_take_the_place_of_blocks() -> None:
-    assert list(map(len, split([1.0] * 12, 4, first_extra=1, last_extra=3))) == [3, 4, 4, 1]
+    assert list(map(len, balanced([1.0] * 12, 4, first_extra=1, last_extra=3))) == [3, 4, 4, 1]
 
 
 @pytest.mark.parametrize(
@@ -55,4 +55,4 @@ def test_embedding_and_head_take_the_place_of_blocks() -> None:
 )
 def test_what_cannot_be_divided_is_refused(costs: list[float], stages: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        split(costs, stages)
+        balanced(costs, stages)

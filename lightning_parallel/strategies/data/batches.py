@@ -18,7 +18,7 @@ from lightning_parallel.strategies.ranks.agreement import (
     Content,
     Mark,
     describe,
-    gather,
+    gather_objects,
     require_same,
 )
 from lightning_parallel.strategies.ranks.signals import Requested, Signals
@@ -58,7 +58,7 @@ class Batches:
         Raises:
             ValueError: on every rank, if its length differs between ranks.
         """
-        lengths = gather(length_of(loader), self._group)
+        lengths = gather_objects(length_of(loader), self._group)
         require_same(f"the number of batches of {type(loader).__name__}", lengths, EVENLY)
         self._share_generators([loader])
 
@@ -137,10 +137,10 @@ class Batches:
             dataset, notes = getattr(loader, "dataset", None), _notes(reading)
             if isinstance(dataset, DividedIterable):
                 what, value = f"the stream of {type(dataset.dataset).__name__}", str(dataset.fingerprints.tolist())
-                require_same(what, gather(value, self._group), remedy)
+                require_same(what, gather_objects(value, self._group), remedy)
             elif notes is not None and notes.order:
                 what = f"the order of the samples that {type(loader.divided.sampler).__name__} yields"
-                require_same(what, gather(f"checksum {notes.order}", self._group), remedy)
+                require_same(what, gather_objects(f"checksum {notes.order}", self._group), remedy)
 
     def _weight_of(self, readings: Sequence[Any], batch_idx: int) -> float:
         shares: list[Share | None] = [(_notes(reading) or Notes()).uneven.get(batch_idx) for reading in readings]

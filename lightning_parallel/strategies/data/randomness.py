@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_parallel.strategies.ranks.agreement import gather
+from lightning_parallel.strategies.ranks.agreement import gather_objects
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def decorrelate_device(device: torch.device, reader: int, group: dist.ProcessGro
     """
     state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     mark = None if state is None else zlib.crc32(state.numpy().tobytes())
-    if state is not None and stands_like_an_earlier(reader, gather((reader, mark), group)):
+    if state is not None and stands_like_an_earlier(reader, gather_objects((reader, mark), group)):
         with torch.cuda.device(device):
             torch.cuda.manual_seed(torch.initial_seed() + 1_000_003 * reader)
 

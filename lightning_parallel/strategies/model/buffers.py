@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_parallel.collectives.functional import broadcast_tensors
-from lightning_parallel.strategies.ranks.agreement import gather
+from lightning_parallel.strategies.ranks.agreement import gather_objects
 
 
 class Buffers:
@@ -30,7 +30,7 @@ class Buffers:
 
     def unite(self) -> None:
         """Gives all ranks the same buffers; all must call."""
-        changed = set().union(*gather(self._changed(), self._host))
+        changed = set().union(*gather_objects(self._changed(), self._host))
         if changed:
             tensors = [buffer for name, buffer in self._module.named_buffers() if name in changed]
             device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), tensors[0].device)

@@ -15,7 +15,7 @@ from lightning_parallel.plan.plan import ParallelPlan
 from lightning_parallel.strategies.build import materialise
 from lightning_parallel.strategies.checkpoint.whole import keep_sums_on_first, load_whole_state_dict
 from lightning_parallel.strategies.model.divided_model import DividedModel
-from lightning_parallel.strategies.ranks.agreement import fingerprint_model, gather, require_same
+from lightning_parallel.strategies.ranks.agreement import fingerprint_model, gather_objects, require_same
 from lightning_parallel.techniques.technique import Technique
 
 
@@ -60,7 +60,7 @@ class Building:
             host: all ranks.
         """
         module = divided.module
-        prints = gather(fingerprint_model(module), host)
+        prints = gather_objects(fingerprint_model(module), host)
         require_same("the model", prints, "build it from the same configuration everywhere")
         self._deferred.find(module)
         if host.size() > 1 and (world := dist.group.WORLD) is not None:

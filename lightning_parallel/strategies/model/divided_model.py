@@ -21,7 +21,7 @@ from lightning_parallel.strategies.checkpoint.whole import whole_state_dict
 from lightning_parallel.strategies.data.loaders import checksum
 from lightning_parallel.strategies.model.pipeline_group import PipelineGroup
 from lightning_parallel.strategies.model.sample import take_sample
-from lightning_parallel.strategies.ranks.agreement import described, gather, require_same
+from lightning_parallel.strategies.ranks.agreement import described, gather_objects, require_same
 from lightning_parallel.techniques.data_parallel import DataParallel
 from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer
@@ -73,7 +73,7 @@ class DividedModel:
         except Exception as error:
             failure = error
         failed = "" if failure is None else f"{type(failure).__name__}: {failure}"
-        said = gather((checksum(list(map(described, looks))), failed), self._host)
+        said = gather_objects((checksum(list(map(described, looks))), failed), self._host)
         if failure is not None:
             raise failure
         for rank, (_, theirs) in enumerate(said):
@@ -164,7 +164,7 @@ class DividedModel:
             copies: how many ranks this host has.
         """
         with self.shown():
-            fits = all(gather(materialise.fits_on_host(self.module, copies), self._host))
+            fits = all(gather_objects(materialise.fits_on_host(self.module, copies), self._host))
         if fits:
             materialise.make_whole(self.module)
             materialise.move_whole_tensors(self.module, HOST)

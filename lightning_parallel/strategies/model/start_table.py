@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel.mesh import AXES, Axis
 from lightning_parallel.strategies.model.divided_model import DividedModel
-from lightning_parallel.strategies.ranks.agreement import gather
+from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.strategies.trainer.lightnings import combined_of
 from lightning_parallel.techniques.gradients.stored_optimizer import is_elementwise
 from lightning_parallel.techniques.step import Step
@@ -57,7 +57,7 @@ class Row:
 
 def tell(trainer: Trainer, whole: DividedModel, step: Step, host: dist.ProcessGroup) -> None:
     """Prints the table once for all ranks, all of which take part."""
-    rows = gather(own_row(trainer, whole, step), host)
+    rows = gather_objects(own_row(trainer, whole, step), host)
     rank_zero_info("\n".join([*table(whole.mesh.sizes, rows), *global_batch(trainer, whole.mesh.data.size())]))
 
 

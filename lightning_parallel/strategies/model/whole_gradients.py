@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_parallel.strategies.model.divided_model import DividedModel
 from lightning_parallel.strategies.model.shown_gradient import ShownGradient
-from lightning_parallel.strategies.ranks.agreement import gather
+from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.techniques.tools.shards import dtensor_of, local, shard_of
 
 AFTER_BACKWARD = ("on_after_backward",)
@@ -42,7 +42,7 @@ class WholeGradients:
         self._elsewhere: list[nn.Parameter] = []
         if divided.mesh.world_size > 1:
             for hooks in (AFTER_BACKWARD, BEFORE_STEP):
-                if any(gather(_somebody_overrides(hooks, divided.module, callbacks), host)):
+                if any(gather_objects(_somebody_overrides(hooks, divided.module, callbacks), host)):
                     self._wanted.add(hooks)
 
     def held(self, parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_parallel.strategies.model.divided_model import DividedModel
-from lightning_parallel.strategies.ranks.agreement import gather
+from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.techniques.tools import elsewhere
 from lightning_parallel.techniques.tools.redirect import plain_calls, plain_forwards
 from lightning_parallel.techniques.tools.shards import shard_of, whole_tensor
@@ -69,7 +69,7 @@ class WholeParameters:
         found = [
             (k, hook) for k, owner in enumerate(owners) for hook in sorted(HOOKS) if _looks(owner, hook, module, parts)
         ]
-        wanted = set().union(*gather(found, host))
+        wanted = set().union(*gather_objects(found, host))
         for number, hook in sorted(wanted):
             self._wrap(owners[number], hook)
 
@@ -136,7 +136,7 @@ class WholeParameters:
         with self._divided.shown():
             needed = sum(p.numel() * p.element_size() for p in self._divided.module.parameters())
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        if not all(gather(free > needed, self._host)):
+        if not all(gather_objects(free > needed, self._host)):
             raise RuntimeError(
                 f"{reader} looks at parameters, of which each rank has a part only; the whole model of "
                 f"{needed / 2**30:.1f} GiB does not fit on every device; look at them in a checkpoint, or in a hook "

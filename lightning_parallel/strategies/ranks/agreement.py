@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 T = TypeVar("T")
 
 
-def gather(value: T, group: dist.ProcessGroup) -> list[T]:
+def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
     """The values of all ranks of the group, in their order."""
     values: list[Any] = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
@@ -143,12 +143,12 @@ class Comparison:
         *self.anybody, most, least, fewest = numbers[2 * readers : -2 * self._places]
         self.same_means, self.fewest = most == -least, -int(fewest)
         if any(high != -low for high, low in zip(highest, lowest, strict=True)):
-            self._explain(gather((where(), what()), self._group))
+            self._explain(gather_objects((where(), what()), self._group))
         if any(high != -low for high, low in zip(numbers[:readers], numbers[readers : 2 * readers], strict=True)):
             self._explain_content(where())
 
     def _explain_content(self, where: str) -> None:
-        said = gather((self._content.reader, self._content.checksum), self._group)
+        said = gather_objects((self._content.reader, self._content.checksum), self._group)
         for reader in range(self._content.readers):
             ranks = [rank for rank, (part, _) in enumerate(said) if part == reader]
             if len({said[rank][1] for rank in ranks}) > 1:

@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 SAME = 1 + 1e-9  # sums of floats that differ by rounding are ties
 
 
-def split(costs: Sequence[float], stages: int, first_extra: float = 0.0, last_extra: float = 0.0) -> list[range]:
+def balanced(costs: Sequence[float], stages: int, first_extra: float = 0.0, last_extra: float = 0.0) -> list[range]:
     """Divides the blocks into contiguous stages of at least one block, so that the largest stage cost is smallest.
 
     Of several best divisions it takes the one with the fewest blocks on the last stage, then on the stage before it

@@ -9,7 +9,7 @@ from functools import cached_property
 from torch import nn
 
 from lightning_parallel.techniques.observed.positions import Call, SkipTensor, Traversal
-from lightning_parallel.techniques.pipeline_parallel.balance import split as balanced
+from lightning_parallel.techniques.pipeline_parallel.balance import balanced
 
 
 @dataclass(frozen=True)
