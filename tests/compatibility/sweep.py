@@ -127,7 +127,7 @@ def lost(report: str) -> tuple[str, str, float]:
 def failed(failures: Sequence[Failure], ranks: int) -> tuple[str, str, float]:
     """Refused only where every rank says why; a rank that waited until the timeout is a hang."""
     first = min(failures, key=lambda failure: (failure.consequence, failure.ours))
-    if "imed out" in first.message:
+    if "imed out" in first.message or "timeout" in first.message:
         return "hang", first.message, 1.0
     refused = len(failures) == ranks and all(failure.ours for failure in failures)
     text = first.message if refused else f"{first.kind}: {first.message} [{first.place}]"

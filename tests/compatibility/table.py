@@ -1,5 +1,6 @@
 """The document that results become."""
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
@@ -26,7 +27,8 @@ python -m tests.compatibility run          # goes on where it stopped; --again r
 python -m tests.compatibility table > docs/compatibility.md
 ```
 
-Made from {commits}, with torch {torch}, lightning {lightning} and transformers {transformers}, on CPU ranks (gloo).
+Made from the commits {commits}, the newest result of each pair,
+with torch {torch}, lightning {lightning} and transformers {transformers}, on CPU ranks (gloo).
 
 **How.** The config class of an architecture is filled with small numbers (a width of {width}, {layers} layers, {tokens}
 tokens, no dropout), the model is built with the head of its task and with random weights, and trains three steps of
@@ -43,7 +45,7 @@ that samples have more or less of: two ranks, or two microbatches, each see thei
 | exact | as one process |
 | 50% | of the elements of the parameters, that rank which held more of them held so many |
 | as halves | as one process that reads each batch in two halves and accumulates: [samples meet](#as-halves) |
-| refused | an error of this project on both ranks, before the first step, that says why; [the reasons](#refused) |
+| refused | an error of this project on both ranks that says why and what to do; [the reasons](#refused) |
 | error | an exception that says less; [what it said](#errors) |
 | wrong | other losses or weights; [where](#wrong) |
 | hang | a rank was waited for in vain |
@@ -72,7 +74,7 @@ def head(tried: Sequence[Result], columns: Sequence[str]) -> str:
 
     return TEXT.format(
         tried=len({result.architecture for result in tried}),
-        commits=" and ".join(f"`{commit}`" for commit in dict.fromkeys(result.commit for result in tried)),
+        commits=", ".join(f"`{commit}`" for commit in dict.fromkeys(result.commit for result in tried)),
         torch=version("torch"),
         lightning=version("lightning"),
         transformers=version("transformers"),
@@ -87,7 +89,7 @@ def head(tried: Sequence[Result], columns: Sequence[str]) -> str:
 
 def summary(tried: Sequence[Result], columns: Sequence[str]) -> str:
     counts = Counter((result.technique, result.result) for result in tried)
-    rows = [[NAMES[name], *(str(counts[name, kind]) for kind in KINDS)] for name in columns]
+    rows = [[f"{name}: {NAMES[name]}", *(str(counts[name, kind]) for kind in KINDS)] for name in columns]
     return table(["On two ranks", *KINDS], rows)
 
 
@@ -124,7 +126,12 @@ def not_tried(untried: dict[str, str]) -> str:
 
 
 def shortened(text: str) -> str:
-    plain = " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+    plain = (
+        re.sub(r"/\S*site-packages/", "", " ".join(text.split()))
+        .replace("|", "\\|")
+        .replace("<", "&lt;")
+        .replace("*", "\\*")
+    )
     return plain if len(plain) <= LONGEST else plain[:LONGEST] + "…"
 
 
