@@ -274,7 +274,7 @@ class MeshStrategy(RankStrategy):
         module, plugin = self._module(), self.precision_plugin
         closure_loss = plugin.pre_backward(closure_loss, module)
         loss = closure_loss if self._weight == 1.0 else closure_loss * self._weight
-        with nullcontext() if self._log is None else self._log.around_backward(self._weight):
+        with nullcontext() if self._log is None else self._log.around_backward(self._weight, closure_loss):
             self._step.backward(lambda: plugin.backward(loss, module, optimizer, *args, **kwargs))
         with self._gradients.shown(AFTER_BACKWARD):
             return plugin.post_backward(closure_loss, module)

@@ -24,6 +24,7 @@ from torchmetrics import MeanMetric, Metric
 
 from lightning_parallel.collectives.functional import Pending, within_reach
 from lightning_parallel.strategies.logged.averages import Shared
+from lightning_parallel.strategies.logged.first_losses import FirstLosses
 from lightning_parallel.strategies.logged.kinds import Kinds
 from lightning_parallel.strategies.logged.metrics import Uncounted, at_most_on_step
 from lightning_parallel.strategies.logged.sums import BatchSums, Summed, single_samples
@@ -78,6 +79,7 @@ class StepLog:
         self.means: Means | None = None
         self._sums: BatchSums | None = None
         self._differed = False
+        self._losses = FirstLosses(group.size())
         # comparisons are alike everywhere, those of batches too
         self._readers = group.size() if group.size() < dist.get_world_size() else 0
         self._divert: Callable[[str, Any, dict[str, Any]], None] | None = None
@@ -227,7 +229,7 @@ class StepLog:
         self._pending = [lambda: self._place(chosen, means), *extremes]
 
     @contextmanager
-    def around_backward(self, share: float) -> Iterator[None]:
+    def around_backward(self, share: float, loss: Tensor) -> Iterator[None]:
         """Inside, it is known by what the gradients of means are multiplied; all ranks must call."""
         if self._sums is None and self._inside_step and self.means is not None:
             means = self._agree(-3, 0, BACKWARD, [])
@@ -235,6 +237,8 @@ class StepLog:
                 BatchSums([], means, share, self._group).values()
         if self._sums is not None:
             self._sums.values()
+        if self.means is not None:
+            self._losses.look(loss, self.means)
         yield
         if self._module.automatic_optimization:
             self.settle()
@@ -242,6 +246,7 @@ class StepLog:
     def settle(self) -> None:
         """Waits for the step values under way and shows them to callbacks and loggers; the step is over."""
         self._finish()
+        self._losses.end()
         self.means = self._sums = None
 
     def _finish(self) -> None:

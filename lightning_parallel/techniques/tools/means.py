@@ -30,7 +30,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from typing_extensions import Self
 
 from lightning_parallel.techniques.step import Run
-from lightning_parallel.techniques.tools.reach import reach
+from lightning_parallel.techniques.tools.reach import linear_in
 
 T = TypeVar("T")
 
@@ -179,7 +179,7 @@ class Means:
                 return {number: mean.value}
         if not self.all or not value.requires_grad or value.dim():
             return {number: value.detach() for number, mean in enumerate(self.all) if is_among(value, [mean.given])}
-        numbers = reach(value, [mean.edge for mean in self.all]).linear
+        numbers = linear_in(value, [mean.edge for mean in self.all])
         edges = [edge for number in numbers if (edge := self.all[number].edge) is not None]
         factors = torch.autograd.grad(value, edges, retain_graph=True) if edges else ()
         return {number: factor * self.all[number].value for number, factor in zip(numbers, factors, strict=True)}

@@ -1,0 +1,74 @@
+"""The losses of the first step: whether ranks that read different samples train by them as one device does."""
+
+from __future__ import annotations
+
+import logging
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_parallel.techniques.tools.means import Means
+from lightning_parallel.techniques.tools.meeting import Uses, meeting_of, uses_of
+from lightning_parallel.techniques.tools.telling import warn
+from lightning_parallel.values import batch_size
+
+log = logging.getLogger(__name__)
+
+
+class FirstLosses:
+    """Looks at each loss of the first step on rank 0, before its backward, and says once what is not as on one device.
+
+    Args:
+        ranks: how many read different samples.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._seen = self._over = self._told_uses = self._told_meeting = False
+
+    def look(self, loss: Tensor, means: Means) -> None:
+        """At a loss of a step; the gradients of its means are scaled by now."""
+        if self._over or dist.get_rank():
+            return
+        self._seen = True
+        try:
+            self._tell(loss, means, batch_size(means.batch) or 1)
+        except Exception as error:  # a graph may hold anything, and a run must not end for a warning
+            log.debug("The graph of the loss was not looked at: %r", error)
+
+    def end(self) -> None:
+        """The step is over."""
+        self._over = self._seen
+
+    def _tell(self, loss: Tensor, means: Means, samples: int) -> None:
+        meeting = None if self._told_meeting else meeting_of(loss, samples)
+        if meeting is not None:
+            self._told_meeting = True
+            warn(
+                f"Samples of a batch meet each other in the step: {meeting.name} makes a tensor of shape "
+                f"{meeting.shape} of {samples} samples, as a contrastive loss does. On {self._ranks} ranks that read "
+                f"different samples each one's meet only its own, where one device would compare all. Gather those of "
+                f"all ranks before they are compared, z = self.all_gather(z, sync_grads=True).flatten(0, 1), or train "
+                f"without data parallelism"
+            )
+        if self._told_uses or meeting is not None:
+            return
+        what = _said_of(uses_of(loss, [mean.edge for mean in means.all], samples), means)
+        if what is not None:
+            self._told_uses = True
+            log.info(
+                "The loss is no sum of means over samples: %s. Its gradient is the mean of those on %d ranks, each of "
+                "means over its own samples; one device would compute it from the means over all of them",
+                what,
+                self._ranks,
+            )
+
+
+def _said_of(uses: Uses, means: Means) -> str | None:
+    """What a loss does with means; with weights that are learned it makes no difference while ranks count alike."""
+    if uses.bent is not None:
+        return f"there is {uses.bent} of a mean in it, as in the balance loss of a router or in exp() of a loss"
+    factors = [means.all[number].scale.factor for number in uses.weighed]
+    if any(factor is not None and abs(float(factor) - 1) > 1e-6 for factor in factors):
+        return "weights of losses are learned in it, and ranks have different numbers of targets"
+    return None
