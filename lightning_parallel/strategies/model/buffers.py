@@ -31,8 +31,8 @@ class Buffers:
     def unite(self) -> None:
         """Gives all ranks the same buffers; all must call."""
         changed = set().union(*gather_objects(self._changed(), self._host))
-        if changed:
-            tensors = [buffer for name, buffer in self._module.named_buffers() if name in changed]
+        tensors = [buffer for name, buffer in self._module.named_buffers() if name in changed]
+        if tensors:  # in a pipeline, perhaps, only those of other stages changed; readers of one stage have the same
             device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), tensors[0].device)
             with torch.no_grad():
                 self._average([tensor for tensor in tensors if _has_mean(tensor)], device)
