@@ -88,10 +88,10 @@ def _as_whole(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     try:
         yield
     finally:
-        for (parameter, gradient), seen in zip(divided, shown, strict=True):
+        for parameter, gradient in divided:
             now = parameter.grad
-            if now is seen:
-                parameter.grad = gradient
+            if isinstance(now, ShownGradient):
+                parameter.grad = now.divided
             elif now is not None and not isinstance(now, DTensor):  # the user put another tensor in its place
                 parameter.grad = shard_of(now.detach(), gradient)
 

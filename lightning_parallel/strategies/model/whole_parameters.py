@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_parallel.strategies.model.divided_model import DividedModel
+from lightning_parallel.strategies.model.shown_gradient import ShownGradient
 from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.techniques.tools import elsewhere
 from lightning_parallel.techniques.tools.redirect import plain_calls, plain_forwards
@@ -185,8 +186,10 @@ def _undivided(module: nn.Module) -> Iterator[None]:
 def _whole(tensor: Any) -> nn.Parameter:
     with torch.no_grad():
         made = nn.Parameter(whole_tensor(tensor.detach()).clone(), tensor.requires_grad)
-        if tensor.grad is not None:
-            made.grad = whole_tensor(getattr(tensor.grad, "divided", tensor.grad)).to(made)
+        if isinstance(tensor.grad, ShownGradient):
+            made.grad = tensor.grad  # one for both: the optimizer has the divided parameter
+        elif tensor.grad is not None:
+            made.grad = whole_tensor(tensor.grad).to(made)
     return made
 
 
@@ -194,8 +197,10 @@ def _whole(tensor: Any) -> nn.Parameter:
 def _take_over(tensor: Any, made: nn.Parameter) -> None:
     tensor._local_tensor.copy_(shard_of(made.detach(), tensor).to_local())
     tensor.requires_grad_(made.requires_grad)
-    if made.grad is None:
-        tensor.grad = None
+    if made.grad is None or made.grad is tensor.grad:
+        tensor.grad = made.grad
+    elif isinstance(tensor.grad, ShownGradient):
+        tensor.grad = ShownGradient.of(shard_of(made.grad.detach(), tensor.grad.divided))
     elif isinstance(tensor.grad, DTensor):
         tensor.grad._local_tensor.copy_(shard_of(made.grad.detach(), tensor.grad).to_local())
 
