@@ -19,7 +19,7 @@ from lightning_parallel import (
     ZeroStrategy,
 )
 from lightning_parallel.techniques.tools.means import Means
-from tests.curves import check_parity
+from tests.curves import check_parity, reference, train
 from tests.models import IGNORED
 from tests.ranks import run_on_ranks
 from tests.trainers import trainer
@@ -148,6 +148,29 @@ def test_padded_labels_train_as_on_one_device_everywhere(n, strategy, column, rt
 @pytest.mark.exhaustive
 def test_padded_labels_under_tensor_parallel_of_replicas_train_as_on_one_device():
     check_padded(4, tensors_of_replicas, data_ranks=2)
+
+
+@pytest.mark.exhaustive
+def test_a_rank_that_only_repeats_a_batch_of_a_pipeline_of_replicas_counts_nothing():
+    data = PADDED | {"samples": 17, "val_samples": 9}  # the last of each has one sample for two replicas
+    sizes = {"num_hidden_layers": 2}
+    check_parity("llama", 4, pipelines_of_replicas, data_ranks=2, rtol=1e-6, model=sizes, **(RUN | {"data": data}))
+
+
+@pytest.mark.exhaustive
+def test_a_rank_that_only_repeats_a_batch_counts_nothing():
+    check_parity(
+        "llama", 2, DataParallelStrategy, data_ranks=2, rtol=1e-9, **(RUN | {"data": PADDED | {"samples": 17}})
+    )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("strategy", [DataParallelStrategy, partial(ZeroStrategy, stage=2)])
+def test_padded_labels_in_mixed_precision_train_as_on_one_device(strategy):
+    run = {"data_ranks": 1, "model": {"num_hidden_layers": 2}, **RUN, "precision": "bf16-mixed"}
+    expected = reference("llama", **run)
+    for got in run_on_ranks(2, train, "llama", strategy, **(run | {"data_ranks": 2})):
+        assert got.losses == pytest.approx(expected.losses, rel=2e-2)
 
 
 # -------------------------------------------------------------------- sums of losses, and every way to use them
