@@ -171,9 +171,10 @@ class MeshStrategy(RankStrategy):
         }
 
     def _mean_loss(self, loss: Any) -> Any:
-        """The loss over all ranks' samples, for optimizers that decide by it how far to go, as LBFGS does."""
-        alone = not isinstance(loss, Tensor) or not self.is_distributed
-        return loss if alone else reduce_tensor(loss * self._weight, self._mesh().loss.get_group(), "mean")
+        """The loss of the whole batch, for optimizers that decide by it how far to go, as LBFGS does."""
+        if self._log is None or not isinstance(loss, Tensor):
+            return loss
+        return reduce_tensor(self._log.counted(loss) * self._weight, self._mesh().loss.get_group(), "mean")
 
     @property
     def _adoption(self) -> Adoption:
@@ -272,9 +273,11 @@ class MeshStrategy(RankStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Lightning's backward inside the techniques' step."""
         module, plugin = self._module(), self.precision_plugin
+        asked = any(optimizer.looks_at_loss for optimizer in self._stored.values())
+        means = nullcontext() if self._log is None else self._log.around_backward(self._weight, closure_loss, asked)
         closure_loss = plugin.pre_backward(closure_loss, module)
         loss = closure_loss if self._weight == 1.0 else closure_loss * self._weight
-        with nullcontext() if self._log is None else self._log.around_backward(self._weight, closure_loss):
+        with means:
             self._step.backward(lambda: plugin.backward(loss, module, optimizer, *args, **kwargs))
         with self._gradients.shown(AFTER_BACKWARD):
             return plugin.post_backward(closure_loss, module)

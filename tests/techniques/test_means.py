@@ -211,6 +211,8 @@ class Sums(LightningModule):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         if self.way == "lbfgs":
             return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+        if self.way == "line search":
+            return torch.optim.LBFGS(self.parameters(), lr=1.0, max_iter=3, line_search_fn="strong_wolfe")
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
@@ -247,6 +249,7 @@ def train_sums(way: str, strategy: Any, ranks: int, **run: Any) -> tuple[list[di
         ("dict", {}),
         ("manual", {}),
         ("lbfgs", {}),
+        ("line search", {}),
     ],
 )
 def test_sums_of_means_train_as_on_one_device(way, run):

@@ -80,6 +80,7 @@ class StepLog:
         self._sums: BatchSums | None = None
         self._differed = False
         self._losses = FirstLosses(group.size())
+        self._counted: tuple[Tensor, Tensor] | None = None
         # comparisons are alike everywhere, those of batches too
         self._readers = group.size() if group.size() < dist.get_world_size() else 0
         self._divert: Callable[[str, Any, dict[str, Any]], None] | None = None
@@ -229,8 +230,14 @@ class StepLog:
         self._pending = [lambda: self._place(chosen, means), *extremes]
 
     @contextmanager
-    def around_backward(self, share: float, loss: Tensor) -> Iterator[None]:
-        """Inside, it is known by what the gradients of means are multiplied; all ranks must call."""
+    def around_backward(self, share: float, loss: Tensor, asked: bool) -> Iterator[None]:
+        """Inside, it is known by what the gradients of means are multiplied; all ranks must call.
+
+        Args:
+            share: of this rank in the samples.
+            loss: to be differentiated.
+            asked: whether it is going to be asked what `counted` makes of it.
+        """
         if self._sums is None and self._inside_step and self.means is not None:
             means = self._agree(-3, 0, BACKWARD, [])
             if means.all:
@@ -239,6 +246,7 @@ class StepLog:
             self._sums.values()
         if self.means is not None:
             self._losses.look(loss, self.means)
+            self._counted = (loss.detach(), self.means.counted(loss)) if asked else None
         yield
         if self._module.automatic_optimization:
             self.settle()
@@ -248,6 +256,13 @@ class StepLog:
         self._finish()
         self._losses.end()
         self.means = self._sums = None
+
+    def counted(self, loss: Tensor) -> Tensor:
+        """A loss that went backward, each mean in it counting in the average over ranks as its gradient does."""
+        if self._counted is None:
+            return loss
+        value, counted = self._counted
+        return torch.where(loss == value, counted, loss)
 
     def _finish(self) -> None:
         pending, self._pending = self._pending, []

@@ -90,6 +90,11 @@ class StoredOptimizer:
             optimizer.register_step_pre_hook(self._before_step)
             optimizer.register_step_post_hook(self._after_step)
 
+    @property
+    def looks_at_loss(self) -> bool:
+        """Whether it may decide by what its closure returns, which `mean` makes the same on all ranks."""
+        return not self._elementwise
+
     def _say_what_is_gathered(self) -> None:
         sharded = any(is_sharded(self._step.stored(parameter)) for parameter in self._parameters())
         if sharded and not self._elementwise and dist.get_rank() == 0:

@@ -184,6 +184,14 @@ class Means:
         factors = torch.autograd.grad(value, edges, retain_graph=True) if edges else ()
         return {number: factor * self.all[number].value for number, factor in zip(numbers, factors, strict=True)}
 
+    def counted(self, value: Tensor) -> Tensor:
+        """What the means contribute to a value, multiplied as their gradients are, and its other parts as they are."""
+        counted = value.detach()
+        for number, part in self.parts_of(value).items():
+            factor = self.all[number].scale.factor
+            counted = counted if factor is None else counted + part * (factor - 1).to(part)
+        return counted
+
 
 class WatchedRun(Run[T]):
     """The user's step, with an eye on the means that it computes.
