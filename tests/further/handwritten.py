@@ -19,7 +19,7 @@ from tests.further.built import (
     as_points,
 )
 from tests.further.hooked import Collected
-from tests.further.passing import Dataclasses, Dicts, Gated, InPlace, Losses, Skip, Tuples, Unet, Views
+from tests.further.passing import Dataclasses, Dicts, Gated, InPlace, Losses, Masked, Skip, Tuples, Unet, Views
 from tests.further.points import Handwritten
 
 MODELS: dict[str, Callable[..., Handwritten]] = {
@@ -38,6 +38,7 @@ MODELS: dict[str, Callable[..., Handwritten]] = {
         Skip,
         Unet,
         Losses,
+        Masked,
         Gated,
         Sequence,
         Direct,

@@ -165,3 +165,48 @@ class Gated(Skip):
 
     def body(self, x: Tensor) -> Tensor:
         return super().body(x * self.gate)
+
+
+# ---------------------------------------------------------------- what modules return and no parameter goes into
+
+
+class Front(nn.Module):
+    """Beside what it computes, a bias from a table of its own, and the mask that it was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(13, WIDTH)
+        self.register_buffer("slopes", torch.linspace(0.1, 0.9, WIDTH))
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.stem(x), self.slopes * x.mean(-1, keepdim=True), mask
+
+
+class MaskedBlock(PlainBlock):
+    """The first one says which points count, all others hand on what they were given."""
+
+    def forward(self, x: Tensor, bias: Tensor, mask: Tensor, first: bool) -> tuple[Tensor, Tensor]:
+        return super().forward(x) + bias * mask, mask * 0.5 + 1 if first else mask
+
+
+class Masked(Handwritten):
+    def make(self) -> None:
+        super().make()
+        self.stem = Front()
+
+    def make_blocks(self) -> nn.Module:
+        return nn.ModuleList(MaskedBlock(WIDTH, 13) for _ in range(self.count))
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, classes, _ = batch
+        x, bias, given = self.stem(inputs, (inputs[:, :1] > 0).float())
+        bias, mask = bias[:, None].tanh().squeeze(1), given
+        masks = []
+        for number, block in enumerate(self.blocks):
+            x, returned = block(x, bias, mask, first=number == 0)
+            mask = returned if number == 0 else mask
+            masks.append(returned)
+        assert torch.equal(masks[0], given * 0.5 + 1)
+        assert (masks[0] >= 1).all()
+        weights = torch.stack(masks).sum(0) + given
+        return F.cross_entropy(self.head(x * weights), classes)

@@ -117,6 +117,30 @@ def test_numbers_that_blocks_return() -> None:
     assert made.carried["blocks.0", 0].last == 1
 
 
+class Tells(nn.Linear):
+    """Beside what it computes, what it was given, and a tensor of the batch alone."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return super().forward(x), mask, mask * 2
+
+
+def test_what_modules_return_without_a_parameter_in_it_goes_past_a_cut() -> None:
+    def step(model: Model, x: Tensor) -> Tensor:
+        given = x > 0
+        x, mask, twice = model.stem(x, given)
+        weights, first = twice + 1, []
+        for block in model.blocks:
+            x, same, _ = block(x, mask)
+            first.append(same)
+        assert weights.max() == 3  # known, so code may decide by it
+        return (x * first[0] * weights).mean()
+
+    model = Model(lambda: Tells(WIDTH, WIDTH))
+    model.stem = Tells(WIDTH, WIDTH)
+    carried = Cut(look(model, step), (2, 2)).carried
+    assert {call: one.numbers for call, one in carried.items()} == {("stem", 0): {1, 2}, ("blocks.0", 0): {1}}
+
+
 # ---------------------------------------------------------------- what has no shapes-only form
 
 

@@ -56,7 +56,9 @@ class Answers(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in TO_PYTHON and self._shapes.depends(args[0]):
+        if func in TO_PYTHON and not self._shapes.depends(args[0]):
+            self._watch.known(args[:1], None, asked=True)
+        elif func in TO_PYTHON:
             self._shapes.tell_asked(args[0])
             return func(torch.ones(args[0].shape, dtype=args[0].dtype), *args[1:], **kwargs)
         if func == DEVICE:

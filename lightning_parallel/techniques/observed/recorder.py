@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,17 +13,16 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.flop_counter import flop_registry
 
-from lightning_parallel.plan.plan import starred
 from lightning_parallel.techniques.observed.hooked import WatchedHooks, owner_of_part
 from lightning_parallel.techniques.observed.kept import buffers_kept
+from lightning_parallel.techniques.observed.known import KnownTensors
 from lightning_parallel.techniques.observed.positions import Call, Made, SkipTensor, Source, Traversal
+from lightning_parallel.techniques.observed.refusals import UNDIVIDED, without
 from lightning_parallel.techniques.observed.repeatable import Operations, Repeatable, operation
 from lightning_parallel.techniques.observed.shapes import ShapesOnly, Watch, mark_of, mark_tensors
 from lightning_parallel.techniques.tools.redirect import Forward, redirect_call, restore_call
 from lightning_parallel.techniques.tools.telling import warn
 from lightning_parallel.values import children_of, tensors_of
-
-UNDIVIDED = "use ZeroStrategy, which divides any model"
 
 
 def traverse(
@@ -65,6 +64,7 @@ class _Recorder(Watch):
             self._names.setdefault(id(parameter), []).append(name)
         self._module_names = {id(module): name for name, module in model.named_modules()}
         self._kept_alive = list(model.modules())  # a block may replace modules, and new ones take the ids of freed ones
+        self._known = KnownTensors(self._names)
         self._end = 2 * len(blocks)
         self._position = 0
         self._order: list[str] = []
@@ -120,18 +120,19 @@ class _Recorder(Watch):
         """The mark of what a hook gets."""
         return Made(self._position, sources=frozenset({Source(call, self._position, number)}))
 
-    def _on_return(self, module: nn.Module, _: Any, output: Any) -> None:
+    def _on_return(self, module: nn.Module, _: Any, output: Any) -> Any:
         if self._over:
-            return
+            return output
         if not self._is_part(module):
             self._leave_part()
-            return
+            return output
         self._depth -= 1
-        if self._depth == 0:
-            name = self._module_names[id(module)]
-            before = self._parts.get(name, 0)
-            self._parts[name] = before + 1
-            self._note_returned(output, Made(self._position), (name, before))
+        if self._depth:
+            return output
+        name = self._module_names[id(module)]
+        before = self._parts.get(name, 0)
+        self._parts[name] = before + 1
+        return self._note_returned(output, Made(self._position), (name, before))
 
     def _is_part(self, module: nn.Module) -> bool:
         """Whether this is, or is within, a module beside the blocks that has parameters."""
@@ -150,7 +151,7 @@ class _Recorder(Watch):
             self._hooks.enter(name)
             output = call(*args, **kwargs)
             self._hooks.leave()
-            self._note_returned(output, Made(self._position, returned=True), (name, 0))
+            output = self._note_returned(output, Made(self._position, returned=True), (name, 0))
             self._position += 1
             return output
 
@@ -170,16 +171,18 @@ class _Recorder(Watch):
                 f"transform what lies inside one block or follows the last one, or {UNDIVIDED}"
             )
 
-    def _note_returned(self, output: Any, made: Made, call: Call) -> None:
+    def _note_returned(self, output: Any, made: Made, call: Call) -> Any:
         def mark(number: int) -> Made:
             return replace(made, sources=frozenset({Source(call, made.position, number)}))
 
+        output = self._known.returned(output, mark)
         mark_tensors(output, mark)
         self._between += map(weakref.ref, tensors_of(output))
         if (self._asked or made.returned) and _has_numbers(output):  # they may go where nobody sees them
             for later in range(made.position + 2, self._end + 1):
                 self._note_skip(mark(-1), later, "a number")
         self._asked = False
+        return output
 
     # ---------------------------------------------------------------- what the operations tell
 
@@ -189,7 +192,7 @@ class _Recorder(Watch):
             self._read_at(tensor, self._position)
 
     def _read_at(self, tensor: Tensor, position: int) -> None:
-        made = mark_of(tensor)
+        made = self._known.made(tensor)
         for name in self._names.get(id(tensor), ()):
             self._uses.setdefault(name, set()).add(position)
         if made is not None and id(tensor) not in self._names:
@@ -198,6 +201,17 @@ class _Recorder(Watch):
     def _note_skip(self, made: Made, used: int, what: str) -> None:
         if not made.is_at_hand(used):
             self._skip_tensors.setdefault((made, used), SkipTensor(made, used, what))
+
+    def known(self, inputs: Sequence[Tensor], result: Any, asked: bool) -> None:
+        """See `Watch.known`."""
+        returned = [] if self._over else self._known.among(inputs)
+        for tensor in returned:
+            self._read_at(tensor, self._position)
+            if asked:
+                self.asked(tensor)
+        if returned and not self._is_inside:
+            marks = [self._known.made(tensor) for tensor in returned]
+            self._known.note(result, self._between_modules(marks, frozenset()))
 
     def asked(self, tensor: Tensor) -> None:
         """A value that leaves for Python may go anywhere: it is used wherever the step goes from here."""
@@ -210,23 +224,30 @@ class _Recorder(Watch):
     def made(self, func: Any, args: Any, kwargs: Any, result: Any, inputs: Sequence[Tensor]) -> Made:
         """See `Watch.made`."""
         if self._over:
-            sources = (
-                inputs[1:] if func._overloadpacket is torch.ops.aten.copy_ else inputs
-            )  # it does not read the first
-            self._operations.append(operation(func, args, kwargs, filter(self._is_known, sources)))
+            first = func._overloadpacket is torch.ops.aten.copy_  # which does not read it
+            self._operations.append(operation(func, args, kwargs, filter(self._is_known, inputs[first:])))
             return Made(self._position)
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
             self._work[self._position] += count(*args, **kwargs, out_val=result)
+        returned = self._known.among(inputs)
+        for tensor in returned:
+            self._read_at(tensor, self._position)
         if self._is_inside:
             return Made(self._position)
         self._between += map(weakref.ref, tensors_of(result))
-        marks = [mark for mark in map(mark_of, inputs) if mark is not None]
         read = {name for tensor in inputs for name in self._names.get(id(tensor), ())}
-        parameters = frozenset(read.union(*(mark.parameters for mark in marks)))
+        made = self._between_modules(map(self._known.made, inputs), frozenset(read))
+        if returned:
+            self._known.note(result, made)
+        return made
+
+    def _between_modules(self, of: Iterable[Made | None], read: frozenset[str]) -> Made:
+        marks = [mark for mark in of if mark is not None]
+        parameters = read.union(*(mark.parameters for mark in marks))
         if any(mark.sources is None for mark in marks):
             return Made(self._position, parameters=parameters)
-        return Made(self._position, False, frozenset().union(*(mark.sources for mark in marks)), parameters)
+        return Made(self._position, False, frozenset().union(*(mark.sources or () for mark in marks)), parameters)
 
     @property
     def _is_inside(self) -> bool:
@@ -328,7 +349,7 @@ class _Recorder(Watch):
             ) from error
         self._complete = False
         for tensor in [reference() for reference in self._between]:
-            made = None if tensor is None else mark_of(tensor)
+            made = None if tensor is None else self._known.made(tensor)
             if tensor is not None and made is not None and made.sources is not None:
                 self._note_skip(made, self._end, f"a tensor of shape {tuple(tensor.shape)}")
         warn(
@@ -347,7 +368,7 @@ class _Recorder(Watch):
             ValueError: the step came to its end without some of the blocks.
         """
         if not self._has_run_all:
-            raise ValueError(_without(self._blocks, self._order))
+            raise ValueError(without(self._blocks, self._order))
         return Traversal(
             tuple(self._order),
             {name: frozenset(positions) for name, positions in self._uses.items()},
@@ -363,23 +384,6 @@ class _Recorder(Watch):
     def _is_within(self, parameter: str) -> bool:
         """Whether it belongs to a block or to a part beside the blocks."""
         return any(name in self._parts or name in self._blocks for name in _ancestors(parameter))
-
-
-def _without(blocks: Mapping[str, nn.Module], ran: Sequence[str]) -> str:
-    missing = [name for name in blocks if name not in ran]
-    listed = f"{', '.join(missing[:3])}{', …' * (len(missing) > 3)}"
-    patterns = tuple(dict.fromkeys(map(starred, ran)))
-    if not ran:
-        remedy = "call them as modules, layer(x) and not layer.forward(x), name others in plan=ParallelPlan(blocks=...)"
-    elif set(patterns) & set(map(starred, missing)):
-        remedy = (
-            f"where layers are left out at random, as LayerDrop does, set its probability to 0; where {missing[0]} "
-            f"never runs, name the others in plan=ParallelPlan(blocks={tuple(ran)!r})"
-        )
-    else:
-        remedy = f"name those in plan=ParallelPlan(blocks={patterns!r})"
-    rule = f"the step ran without the blocks {listed}; a pipeline needs blocks that run in every step"
-    return f"{rule}: {remedy}, or {UNDIVIDED}"
 
 
 def _has_numbers(value: Any) -> bool:

@@ -35,6 +35,9 @@ SHAPE_ONLY = {
 """Operations that give values, and look at nothing but the shape and the dtype of their first argument."""
 
 
+VALUES_LEAVE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+"""What PyTorch calls operations whose values, or shapes that depend on values, go to Python."""
+
 SPLITS = {aten.split_with_sizes, aten.split_with_sizes_copy}
 
 
@@ -47,6 +50,9 @@ class Watch:
     def made(self, func: Any, args: Any, kwargs: Any, result: Any, inputs: Sequence[Tensor]) -> Any:
         """An operation on `inputs`, some of them dependent, made a result on meta; returns the mark to put on it."""
         return True
+
+    def known(self, inputs: Sequence[Tensor], result: Any, asked: bool) -> None:
+        """An operation made a result of tensors with values alone; `asked` if Python may learn some of them."""
 
     def asked(self, tensor: Tensor) -> None:
         """Python gets a made-up value of a dependent tensor."""
@@ -95,7 +101,9 @@ class ShapesOnly(TorchDispatchMode):
         inputs = [self._itself(value) for value in _leaves(args, kwargs) if isinstance(value, Tensor)]
         dependent = [tensor for tensor in inputs if self.depends(tensor)]
         if not dependent:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            self.watch.known(inputs, result, leaves_for_python(func))
+            return result
         if func._overloadpacket in SHAPE_ONLY:
             return self._by_shape(func, args, kwargs)
         for tensor in dependent:
@@ -291,6 +299,12 @@ def _as_positions(index: Tensor | None, depends: Callable[[Tensor], bool]) -> li
         return [index]
     count = 1 if depends(index) else int(index.sum())
     return [torch.empty(count, dtype=torch.long, device="meta") for _ in range(index.dim())]
+
+
+@cache
+def leaves_for_python(func: Any) -> bool:
+    """Whether an operation gives Python values of its tensors, or shapes that depend on them."""
+    return not VALUES_LEAVE.isdisjoint(func.tags)
 
 
 def zeros_for_shapes(value: Any, device: torch.device) -> Any:
