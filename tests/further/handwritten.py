@@ -18,7 +18,7 @@ from tests.further.built import (
     UnusedHead,
     as_points,
 )
-from tests.further.hooked import Collected
+from tests.further.hooked import Collected, CollectedInTheStep
 from tests.further.passing import Dataclasses, Dicts, Gated, InPlace, Losses, Masked, Skip, Tuples, Unet, Views
 from tests.further.points import Handwritten
 
@@ -35,6 +35,7 @@ MODELS: dict[str, Callable[..., Handwritten]] = {
         Differing,
         Between,
         Collected,
+        CollectedInTheStep,
         Skip,
         Unet,
         Losses,

@@ -4,6 +4,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.further.libraries import library
@@ -33,6 +34,25 @@ class Collected(Handwritten):
         self.taken = []
         self.log("collected", torch.stack(terms).sum().detach(), on_epoch=True, on_step=False)
         return loss + 0.01 * sum(terms)
+
+
+class CollectedInTheStep(Handwritten):
+    """Registers hooks in the step, and takes them back once the model was called."""
+
+    def loss(self, batch: Any) -> Tensor:
+        taken: list[Tensor] = []
+        handles = [
+            block.register_forward_hook(lambda _, args, output: taken.append(output.square().mean()))
+            for block in self.blocks
+        ]
+        logits = self.head(self.body(self.stem(batch[0])))
+        for handle in handles:
+            handle.remove()
+        assert len(taken) == len(self.blocks)
+        return F.cross_entropy(logits, batch[1]) + 0.01 * sum(taken)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        assert all(len(block._forward_hooks) <= 1 for block in self.blocks)  # the pipeline's own
 
 
 ROUTED = {

@@ -161,6 +161,17 @@ class ReturnsUnsendable(Handwritten):
         return {"loss": self.loss(batch), "more": lambda: batch}
 
 
+class CallsInSecret(Handwritten):
+    """Calls the model between steps, in a way that its code does not tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = [lambda: self.body(torch.ones(1, 7))]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.calls[0]()
+
+
 def run(make: Any, strategy: Any, **options: Any) -> None:
     data = DataLoader(points(32, seed=1), 8)
     trainer(strategy(), **({"max_epochs": 1} | options)).fit(make(), data, data)
@@ -220,6 +231,12 @@ def test_tables_of_a_blocks_own_and_random_numbers_are_no_state(kind: type[Count
 def test_callbacks_that_need_whole_parameters() -> None:
     for message in refused(Handwritten, PP2, callbacks=[StochasticWeightAveraging(swa_lrs=0.1)]):
         assert "StochasticWeightAveraging reads and writes whole parameters" in message
+
+
+def test_calls_between_steps() -> None:
+    said = r"blocks\.\d was called outside of a step, but .* on another rank .* Call the model in a step"
+    for message in refused(CallsInSecret, PP2):
+        assert re.search(said, message), message
 
 
 def test_during_a_step() -> None:

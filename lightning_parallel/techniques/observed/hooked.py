@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.hooks import RemovableHandle
 
 from lightning_parallel.techniques.observed.shapes import MARK
 from lightning_parallel.values import map_tensors
@@ -49,6 +50,19 @@ def tables(module: nn.Module) -> Iterator[tuple[bool, MutableMapping[int, Callab
     yield True, module._forward_hooks, module._forward_hooks_with_kwargs
 
 
+def hooks_since(module: nn.Module, since: int) -> Iterator[tuple[MutableMapping[int, Any], int]]:
+    """The hooks of a module that came when PyTorch had counted `since` hooks: each in which table, and its key."""
+    for hooks in (
+        *(module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks),
+        *(
+            module._forward_hooks_with_kwargs,
+            module._forward_pre_hooks_with_kwargs,
+            module._forward_hooks_always_called,
+        ),
+    ):
+        yield from [(hooks, key) for key in hooks if key >= since]
+
+
 class WatchedHooks:
     """Gives hooks tensors of their own while a step is observed.
 
@@ -59,11 +73,14 @@ class WatchedHooks:
     Attributes:
         running: whether a hook runs now. What it makes, it makes again wherever it is called again.
         modules: the FQN of the modules whose hooks ran.
+        lasting: the FQN of the modules on which the step left hooks; known once this is closed.
     """
 
     def __init__(self, model: nn.Module, mark: Callable[[tuple[str, int], int], Any]) -> None:
         self.running = False
         self.modules: dict[str, None] = {}
+        self.lasting: tuple[str, ...] = ()
+        self._model, self._since = model, RemovableHandle.next_id
         self._mark, self._owner, self._silent = mark, "", False
         self._calls: Counter[str] = Counter()
         self._replaced: list[tuple[MutableMapping[int, Callable[..., Any]], int, Callable[..., Any]]] = []
@@ -96,6 +113,8 @@ class WatchedHooks:
         for hooks, key, hook in self._replaced:
             if key in hooks:
                 hooks[key] = hook
+        modules = self._model.named_modules()
+        self.lasting = tuple(name for name, module in modules if any(hooks_since(module, self._since)))
 
     @contextmanager
     def silent(self) -> Iterator[None]:

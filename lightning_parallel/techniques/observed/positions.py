@@ -77,6 +77,7 @@ class Traversal:
         direct: FQN of the parameters in none of these and in no block, which the code between modules reads.
         complete: whether the step was followed to its end. If not, what follows the blocks may use anything.
         hooked: FQN of the modules in blocks and parts whose hooks ran.
+        lasting: FQN of the modules on which the step left hooks of its own. From all others it took them back.
     """
 
     blocks: tuple[str, ...]
@@ -88,6 +89,7 @@ class Traversal:
     direct: frozenset[str] = frozenset()
     complete: bool = True
     hooked: tuple[str, ...] = ()
+    lasting: tuple[str, ...] = ()
 
     @property
     def end(self) -> int:

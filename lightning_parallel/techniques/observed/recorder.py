@@ -379,6 +379,7 @@ class _Recorder(Watch):
             frozenset(name for name, _ in self._model.named_parameters() if not self._is_within(name)),
             self._complete,
             tuple(self._hooks.modules),
+            self._hooks.lasting,
         )
 
     def _is_within(self, parameter: str) -> bool:

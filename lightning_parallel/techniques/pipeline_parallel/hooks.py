@@ -6,7 +6,7 @@ So what a model collects of all its layers, in a list, a context or an attribute
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_parallel.techniques.observed.hooked import hooks_call, is_hooks_call, tables
+from lightning_parallel.techniques.observed.hooked import hooks_call, hooks_since, is_hooks_call, tables
 from lightning_parallel.techniques.observed.positions import Call
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut
 from lightning_parallel.techniques.pipeline_parallel.exchange import Absent
@@ -131,6 +131,31 @@ class Hooks:
         finally:
             for table, before in hooks:
                 table.update(before)
+
+
+class PassingHooks:
+    """Hooks that a step registers and takes back at its end, which the earlier stages do not reach.
+
+    Args:
+        modules: of the model, by FQN.
+        lasting: those on which a step leaves hooks to stay.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], lasting: Collection[str]) -> None:
+        self._modules = [module for name, module in modules.items() if name not in lasting]
+
+    @contextmanager
+    def taken_back(self, end: type[BaseException]) -> Iterator[None]:
+        """Takes hooks back that came inside, if `end` leaves the step before its own code can."""
+        since = RemovableHandle.next_id
+        try:
+            yield
+        except end:
+            if RemovableHandle.next_id > since:
+                for module in self._modules:
+                    for hooks, key in hooks_since(module, since):
+                        del hooks[key]
+            raise
 
 
 class _Note:

@@ -21,7 +21,7 @@ from lightning_parallel.techniques.observed.positions import Call
 from lightning_parallel.techniques.observed.shapes import ShapesOnly, zeros_for_shapes
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut
 from lightning_parallel.techniques.pipeline_parallel.exchange import Absent
-from lightning_parallel.techniques.pipeline_parallel.hooks import Hooks, Taken
+from lightning_parallel.techniques.pipeline_parallel.hooks import Hooks, PassingHooks, Taken
 from lightning_parallel.techniques.tools.elsewhere import is_elsewhere
 from lightning_parallel.techniques.tools.means import Means
 from lightning_parallel.techniques.tools.redirect import Forward, plain_forwards, redirect_call, restore_call
@@ -79,8 +79,9 @@ class Stages:
         self._now: _Now | None = None
         modules = dict(model.named_modules())
         self._hooks = Hooks(modules, made, device)
+        self._passing = PassingHooks(modules, made.seen.lasting)
         for number, name in enumerate(made.seen.blocks):
-            redirect_call(modules[name], lambda call, k=number: self._block(k, call))  # type: ignore[misc]
+            redirect_call(modules[name], lambda call, k=number: self._block(k, modules[made.seen.blocks[k]], call))  # type: ignore[misc]
         for name in made.seen.parts:
             redirect_call(modules[name], lambda call, n=name: self._part(n, modules[n], call))  # type: ignore[misc]
         self._redirected = [modules[name] for name in (*made.seen.blocks, *made.seen.parts)]
@@ -106,7 +107,8 @@ class Stages:
         given = received if stage else HandedOn()
         self._now = _Now(stage, given.result, given.carried, given.shapes, given.taken, means=means)
         try:
-            output = step()
+            with self._passing.taken_back(StageEndedError):
+                output = step()
         except StageEndedError:
             carried = {c: value for c, value in self._now.carried.items() if self.cut.carried[c].last > stage}
             taken = self._hooks.going_on(self._now.taken, stage)
@@ -125,12 +127,13 @@ class Stages:
 
     # ---------------------------------------------------------------- the model's parts
 
-    def _block(self, number: int, call: Forward) -> Forward:
+    def _block(self, number: int, block: nn.Module, call: Forward) -> Forward:
         mine, name = self.cut.stage_at(2 * number + 1), self.cut.seen.blocks[number]
 
         def run(*args: Any, **kwargs: Any) -> Any:
             now = self._now
-            if now is None:  # a recomputation during backward
+            if now is None:
+                self._require_here(name, block)
                 return call(*args, **kwargs)
             self._require_order(now, number)
             now.position = 2 * number + 2
@@ -151,6 +154,16 @@ class Stages:
 
         return run
 
+    def _require_here(self, name: str, module: nn.Module) -> None:
+        """No step runs: so this is a recomputation during a backward, or else the user's own call."""
+        if torch._C._current_graph_task_id() == -1 and is_elsewhere(module):
+            raise RuntimeError(
+                f"{name} was called outside of a step, but its parameters are on another rank of the pipeline; between "
+                "steps a rank has the layers of its own stages only. Call the model in a step (validation_step and "
+                "predict_step are such), or in the code of a hook itself, as self.net(x) or pl_module(x) in "
+                "on_train_epoch_end, where every rank is given the whole model"
+            )
+
     def _watch_after(self, now: _Now, number: int) -> None:
         if now.means is not None and number == len(self.cut.seen.blocks) - 1:
             now.means.begin()
@@ -166,8 +179,11 @@ class Stages:
     def _part(self, name: str, module: nn.Module, call: Forward) -> Forward:
         def run(*args: Any, **kwargs: Any) -> Any:
             now = self._now
-            if now is None or now.depth:
-                return call(*args, **kwargs) if now is None else self._part_here(now, module, call, args, kwargs)
+            if now is None:
+                self._require_here(name, module)
+                return call(*args, **kwargs)
+            if now.depth:
+                return self._part_here(now, module, call, args, kwargs)
             this = (name, now.calls[name])
             now.calls[name] += 1
             owner = owner_of_part(*this)
