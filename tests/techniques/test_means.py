@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -259,6 +260,27 @@ def test_sums_of_means_train_as_on_one_device(way, run):
             assert two == pytest.approx(one, rel=1e-9), f"step {number}"
         for name, weight in weights.items():
             torch.testing.assert_close(trained[name], weight, rtol=1e-9, atol=1e-12)
+
+
+def train_scaled(strategy: Any, ranks: int) -> list[float]:
+    torch.manual_seed(0)
+    inputs, random = torch.randn(22, 4), torch.Generator().manual_seed(1)
+    data = TensorDataset(inputs, targets(5, random), targets(3, random), inputs.sum(-1).tanh())
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))
+    seen = Logged()
+    trainer(strategy(), plugins=[plugin], max_epochs=3, callbacks=[seen], limit_val_batches=0).fit(
+        Sums("loss"), DataLoader(data, 8 // ranks)
+    )
+    return [values["train_loss"] for values in seen.values]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:.*val_dataloader.*")
+@pytest.mark.parametrize("strategy", [DataParallelStrategy, partial(ZeroStrategy, stage=2)])
+def test_sums_of_means_under_a_scaler_train_as_on_one_device(strategy):
+    wanted = run_on_ranks(1, train_scaled, HybridStrategy, 1)[0]
+    for got in run_on_ranks(2, train_scaled, strategy, 2):
+        assert got == pytest.approx(wanted, rel=2e-3)
 
 
 # -------------------------------------------------------------------- ranks whose steps differ
