@@ -27,8 +27,8 @@ class FirstLosses:
         self._seen = self._over = self._told_uses = self._told_meeting = False
 
     def look(self, loss: Tensor, means: Means) -> None:
-        """At a loss of a step; the gradients of its means are scaled by now."""
-        if self._over or dist.get_rank():
+        """At a loss of a step; the gradients of its means are scaled by now. That of a pipeline has no graph to see."""
+        if self._over or dist.get_rank() or means.batch is None:
             return
         self._seen = True
         try:
