@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
@@ -237,8 +238,7 @@ class MeshStrategy(RankStrategy):
         return output
 
     def _run(self, context: AbstractContextManager[None], run: Callable[..., T], args: Any, kwargs: Any) -> T:
-        self._adoption.require_begun()
-        self._within_step = True
+        self._adoption.stepped = self._within_step = True
         output = self._run_step(context, run, self._whole.batch(args[0]), args[1:], kwargs)
         self._within_step = False  # not where it raised
         return output
@@ -346,6 +346,8 @@ class MeshStrategy(RankStrategy):
             self._lightning_module = None  # it failed before it had values: Lightning must not move it to the host
         super().teardown()
         self._lightning_module = module
+        if self._adopted is not None and sys.exc_info()[0] is None:
+            self._adopted.require_begun()
 
     def _detach(self, module: LightningModule) -> None:
         self._detached.close()

@@ -25,7 +25,7 @@ class Adoption:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._back = trainer, ExitStack()
         self.signals: Signals | None = None
-        self._begun = False
+        self._begun = self.stepped = False
         #: whether the user wants data divided by rank
         self.divides_data = lightnings.divides_data(trainer)
         lightnings.let_divide_data(trainer, False)  # Lightning's would replace the user's sampler and order
@@ -69,8 +69,11 @@ class Adoption:
             self._back.callback(self.signals.close)
 
     def require_begun(self) -> None:
-        """Raises if Lightning does not say when a run begins: signals and resuming hang on it."""
-        if not self._begun:
+        """Raises if Lightning never said that a run begins: signals and resuming hang on it.
+
+        To be asked at the end: Lightning's Tuner runs steps before.
+        """
+        if self.stepped and not self._begun:
             raise RuntimeError(
                 f"Lightning {lightning.__version__} does not call strategy.barrier('run-stage') before a run, by which "
                 "signals are taken over and loaders resumed; install the version that lightning_parallel requires"
