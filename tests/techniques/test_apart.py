@@ -81,6 +81,23 @@ def test_statistics_of_the_batch(step: Callable[..., Any], said: str, caplog: py
 
 
 @pytest.mark.parametrize(
+    "count",
+    [
+        lambda chosen: F.one_hot(chosen, WIDTH).float().mean((0, 1)),
+        lambda chosen: torch.histc(chosen.float(), bins=WIDTH, min=0, max=WIDTH - 1),
+    ],
+)
+def test_losses_that_balance_experts(count: Callable[[Tensor], Tensor], caplog: pytest.LogCaptureFixture) -> None:
+    def step(model: Model, x: Tensor) -> Tensor:
+        chances = model.body(x).softmax(-1)
+        return chances.square().mean() + (count(chances.topk(2).indices) * chances.mean(0)).sum()
+
+    check_apart(step)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "mul makes a tensor of shape (4,)), as losses of routers do" in caplog.text
+
+
+@pytest.mark.parametrize(
     "step",
     [
         plain,

@@ -37,7 +37,8 @@ REDUCTIONS = {
     "median",
     "prod",
 }
-REDUCTIONS |= {"norm", "linalg_vector_norm", "logsumexp"}
+REDUCTIONS |= {"norm", "linalg_vector_norm", "logsumexp", "histc", "bincount"}
+MULTIPLIES = {"mul", "addcmul", "dot", "mv", *PRODUCTS}
 REMEDY = "use microbatches=1 or LayerParallelStrategy"
 
 
@@ -174,22 +175,34 @@ def _require_no_pairs(once: _Look, twice: _Look, half: int) -> None:
 
 
 def _warn_of_statistics(once: _Look, twice: _Look, sample: Sample) -> None:
-    """Of what is reduced over all samples and then meets each of them."""
+    """Of what is reduced over all samples and then meets each of them, or is multiplied by another such value."""
     reduced: set[int] = set()
+    meets: _Made | None = None
+    multiplies: _Made | None = None
     for number, (one, two) in enumerate(zip(once.all, twice.all, strict=False), start=1):
         grows = two.numel > one.numel
         if one.normalises(two) or (grows and one.floating and one.read & reduced):
-            warn(
-                f"The step looks at all samples of a batch at once: {one.name} makes a tensor of shape {one.shape} "
-                f"with what it finds in all of them. In a pipeline these are the samples of a microbatch, not the "
-                f"{sample.size} of the batch, so the curve is not that of one device; {REMEDY}"
-            )
-            return
+            meets = meets or one
+        if not grows and one.name in MULTIPLIES and len(one.read & reduced) > 1:
+            multiplies = multiplies or one
         from_samples = one.name in REDUCTIONS and any(
             twice.all[read - 1].numel > once.all[read - 1].numel for read in one.read
         )
         if not grows and one.floating and (from_samples or one.read & reduced):
             reduced.add(number)
+    if meets is not None:
+        warn(
+            f"The step looks at all samples of a batch at once: {meets.name} makes a tensor of shape {meets.shape} "
+            f"with what it finds in all of them. In a pipeline these are the samples of a microbatch, not the "
+            f"{sample.size} of the batch, so the curve is not that of one device; {REMEDY}"
+        )
+    if multiplies is not None:
+        warn(
+            f"The step multiplies two values that it finds in all samples of a batch ({multiplies.name} makes a tensor "
+            f"of shape {multiplies.shape}), as losses of routers do that balance experts. In a pipeline such a loss is "
+            f"that of each microbatch, averaged, and not quite that of the batch of {sample.size}; for the curve of "
+            f"one device {REMEDY}"
+        )
 
 
 def _look(model: nn.Module, sample: Sample, batch: Any) -> _Look:
