@@ -23,7 +23,7 @@ from lightning_parallel.strategies.data import randomness
 from lightning_parallel.strategies.data.batches import Batches
 from lightning_parallel.strategies.data.loaders import divide
 from lightning_parallel.strategies.logged.logging import StepLog, reduce_tensor
-from lightning_parallel.strategies.logged.parts import PartsRun
+from lightning_parallel.strategies.logged.parts import PartsRun, SeenRun
 from lightning_parallel.strategies.model import start_table
 from lightning_parallel.strategies.model.buffers import Buffers
 from lightning_parallel.strategies.model.building import Building
@@ -38,7 +38,6 @@ from lightning_parallel.strategies.trainer.callback import MeshCallback
 from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer
 from lightning_parallel.techniques.step import Coming, Run, Step
 from lightning_parallel.techniques.technique import Technique
-from lightning_parallel.techniques.tools.means import WatchedRun
 from lightning_parallel.techniques.tools.redirect import restore_forward
 from lightning_parallel.techniques.tools.shards import is_sharded
 
@@ -257,7 +256,7 @@ class MeshStrategy(RankStrategy):
 
     def _noted(self, run: Callable[..., T], log: StepLog) -> Run[T]:
         if self._whole.pipeline.ranks == 1:
-            return WatchedRun(run, log.means)
+            return SeenRun(run, log)
         self._latest = PartsRun(run, self._module(), log, self._whole.pipeline.rank)
         return self._latest
 

@@ -10,8 +10,19 @@ from torch import Tensor, nn
 from torchmetrics import CatMetric, MaxMetric, MeanMetric, MetricCollection, MinMetric, SumMetric
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC
 
-from lightning_parallel import DataParallelStrategy, ZeroStrategy
+from lightning_parallel import (
+    DataParallel,
+    DataParallelStrategy,
+    HybridStrategy,
+    PipelineParallel,
+    PipelineParallelStrategy,
+    TensorParallel,
+    Zero,
+    ZeroStrategy,
+)
+from tests.models import Plain, loaders
 from tests.ranks import RanksFailed, run_on_ranks
+from tests.strategies.one_and_two import made
 from tests.strategies.runs import loader, on_device, on_ranks
 from tests.trainers import trainer
 
@@ -230,3 +241,61 @@ def read_on_rank_zero(strategy: Any) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_what_only_rank_zero_reads_waits_for_nobody():
     run_on_ranks(2, read_on_rank_zero, DataParallelStrategy())
+
+
+class Reducing(Plain):
+    """Reduces a mean, a count, the largest and what is the same everywhere in every way that there is."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.reduce(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.reduce(batch, batch_idx)
+
+    def reduce(self, batch: Any, batch_idx: int) -> Tensor:
+        logits, errors = self.score(batch)
+        loss = nn.functional.cross_entropy(logits, batch[1]) + errors.square().mean()
+        hits = (logits.argmax(-1) == batch[1]).sum()
+        values = {"mean": loss, "squares": errors.square().mean().item(), "hits": hits.float(), "batches": 1.0}
+        values |= {"largest": errors.abs().max(), "share": hits.item() / len(logits), "samples": float(len(logits))}
+        for how in ("mean", "sum", "max", "min"):
+            for name, value in values.items():
+                self.log(f"{how}_of_{name}", value, reduce_fx=how, on_step=True, on_epoch=True)
+                self.log(f"epoch_{how}_of_{name}", value, reduce_fx=how, on_step=False, on_epoch=True)
+            if batch_idx:
+                self.log(f"later_{how}", loss, reduce_fx=how, on_step=False, on_epoch=True)
+        return loss
+
+
+def reducing(strategy: Any, batch_size: int) -> Any:
+    torch.manual_seed(0)
+    module, listener = Reducing(partial(torch.optim.SGD, lr=0.1), blocks=2), Listener()
+    used = trainer(made(strategy), callbacks=[listener], max_epochs=2)
+    used.fit(module, *loaders("plain", batch_size, samples=20, val_samples=12))
+    return listener.heard
+
+
+ONE_TO_REDUCE = {
+    "dp": (2, 2, DataParallelStrategy),
+    "zero 3": (2, 2, partial(ZeroStrategy, stage=3)),
+    "pipeline": (2, 1, partial(PipelineParallelStrategy, 2, microbatches=2)),
+}
+MORE_TO_REDUCE = {
+    "dp of 4": (4, 4, DataParallelStrategy),
+    "tensor beside": (4, 2, lambda: HybridStrategy(TensorParallel(2), DataParallel(2))),
+    "pipeline beside": (4, 2, lambda: HybridStrategy(Zero(2, stage=2), PipelineParallel(2, microbatches=2))),
+}
+
+
+@pytest.mark.parametrize(
+    ("n", "readers", "strategy"),
+    [
+        *(pytest.param(*layout, id=name) for name, layout in ONE_TO_REDUCE.items()),
+        *(pytest.param(*layout, id=name, marks=pytest.mark.exhaustive) for name, layout in MORE_TO_REDUCE.items()),
+    ],
+)
+def test_reductions_are_over_batches_and_values_those_of_whole_batches(n: int, readers: int, strategy: Any) -> None:
+    (expected,) = run_on_ranks(1, reducing, None, 8)
+    for found in run_on_ranks(n, reducing, strategy, 8 // readers):
+        for (event, wanted), (_, got) in zip(expected, found, strict=True):
+            assert got == pytest.approx(wanted, rel=1e-4, abs=1e-5), event

@@ -2,7 +2,7 @@
 
 Epoch values are reduced when Lightning computes them. Step values are reduced together, in one message per step that
 travels while backward runs; with it ranks find out whether they logged the same names, as a reduction of what only some
-ranks log would never end. Everything here that touches Lightning's private results is in this file.
+ranks log would never end. What touches Lightning's private results is in this file and in `step_values`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,12 +25,23 @@ from torchmetrics import MeanMetric, Metric
 from lightning_parallel.collectives.functional import Pending, within_reach
 from lightning_parallel.strategies.logged.averages import Shared
 from lightning_parallel.strategies.logged.first_losses import FirstLosses
-from lightning_parallel.strategies.logged.kinds import Kinds
+from lightning_parallel.strategies.logged.kept_values import KeptValues
+from lightning_parallel.strategies.logged.kinds import Kind, Kinds, Watch
 from lightning_parallel.strategies.logged.metrics import Uncounted, at_most_on_step
-from lightning_parallel.strategies.logged.sums import BatchSums, Summed, single_samples
+from lightning_parallel.strategies.logged.reductions import Reductions, Seen, is_compiled, name_of
+from lightning_parallel.strategies.logged.step_values import (
+    NOTHING,
+    StepValue,
+    has_step_value,
+    reduction_of,
+    show,
+    step_value,
+)
+from lightning_parallel.strategies.logged.sums import BatchSums, single_samples
 from lightning_parallel.strategies.ranks.agreement import BACKWARD, LOGGED, RETURNED, Comparison, Content
 from lightning_parallel.strategies.ranks.signals import Requested
 from lightning_parallel.techniques.tools.means import Means
+from lightning_parallel.values import batch_size
 
 log = logging.getLogger(__name__)
 
@@ -41,9 +52,6 @@ OPERATIONS: dict[str, Any] = {
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
 }
-
-NOTHING = {"mean": None, "avg": None, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
-"""What a batch that does not count contributes to a reduction; to a mean it contributes with weight zero."""
 
 
 def reduce_tensor(tensor: Tensor, group: dist.ProcessGroup, operation: object) -> Tensor:
@@ -73,7 +81,7 @@ class StepLog:
         self._module = module
         self._group, self._host, self._weight = group, host, weight
         self._inside_log = self._inside_step = False
-        self._logged: dict[str, _Logged] = {}
+        self._logged: dict[str, StepValue] = {}
         self._pending: list[Callable[[], None]] = []
         #: those of the step that runs or ran last; none where no other rank reads other samples
         self.means: Means | None = None
@@ -86,6 +94,9 @@ class StepLog:
         self._divert: Callable[[str, Any, dict[str, Any]], None] | None = None
         #: of what kind values are that steps log and keep
         self.kinds = Kinds()
+        self._reductions = Reductions(self.kinds, host, self.tell)
+        self._watch: Watch | None = None
+        self._seen: Seen | None = None
         self._told: set[str] = set()
         self._log = module.log
         self._metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
@@ -117,7 +128,7 @@ class StepLog:
             return self._divert(name, value, options)
         means = self.means if self._inside_step else None
         parts = means.parts_of(value) if means is not None and isinstance(value, Tensor) else {}
-        before = self._samples_of(self._find(name, options.get("add_dataloader_idx", True))[1]) if parts else 0
+        before, own = self._before(name, options), value
         if self._share == 0.0:
             value, options = _without_effect(value, options)
         self._inside_log = True
@@ -127,8 +138,16 @@ class StepLog:
             self._inside_log = False
         key, result = self._find(name, options.get("add_dataloader_idx", True))
         if result is not None and not options.get("rank_zero_only", False):
-            self._take(key, result, value, parts, before)
+            self._take(key, result, own, parts, before)
         return None
+
+    def log_as(self, seen: Seen, name: str, value: Any, options: dict[str, Any]) -> None:
+        """Logs a value that was computed and seen elsewhere."""
+        self._seen = seen
+        try:
+            self(name, value, **options)
+        finally:
+            self._seen = None
 
     @property
     def defers(self) -> bool:
@@ -147,24 +166,39 @@ class StepLog:
             key += f".{results.dataloader_idx}"
         return key, None if results is None else results.get(key)
 
-    @staticmethod
-    def _samples_of(result: _ResultMetric | None) -> Any:
-        if result is None or not result.is_tensor or not result.meta.is_mean_reduction:
-            return 0
-        return result.cumulated_batch_size
+    def _before(self, name: str, options: dict[str, Any]) -> tuple[Any, Any] | None:
+        """What an epoch's value was made of so far: these tensors are never changed in place."""
+        connector, hook = self._module.trainer._logger_connector, self._module._current_fx_name or ""
+        result = self._find(name, options.get("add_dataloader_idx", True))[1]
+        if not self._inside_step or result is None or not result.is_tensor or connector.should_reset_tensors(hook):
+            return None
+        return result.value, result.cumulated_batch_size if result.meta.is_mean_reduction else 0
 
-    def _take(self, key: str, result: _ResultMetric, value: Any, parts: dict[int, Tensor], before: Any) -> None:
+    def _take(
+        self, key: str, result: _ResultMetric, value: Any, parts: dict[int, Tensor], before: tuple[Any, Any] | None
+    ) -> None:
         if not result.is_tensor:
             at_most_on_step(
                 result.value, [r for r in (self._module.trainer._results or {}).values() if not r.is_tensor]
             )
         if self._inside_step:
-            self._logged[key] = _Logged(result, value, parts, self._samples_of(result) - before if parts else 0)
+            self._logged[key] = StepValue(result, value, parts, before, self._seen_of(result.meta.name, value, parts))
             return
-        if _has_step_value(result):
-            self._start([result], _kind(result), self._share)()
+        if has_step_value(result):
+            weight = self._share / self._group.size() if result.meta.is_mean_reduction else 1.0
+            (reduced,) = self._sent([step_value(result) * weight], reduction_of(result))()
+            show(result, reduced)
         if result.meta.on_epoch and result.meta.fx.partition(".")[0].endswith("_epoch_end"):
             result.compute()  # now, while all ranks are here: callbacks may read it on one of them
+
+    def _seen_of(self, name: str, value: Any, parts: dict[int, Tensor]) -> Seen:
+        if self._seen is not None or isinstance(value, Metric):
+            return self._seen or Seen(None)
+        kind = None if self._watch is None else self._watch.kind_of(value)
+        if kind is None:
+            (kind,) = self.kinds.of(self._module._current_fx_name or "", ("logged", name), [value], None)
+        seen = Seen.of(kind, value, None if self.means is None else batch_size(self.means.batch))
+        return Seen(Kind.MEAN) if parts and seen.kind in (None, Kind.OTHER) else seen
 
     def tell(self, names: Iterable[str], what: str) -> None:
         """Says once of each name what is done with it that may not be what one device would do."""
@@ -182,6 +216,19 @@ class StepLog:
             yield
         finally:
             self._divert = before
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around the user's code: in the first batches, of what kind the values are that it logs is seen."""
+        if self._group.size() > 1 and not is_compiled(self._module):
+            self._watch = self.kinds.watch(self._module._current_fx_name or "")
+        if self._watch is not None:
+            self._watch.take_as_same((*KeptValues(self._module).tensors(), *self._module.buffers()))
+        try:
+            with self._watch or nullcontext():
+                yield
+        finally:
+            self._watch = None
 
     @contextmanager
     def counting(self, share: float) -> Iterator[None]:
@@ -221,13 +268,25 @@ class StepLog:
         skips = trains and trainer.training and output is None
         said = f"{RETURNED} no loss and logged" if skips else LOGGED
         means = self._agree(-2, int(skips), said, list(logged))
-        chosen = [each for each in logged.values() if each.is_summed(means)]
-        weight = share / self._group.size()
+        logged = self._agreed(logged)
+        ranks, moving = self._group.size(), [each for each in logged.values() if each.moves(means)]
+        chosen = [each for each in moving if each.how in ("mean", "sum")]
         if chosen or means.all:
-            self._sums = BatchSums([each.summed(weight) for each in chosen], means, share, self._group)
-        results = [each.result for each in logged.values() if _has_step_value(each.result)]
-        extremes = [self._start(results, kind, share) for kind in ("min", "max")]
-        self._pending = [lambda: self._place(chosen, means), *extremes]
+            self._sums = BatchSums([each.summed(share, ranks) for each in chosen], means, share, self._group)
+        self._pending = [lambda: self._place(chosen, means)]
+        for how in ("min", "max"):
+            if extremes := [each for each in moving if each.how == how]:
+                sent = self._sent([each.extreme(share) for each in extremes], how)
+                self._pending.append(partial(self._place_extremes, extremes, means, sent))
+
+    def _agreed(self, logged: dict[str, StepValue]) -> dict[str, StepValue]:
+        """With how ranks put each value together."""
+        tensors = {key: each for key, each in logged.items() if each.result.is_tensor}
+        if self._group.size() == 1 or not tensors:
+            return logged
+        hook = self._module._current_fx_name or ""
+        hows = self._reductions.agreed(hook, {each.result.meta.name: each.seen for each in tensors.values()})
+        return {**logged, **{key: each.by(hows[each.result.meta.name]) for key, each in tensors.items()}}
 
     @contextmanager
     def around_backward(self, share: float, loss: Tensor, asked: bool) -> Iterator[None]:
@@ -287,90 +346,33 @@ class StepLog:
         self._differed = True
         return Means()
 
-    def _place(self, logged: Sequence[_Logged], means: Means) -> None:
+    def _place(self, logged: Sequence[StepValue], means: Means) -> None:
         values = [] if self._sums is None else self._sums.values()
         for each, value in zip(logged, values, strict=True):
-            result = each.result
-            if _has_step_value(result):
-                result._forward_cache = value.to(_step_value(result))
-                if not result.meta.on_epoch:
-                    result.value = result._forward_cache
-            if result.meta.on_epoch and each.parts and means.all:
-                own = each.value.detach().to(value)
-                result.value = result.value + ((value - own) * each.samples).to(result.value)
+            each.place(value, means, self._group.size())
 
-    def _start(self, results: list[_ResultMetric], kind: str, share: float) -> Callable[[], None]:
-        chosen = [result for result in results if _kind(result) == kind]
-        if not chosen:
-            return lambda: None
-        weights = [share / self._group.size() if result.meta.is_mean_reduction else 1.0 for result in chosen]
-        values = [_step_value(result).double() * weight for result, weight in zip(chosen, weights, strict=True)]
-        packed = torch.stack([within_reach(value, self._group) for value in values])
-        work = Pending(dist.all_reduce(packed, op=OPERATIONS[kind], group=self._group, async_op=True))
+    def _place_extremes(self, logged: Sequence[StepValue], means: Means, sent: Callable[[], Sequence[Tensor]]) -> None:
+        for each, value in zip(logged, sent(), strict=True):
+            each.place(value, means, self._group.size())
 
-        def finish() -> None:
+    def _sent(self, values: Sequence[Tensor], how: str) -> Callable[[], Sequence[Tensor]]:
+        packed = torch.stack([within_reach(value.double(), self._group) for value in values])
+        work = Pending(dist.all_reduce(packed, op=OPERATIONS[how], group=self._group, async_op=True))
+
+        def arrived() -> Sequence[Tensor]:
             work.wait()
-            for result, value in zip(chosen, packed.unbind(), strict=True):
-                result._forward_cache = value.to(_step_value(result))
-                if not result.meta.on_epoch:
-                    result.value = result._forward_cache
+            return packed.unbind()
 
-        return finish
-
-
-@dataclass(frozen=True)
-class _Logged:
-    """What a step logged under one name.
-
-    Attributes:
-        result: Lightning's.
-        value: as it was given.
-        parts: what means contribute to it, by their numbers.
-        samples: as how many it counts in the epoch.
-    """
-
-    result: _ResultMetric
-    value: Any
-    parts: dict[int, Tensor]
-    samples: Any
-
-    def is_summed(self, means: Means) -> bool:
-        """Whether it travels as a sum: with its step value, or because its means are not those of this rank."""
-        mean_of_epoch = self.result.is_tensor and self.result.meta.on_epoch and self.result.meta.is_mean_reduction
-        return _kind(self.result) == "sum" and (_has_step_value(self.result) or bool(means.all and mean_of_epoch))
-
-    def summed(self, weight: float) -> Summed:
-        """This rank's part of it."""
-        if not self.result.meta.is_mean_reduction:
-            return Summed(_step_value(self.result), 1.0, {})
-        return Summed(torch.as_tensor(self.value), weight, self.parts)
+        return arrived
 
 
 def _log_nothing(*_: Any, **__: Any) -> None:
     pass
 
 
-def _has_step_value(result: _ResultMetric) -> bool:
-    return bool(result.meta.on_step and result.is_tensor and result._forward_cache is not None)
-
-
-def _step_value(result: _ResultMetric) -> Tensor:
-    assert result._forward_cache is not None
-    value: Tensor = result._forward_cache.detach().reshape(())
-    return value
-
-
-def _kind(result: _ResultMetric) -> str:
-    if result.meta.is_min_reduction:
-        return "min"
-    return "max" if result.meta.is_max_reduction else "sum"
-
-
 def _without_effect(value: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """A value that leaves the reduction as it is; the key is logged all the same, as on every other rank."""
-    reduction = options.get("reduce_fx", "mean")
-    name = reduction if isinstance(reduction, str) else getattr(reduction, "__name__", "mean")
-    neutral = NOTHING.get(name.lower())
+    neutral = NOTHING.get(name_of(options.get("reduce_fx", "mean")))
     if isinstance(value, Metric):
         return value, options
     if neutral is None:

@@ -25,8 +25,9 @@ from lightning_parallel.strategies.logged.kept_values import Change, KeptValues,
 from lightning_parallel.strategies.logged.kinds import Kind
 from lightning_parallel.strategies.logged.logging import StepLog
 from lightning_parallel.strategies.logged.metrics import BatchMetric, UndoableMetric
+from lightning_parallel.strategies.logged.reductions import HOW, NOT_SEEN, UNSEEN, Seen, joined, name_of, reduced
 from lightning_parallel.techniques.step import Run
-from lightning_parallel.techniques.tools.means import is_among
+from lightning_parallel.techniques.tools.means import WatchedRun, is_among
 from lightning_parallel.values import batch_size, map_leaves
 
 T = TypeVar("T")
@@ -47,6 +48,7 @@ class LoggedValue:
         origin: the tensor that was logged.
         weight: what the value counts for in a mean.
         over_targets: whether it is a mean over targets, if anything is.
+        seen: of what kind it is.
     """
 
     name: str
@@ -57,11 +59,14 @@ class LoggedValue:
     origin: Tensor | None = None
     weight: float = 0.0
     over_targets: bool = False
+    seen: Seen = NOT_SEEN
 
     def counting(self, share: float, means: Sequence[Tensor]) -> LoggedValue:
         """Its weight: `share` if it is one of the means, or else its samples."""
         is_mean = self.origin is not None and is_among(self.origin, means)
-        return replace(self, weight=share if is_mean else self.samples, over_targets=is_mean)
+        unknown = self.seen.kind in (None, Kind.OTHER)
+        seen = Seen(Kind.MEAN) if is_mean and unknown else self.seen
+        return replace(self, weight=share if is_mean else self.samples, over_targets=is_mean, seen=seen)
 
 
 @dataclass(frozen=True)
@@ -157,9 +162,10 @@ class PartsRun(Run[T]):
         computed = [metric for metric, batch in self._called.items() if batch.value_of_batch is value]
         kept = torch.as_tensor(value).detach().clone().reshape(())
         origin = value if isinstance(value, Tensor) else None
-        return LoggedValue(
-            name, kept, options, options.get("batch_size") or size, computed[0] if computed else None, origin
-        )
+        seen = None if self._watch is None else [self._watch.kind_of(value)]
+        (kind,) = self._log.kinds.of(self._hook, ("logged", name), [value], seen)
+        samples, metric = options.get("batch_size") or size, computed[0] if computed else None
+        return LoggedValue(name, kept, options, samples, metric, origin, seen=Seen.of(kind, value, size))
 
     def __enter__(self) -> Self:
         """Metrics that are called will tell their value for the whole batch in the end."""
@@ -186,6 +192,9 @@ class PartsRun(Run[T]):
         asked = {noted.metric or noted.value for noted in everything if noted.metric or isinstance(noted.value, str)}
         values = {name: _on_device(self._called[name].value(), HOST) for name in sorted(map(str, asked))}
         logged = [_combined(same, values) for same in by_name.values()]
+        unseen = [noted.name for noted in logged if noted.seen.kind not in HOW and noted.origin is not None]
+        self._log.tell(unseen if len(self._sizes) > 1 else [], UNSEEN)
+        logged = [replace(noted, origin=None) for noted in logged]
         return Notes(logged, values, self._merged(shares, means), self._rank, targets)
 
     def _merged(self, shares: Sequence[float], means: Sequence[Sequence[Tensor]]) -> dict[Path, Change]:
@@ -224,7 +233,7 @@ class PartsRun(Run[T]):
                 value = value.to(self._module.device)
                 if means is not None and noted.over_targets:
                     means.also(value)
-                self._log(noted.name, value, **noted.options)
+                self._log.log_as(noted.seen, noted.name, value, noted.options)
 
     def counted(self, loss: Tensor) -> Tensor:
         """See `Run.counted`."""
@@ -242,22 +251,29 @@ def _combined(same: Sequence[LoggedValue], metrics: dict[str, Any]) -> LoggedVal
     values = [noted.value.cpu() for noted in same if isinstance(noted.value, Tensor)]
     if not values:
         return LoggedValue(first.name, first.value, options, first.samples)
-    value = _reduced(values, [noted.weight for noted in same], options)
-    over_targets = all(noted.over_targets for noted in same)
-    return LoggedValue(first.name, value, options, first.samples, over_targets=over_targets)
+    seen = joined([noted.seen for noted in same])
+    how = HOW.get(seen.kind or Kind.OTHER, name_of(options.get("reduce_fx", "mean")))
+    value = reduced(values, [noted.weight for noted in same], how)
+    over_targets = how == "mean" and all(noted.over_targets for noted in same)
+    return LoggedValue(first.name, value, options, first.samples, origin=value, over_targets=over_targets, seen=seen)
 
 
-def _reduced(values: Sequence[Tensor], weights: Sequence[float], options: dict[str, Any]) -> Tensor:
-    stacked = torch.stack([value.to(torch.float64) for value in values])
-    reduction = options.get("reduce_fx", "mean")
-    name = (reduction if isinstance(reduction, str) else getattr(reduction, "__name__", "mean")).lower()
-    if name in ("min", "max", "sum"):
-        result: Tensor = getattr(torch, "a" + name if name != "sum" else name)(stacked)
-    else:
-        shares = torch.tensor(weights, dtype=torch.float64)
-        result = (stacked * shares).sum() / shares.sum()
-    kind = values[0].dtype
-    return result.to(kind if kind.is_floating_point or name != "mean" else torch.get_default_dtype())
+class SeenRun(WatchedRun[T]):
+    """Runs the user's step, and sees of what kind the values are that it logs.
+
+    Args:
+        step: the user's.
+        log: what `self.log` of the module leads to.
+    """
+
+    def __init__(self, step: Callable[..., T], log: StepLog) -> None:
+        super().__init__(step, log.means)
+        self._log = log
+
+    def __call__(self, *args: Any, **kwargs: Any) -> T:
+        """See `Run.__call__`."""
+        with self._log.watching():
+            return super().__call__(*args, **kwargs)
 
 
 def _on_device(value: Any, device: torch.device) -> Any:

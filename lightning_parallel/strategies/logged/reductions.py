@@ -1,0 +1,121 @@
+"""How what ranks log of one batch makes the value of the batch; what `reduce_fx` does with batches comes after that.
+
+A mean over the batch is the mean over ranks, a count their sum, a highest value their highest, whatever `reduce_fx` is:
+an epoch's sum of batch means is the sum of the means of whole batches.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._dynamo.eval_frame import OptimizedModule
+
+from lightning_parallel.strategies.logged.kinds import PATIENCE, Kind, Kinds, common
+from lightning_parallel.strategies.ranks.agreement import gather_objects
+
+HOW = {Kind.MEAN: "mean", Kind.SAME: "mean", Kind.SUM: "sum", Kind.MAX: "max", Kind.MIN: "min"}
+"""How values of parts make that of the whole; for other kinds it is what `reduce_fx` suggests."""
+
+UNSEEN = (
+    "is put together from the parts of a batch by its reduce_fx: whether it is a mean, a count, a maximum or a minimum "
+    "over the samples could not be seen"
+)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What was seen of a value that a step logged.
+
+    Attributes:
+        kind: its kind, if it is known.
+        number: the value itself where it is a number, of which kinds are guessed from values.
+    """
+
+    kind: Kind | None
+    number: float | None = None
+
+    @classmethod
+    def of(cls, kind: Kind | None, value: Any, samples: int | None) -> Seen:
+        """Of a value that was given to `self.log` by a step that ran on so many samples."""
+        if not isinstance(value, Tensor):
+            return cls(None if value == 1 != samples else kind, float(value))  # 1 is the size of many tensors
+        return cls(Kind.OTHER if kind is Kind.SAMPLES else kind)
+
+
+NOT_SEEN = Seen(None)
+
+
+def joined(parts: Sequence[Seen]) -> Seen:
+    """What is seen of a value by all parts of a batch."""
+    numbers = {part.number for part in parts}
+    by_value = None not in numbers
+    kind = common((part.kind for part in parts), by_value)
+    if kind is None and by_value and len(numbers) == 1 and numbers != {0.0}:
+        kind = Kind.SAME
+    return Seen(kind, parts[0].number)
+
+
+class Reductions:
+    """How the values of steps are put together, by hook and name: all ranks agree on it in the first batches.
+
+    Args:
+        kinds: what this rank saw.
+        host: all ranks.
+        tell: says of names what is done with them.
+    """
+
+    def __init__(self, kinds: Kinds, host: dist.ProcessGroup, tell: Callable[[list[str], str], None]) -> None:
+        self._kinds, self._host, self._tell = kinds, host, tell
+        self._decided: dict[tuple[str, str], Kind] = {}
+        self._asked = Counter[tuple[str, str]]()
+
+    def agreed(self, hook: str, seen: Mapping[str, Seen]) -> dict[str, str | None]:
+        """How ranks reduce each name, None where `reduce_fx` is to say; all ranks come with the same names."""
+        undecided = [name for name in seen if (hook, name) not in self._decided]
+        found = {name: self._decided[hook, name] for name in seen if name not in undecided}
+        if undecided:
+            said = gather_objects([seen[name] for name in undecided], self._host)
+            for name, *of_ranks in zip(undecided, *said, strict=True):
+                found[name] = self._decide(hook, name, of_ranks)
+        return {name: HOW.get(kind) for name, kind in found.items()}
+
+    def _decide(self, hook: str, name: str, of_ranks: Sequence[Seen]) -> Kind:
+        sure = common((seen.kind for seen in of_ranks), by_value=of_ranks[0].number is not None)
+        kind = joined(of_ranks).kind or Kind.OTHER
+        self._asked[hook, name] += 1
+        if sure is not None or self._asked[hook, name] == PATIENCE:
+            self._decided[hook, name] = kind
+            self._kinds.decide(hook, ("logged", name), (kind,))
+        if kind not in HOW and dist.get_rank() == 0:
+            self._tell([name], UNSEEN)
+        return kind
+
+
+def reduced(values: Sequence[Tensor], weights: Sequence[float], how: str) -> Tensor:
+    """One value from those of the parts of a batch."""
+    stacked = torch.stack([value.to(torch.float64) for value in values])
+    if how in ("min", "max"):
+        result: Tensor = stacked.amin() if how == "min" else stacked.amax()
+    elif how == "sum":
+        result = stacked.sum()
+    else:
+        shares = torch.tensor(weights, dtype=torch.float64)
+        result = (stacked * shares).sum() / shares.sum()
+    kind = values[0].dtype
+    return result.to(kind if kind.is_floating_point or how != "mean" else torch.get_default_dtype())
+
+
+def name_of(reduction: Any) -> str:
+    """What `reduce_fx` is called."""
+    return (reduction if isinstance(reduction, str) else getattr(reduction, "__name__", "mean")).lower()
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether parts of a module run as `torch.compile` made them, which nothing can watch from outside."""
+    return any(isinstance(part, OptimizedModule) or part._compiled_call_impl is not None for part in module.modules())

@@ -1,0 +1,102 @@
+"""What a step logged under one name: Lightning's private result of it, and what ranks make of it together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
+from torch import Tensor
+
+from lightning_parallel.strategies.logged.reductions import Seen
+from lightning_parallel.strategies.logged.sums import Summed
+from lightning_parallel.techniques.tools.means import Means
+
+NOTHING = {"mean": None, "avg": None, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
+"""What a batch that does not count contributes to a reduction; to a mean it contributes with weight zero."""
+
+
+@dataclass(frozen=True)
+class StepValue:
+    """What a step logged under one name.
+
+    Attributes:
+        result: Lightning's.
+        value: as it was given.
+        parts: what means contribute to it, by their numbers.
+        before: the epoch's value and samples before it; None at their beginning.
+        seen: of what kind it is.
+        how: how ranks put it together.
+    """
+
+    result: _ResultMetric
+    value: Any
+    parts: dict[int, Tensor]
+    before: tuple[Any, Any] | None
+    seen: Seen
+    how: str = ""
+
+    def by(self, how: str | None) -> StepValue:
+        """The same, put together so, or as `reduce_fx` says."""
+        return replace(self, how=how or reduction_of(self.result))
+
+    def moves(self, means: Means) -> bool:
+        """Whether other ranks need it now: for the value of the step, or that of the whole batch for the epoch's."""
+        return self.result.is_tensor and (has_step_value(self.result) or self._is_redone(means))
+
+    def _is_redone(self, means: Means) -> bool:
+        of_means = self.how == "mean" and bool(means.all)
+        return bool(self.result.meta.on_epoch) and (of_means or self.how != reduction_of(self.result))
+
+    def summed(self, share: float, ranks: int) -> Summed:
+        """This rank's part of it."""
+        if self.how == "sum":
+            return Summed(torch.as_tensor(self.value), float(share != 0.0), {})
+        return Summed(torch.as_tensor(self.value), share / ranks, self.parts)
+
+    def extreme(self, share: float) -> Tensor:
+        """Its value, or one that leaves the others as they are."""
+        value = torch.as_tensor(self.value).detach().double().reshape(())
+        return value if share else torch.full_like(value, NOTHING[self.how] or 0.0)
+
+    def place(self, value: Tensor, means: Means, ranks: int) -> None:
+        """Puts the value of the whole batch in the place of this rank's."""
+        result, reduction = self.result, reduction_of(self.result)
+        if has_step_value(result):
+            show(result, value)
+        if not self._is_redone(means):
+            return
+        assert isinstance(result.value, Tensor)
+        value = value.to(result.value)
+        before, samples = self.before or (torch.as_tensor(result._defaults["value"]).to(value), 0)
+        if reduction == "mean":
+            result.value = before + value * (result.cumulated_batch_size - samples)
+        else:
+            result.value = before + value / ranks if reduction == "sum" else result.meta.reduce_fx(before, value)
+
+
+def has_step_value(result: _ResultMetric) -> bool:
+    """Whether loggers see the value of each step."""
+    return bool(result.meta.on_step and result.is_tensor and result._forward_cache is not None)
+
+
+def step_value(result: _ResultMetric) -> Tensor:
+    """The value of this step."""
+    assert result._forward_cache is not None
+    value: Tensor = result._forward_cache.detach().reshape(())
+    return value
+
+
+def show(result: _ResultMetric, value: Tensor) -> None:
+    """Puts the value of the whole batch in its place."""
+    result._forward_cache = value.to(step_value(result))
+    if not result.meta.on_epoch:
+        result.value = result._forward_cache
+
+
+def reduction_of(result: _ResultMetric) -> str:
+    """What makes an epoch's value of those of its batches."""
+    meta = result.meta
+    named = {"min": meta.is_min_reduction, "max": meta.is_max_reduction, "sum": meta.is_sum_reduction}
+    return next((name for name, is_it in named.items() if is_it), "mean")
