@@ -260,6 +260,8 @@ class Reducing(Plain):
         values |= {"largest": errors.abs().max(), "share": hits.item() / len(logits), "samples": float(len(logits))}
         for how in ("mean", "sum", "max", "min"):
             for name, value in values.items():
+                if name == "samples" and how != "sum":
+                    continue  # a number may be like a count by chance: such are reduced as reduce_fx says
                 self.log(f"{how}_of_{name}", value, reduce_fx=how, on_step=True, on_epoch=True)
                 self.log(f"epoch_{how}_of_{name}", value, reduce_fx=how, on_step=False, on_epoch=True)
             if batch_idx:

@@ -66,6 +66,8 @@ class Watch(TorchFunctionMode):
         super().__init__()
         self._known: dict[int, tuple[weakref.ref[Tensor], Kind]] = {}
         self._numbers: dict[float, Kind | None] = {}
+        #: whether a mean was multiplied by a number that is like a count of samples, perhaps by chance
+        self.doubtful = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See `TorchFunctionMode`."""
@@ -174,7 +176,9 @@ class Watch(TorchFunctionMode):
         if name in PLUS:
             return _sum_of(set(before), numbers)
         if name in TIMES:
-            return _product_of([*before, *(self._of_number(number) or Kind.OTHER for number in numbers)])
+            factors = [self._of_number(number) or Kind.OTHER for number in numbers]
+            self.doubtful |= Kind.SUM in factors
+            return _product_of([*before, *factors])
         if name in OVER and len(args) == 2:
             return _quotient_of(*(self.kind_of(arg) or Kind.OTHER for arg in args))
         if name in ("neg", "__neg__"):

@@ -182,7 +182,7 @@ class StepLog:
                 result.value, [r for r in (self._module.trainer._results or {}).values() if not r.is_tensor]
             )
         if self._inside_step:
-            self._logged[key] = StepValue(result, value, parts, before, self._seen_of(result.meta.name, value, parts))
+            self._logged[key] = StepValue(result, value, parts, before, self._seen_of(result, value, parts))
             return
         if has_step_value(result):
             weight = self._share / self._group.size() if result.meta.is_mean_reduction else 1.0
@@ -191,13 +191,17 @@ class StepLog:
         if result.meta.on_epoch and result.meta.fx.partition(".")[0].endswith("_epoch_end"):
             result.compute()  # now, while all ranks are here: callbacks may read it on one of them
 
-    def _seen_of(self, name: str, value: Any, parts: dict[int, Tensor]) -> Seen:
+    def _seen_of(self, result: _ResultMetric, value: Any, parts: dict[int, Tensor]) -> Seen:
         if self._seen is not None or isinstance(value, Metric):
             return self._seen or Seen(None)
         kind = None if self._watch is None else self._watch.kind_of(value)
         if kind is None:
-            (kind,) = self.kinds.of(self._module._current_fx_name or "", ("logged", name), [value], None)
-        seen = Seen.of(kind, value, None if self.means is None else batch_size(self.means.batch))
+            kind = next((each.seen.kind for each in self._logged.values() if each.value is value), None)
+        if kind is None:
+            (kind,) = self.kinds.of(self._module._current_fx_name or "", ("logged", result.meta.name), [value], None)
+        samples = None if self.means is None else batch_size(self.means.batch)
+        doubtful = self._watch is not None and self._watch.doubtful
+        seen = Seen.of(kind, value, samples, reduction_of(result), doubtful)
         return Seen(Kind.MEAN) if parts and seen.kind in (None, Kind.OTHER) else seen
 
     def tell(self, names: Iterable[str], what: str) -> None:

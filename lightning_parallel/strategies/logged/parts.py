@@ -122,7 +122,9 @@ class PartsRun(Run[T]):
         try:
             with (
                 watch or nullcontext(),
-                self._log.diverted(lambda name, value, options: noted.append(self._note(name, value, options, size))),
+                self._log.diverted(
+                    lambda name, value, options: noted.append(self._note(name, value, options, size, noted))
+                ),
             ):
                 output = super().__call__(*args, **kwargs)
                 changes, stay = kept.changes()
@@ -156,7 +158,9 @@ class PartsRun(Run[T]):
             seen = [watch.kind_of(leaf) for leaf in leaves]
         return self._log.kinds.of(self._hook, path, leaves, seen)
 
-    def _note(self, name: str, value: Any, options: dict[str, Any], size: int) -> LoggedValue:
+    def _note(
+        self, name: str, value: Any, options: dict[str, Any], size: int, others: Sequence[LoggedValue]
+    ) -> LoggedValue:
         if isinstance(value, Metric):
             return LoggedValue(name, self._names[id(value)], options, size)
         computed = [metric for metric, batch in self._called.items() if batch.value_of_batch is value]
@@ -164,8 +168,12 @@ class PartsRun(Run[T]):
         origin = value if isinstance(value, Tensor) else None
         seen = None if self._watch is None else [self._watch.kind_of(value)]
         (kind,) = self._log.kinds.of(self._hook, ("logged", name), [value], seen)
+        if kind is None and origin is not None:
+            kind = next((other.seen.kind for other in others if other.origin is origin), None)
+        doubtful = self._watch is not None and self._watch.doubtful
+        seen_as = Seen.of(kind, value, size, name_of(options.get("reduce_fx", "mean")), doubtful)
         samples, metric = options.get("batch_size") or size, computed[0] if computed else None
-        return LoggedValue(name, kept, options, samples, metric, origin, seen=Seen.of(kind, value, size))
+        return LoggedValue(name, kept, options, samples, metric, origin, seen=seen_as)
 
     def __enter__(self) -> Self:
         """Metrics that are called will tell their value for the whole batch in the end."""

@@ -41,8 +41,18 @@ class Seen:
     number: float | None = None
 
     @classmethod
-    def of(cls, kind: Kind | None, value: Any, samples: int | None) -> Seen:
-        """Of a value that was given to `self.log` by a step that ran on so many samples."""
+    def of(cls, kind: Kind | None, value: Any, samples: int | None, reduction: str, doubtful: bool) -> Seen:
+        """Of a value that was given to `self.log`.
+
+        Args:
+            kind: as a watch saw it.
+            value: as it was given.
+            samples: on how many the step ran.
+            reduction: the name of its `reduce_fx`.
+            doubtful: whether counts of samples may be numbers that are like them by chance, as all that are numbers.
+        """
+        if kind is Kind.SUM and reduction != "sum" and (doubtful or not isinstance(value, Tensor)):
+            kind = Kind.OTHER
         if not isinstance(value, Tensor):
             return cls(None if value == 1 != samples else kind, float(value))  # 1 is the size of many tensors
         return cls(Kind.OTHER if kind is Kind.SAMPLES else kind)
