@@ -26,6 +26,7 @@ from lightning_parallel.strategies.data.randomness import RandomState
 from lightning_parallel.strategies.logged.kept_values import KeptValues
 from lightning_parallel.strategies.trainer import lightnings
 from lightning_parallel.techniques.division import Sample
+from lightning_parallel.values import tensors_of
 
 HOST = torch.device("cpu")
 
@@ -165,11 +166,11 @@ def _same_randomness(loaders: list[Any]) -> Iterator[None]:
 def _without_traces(module: LightningModule) -> Iterator[None]:
     """Inside, nothing is logged and no metric counts; afterwards the module keeps what it kept."""
     kept = KeptValues(module)
-    silent: dict[str, Any] = {"update": _nothing, "forward": _zero, "compute": _zero}
+    silent: dict[str, Any] = {"update": _read, "forward": _read_and_zero, "compute": _zero}
     metrics = [part for part in module.modules() if isinstance(part, Metric)]
     before = [{name: vars(metric).get(name) for name in silent} for metric in metrics]
     logged = vars(module).get("log")
-    vars(module)["log"] = _nothing
+    vars(module)["log"] = _read
     for metric in metrics:
         vars(metric).update(silent)
     try:
@@ -186,8 +187,15 @@ def _without_traces(module: LightningModule) -> Iterator[None]:
                     vars(metric)[name] = value
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
+def _read(*args: Any, **kwargs: Any) -> None:
+    """Looks at values, as what logs or counts them will, so that they are known to be used."""
+    for tensor in tensors_of((args, kwargs)):
+        torch.equal(tensor, tensor)
+
+
+def _read_and_zero(*args: Any, **kwargs: Any) -> torch.Tensor:
+    _read(*args, **kwargs)
+    return torch.zeros(())
 
 
 def _zero(*_: Any, **__: Any) -> torch.Tensor:

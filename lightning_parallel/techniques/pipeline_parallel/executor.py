@@ -111,7 +111,7 @@ class Executor:
         if self._work.backward:
             received = map_tensors(lambda tensor: _entering(tensor, inputs), received)
         means = Means(elements=False) if stage == self._last else None
-        output = self._stages.run(stage, received, self._work.steps[microbatch], means)
+        output = self._stages.run(stage, received, self._work.steps[microbatch], means, watched=microbatch == 0)
         if stage < self._last:
             self._keep_returned(place, inputs, output)
         else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -18,14 +19,16 @@ from torch import Tensor, nn
 
 from lightning_parallel.techniques.observed.hooked import owner_of_part
 from lightning_parallel.techniques.observed.positions import Call
+from lightning_parallel.techniques.observed.recorder import UNDIVIDED
 from lightning_parallel.techniques.observed.shapes import ShapesOnly, zeros_for_shapes
+from lightning_parallel.techniques.pipeline_parallel.absent import AbsentReads, absent_in, mark_absent, mark_hidden
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut
 from lightning_parallel.techniques.pipeline_parallel.exchange import Absent
 from lightning_parallel.techniques.pipeline_parallel.hooks import Hooks, PassingHooks, Taken
 from lightning_parallel.techniques.tools.elsewhere import is_elsewhere
 from lightning_parallel.techniques.tools.means import Means
 from lightning_parallel.techniques.tools.redirect import Forward, plain_forwards, redirect_call, restore_call
-from lightning_parallel.values import map_leaves, map_tensors
+from lightning_parallel.values import map_leaves, map_tensors, tensors_of
 
 
 class StageEndedError(BaseException):
@@ -62,6 +65,7 @@ class _Now:
     result: Any = None
     calls: Counter[str] = field(default_factory=Counter)
     depth: int = 0  # within parts
+    in_block: bool = False  # one that this stage has
     means: Means | None = None
 
 
@@ -77,6 +81,8 @@ class Stages:
     def __init__(self, model: nn.Module, made: Cut, device: torch.device) -> None:
         self.cut, self._device = made, device
         self._now: _Now | None = None
+        self._reads = AbsentReads(self._refuse_absent)
+        mark_hidden(model)
         modules = dict(model.named_modules())
         self._hooks = Hooks(modules, made, device)
         self._passing = PassingHooks(modules, made.seen.lasting)
@@ -92,7 +98,9 @@ class Stages:
         for module in self._redirected:
             restore_call(module)
 
-    def run(self, stage: int, received: Any, step: Callable[[], Any], means: Means | None = None) -> Any:
+    def run(
+        self, stage: int, received: Any, step: Callable[[], Any], means: Means | None = None, watched: bool = False
+    ) -> Any:
         """Runs the user's step for one stage.
 
         Args:
@@ -100,14 +108,18 @@ class Stages:
             received: what the stage before handed on; anything for the first stage.
             step: runs the user's step on a microbatch.
             means: watches what follows the blocks.
+            watched: whether to look for what the step reads that other stages have.
 
         Returns:
             What the step returned, or `HandedOn` if there is a stage after this one.
+
+        Raises:
+            RuntimeError: the step needs on this stage what the one that was looked at did not need there.
         """
         given = received if stage else HandedOn()
         self._now = _Now(stage, given.result, given.carried, given.shapes, given.taken, means=means)
         try:
-            with self._passing.taken_back(StageEndedError):
+            with self._passing.taken_back(StageEndedError), self._reads if watched else nullcontext():
                 output = step()
         except StageEndedError:
             carried = {c: value for c, value in self._now.carried.items() if self.cut.carried[c].last > stage}
@@ -142,9 +154,16 @@ class Stages:
                 self._hooks.call_again(now.taken.get(name, ()), now.stage)
                 if ends and self.cut.stage_at(2 * number + 3) == now.stage:
                     return now.received
-                return self._carried(now, (name, 0)) if (name, 0) in now.carried else self._zeros(now.shapes[number])
-            with self._hooks.noting(name, now.taken):
+                if (name, 0) in now.carried:
+                    return self._carried(now, (name, 0))
+                return self._zeros(now.shapes[number], name)
+            now.in_block = True
+            with (
+                self._hooks.noting(name, now.taken),
+                nullcontext() if absent_in((args, kwargs)) else self._reads.resting(),
+            ):
                 now.result = call(*args, **kwargs)
+            now.in_block = False
             self._keep(now, (name, 0), now.result)
             now.shapes[number] = map_tensors(Absent, now.result)
             if ends:  # at once: what follows may change the result in place
@@ -183,7 +202,7 @@ class Stages:
                 self._require_here(name, module)
                 return call(*args, **kwargs)
             if now.depth:
-                return self._part_here(now, module, call, args, kwargs)
+                return self._part_here(now, name, module, call, args, kwargs)
             this = (name, now.calls[name])
             now.calls[name] += 1
             owner = owner_of_part(*this)
@@ -194,7 +213,7 @@ class Stages:
             self._require_at_hand(now, name, module)
             now.depth += 1
             with self._hooks.noting(owner, now.taken):
-                output = self._part_here(now, module, call, args, kwargs)
+                output = self._part_here(now, name, module, call, args, kwargs)
             now.depth -= 1
             if self.cut.stage_at(now.position) == now.stage:
                 self._keep(now, this, output)
@@ -210,7 +229,7 @@ class Stages:
             )
 
     def _part_here(
-        self, now: _Now, module: nn.Module, call: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, now: _Now, name: str, module: nn.Module, call: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if self.cut.stage_at(now.position) == now.stage:
             return call(*args, **kwargs)
@@ -220,7 +239,12 @@ class Stages:
             plain_forwards(module),
             ShapesOnly(_tensors_of(module), self._device),
         ):
-            return zeros_for_shapes(call(*args, **kwargs), self._device)
+            shapes = call(*args, **kwargs)
+            output = zeros_for_shapes(shapes, self._device)
+        for shape, tensor in zip(tensors_of(shapes), tensors_of(output), strict=True):
+            if shape is not tensor:
+                mark_absent(tensor, f"what {name} returned")
+        return output
 
     # ---------------------------------------------------------------- what goes past the blocks
 
@@ -234,10 +258,27 @@ class Stages:
         """What a module returned on an earlier stage, with zeros for what nobody will use."""
         goes_on = self.cut.carried[call].last > now.stage
         value = now.carried[call]
-        return self._zeros(map_tensors(Tensor.clone, value) if goes_on else value)
+        return self._zeros(map_tensors(Tensor.clone, value) if goes_on else value, call[0])
 
-    def _zeros(self, value: Any) -> Any:
-        return map_leaves(lambda leaf: leaf.zeros(self._device) if isinstance(leaf, Absent) else leaf, value)
+    def _zeros(self, value: Any, module: str) -> Any:
+        def zeros(leaf: Any) -> Any:
+            return (
+                mark_absent(leaf.zeros(self._device), f"what {module} returned") if isinstance(leaf, Absent) else leaf
+            )
+
+        return map_leaves(zeros, value)
+
+    def _refuse_absent(self, what: str, asked: bool) -> None:
+        """Raises where an absent value counts; what Python gets may count anywhere."""
+        now = self._now
+        if now is None:
+            return
+        if now.in_block or self.cut.stage_at(now.position) == now.stage or (asked and not now.depth):
+            raise RuntimeError(
+                f"{what} is used on stage {now.stage}, but another one has it: the step that was looked at before the "
+                "run did not use it there, and stages have what that step uses (of a fit, training_step is looked at); "
+                f"use it at the same places in every step, or {UNDIVIDED}"
+            )
 
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:

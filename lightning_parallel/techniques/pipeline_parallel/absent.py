@@ -1,0 +1,98 @@
+"""Zeros in place of what another stage has: code that runs for its shapes may use them, code that counts may not.
+
+The step that was looked at says what each stage needs. Another step, or the same one by another way, may need more: it
+would go on with zeros. So one microbatch of every batch runs with an eye on where they go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+
+from lightning_parallel.techniques.tools.elsewhere import hidden_tensors
+from lightning_parallel.values import tensors_of
+
+ABSENT = "_lightning_parallel_absent"
+
+NEW = {
+    *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"),
+    *("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"),
+}
+"""Functions that look at a tensor's shape, and make another one."""
+
+ABOUT = {"__get__", "requires_grad_"}
+"""Functions that may return tensors, and look at no values."""
+
+ASK = {
+    *("item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__bool__", "__float__", "__int__", "__index__"),
+    *("__array__", "__contains__"),
+}
+"""Functions that give values to Python, where they may go anywhere."""
+
+
+def mark_absent(tensor: Tensor, what: str) -> Tensor:
+    """Notes what a tensor stands for."""
+    vars(tensor)[ABSENT] = what
+    return tensor
+
+
+def mark_hidden(model: nn.Module) -> None:
+    """Notes of what stands for hidden tensors which ones these are."""
+    for name in hidden_tensors(model):
+        owner, _, key = name.rpartition(".")
+        stand_in = vars(model.get_submodule(owner)).get(key)
+        if isinstance(stand_in, Tensor):
+            mark_absent(stand_in, name)
+
+
+def absent_in(value: Any) -> str | None:
+    """What one of the tensors in a structure stands for, None if all are what they seem."""
+    return next((vars(tensor)[ABSENT] for tensor in tensors_of(value) if ABSENT in vars(tensor)), None)
+
+
+class AbsentReads(TorchFunctionMode):
+    """While active, follows absent values through what is computed from them.
+
+    Args:
+        read: hears that one is read, what it stands for, and whether Python gets it.
+    """
+
+    def __init__(self, read: Callable[[str, bool], None]) -> None:
+        super().__init__()
+        self._read = read
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See `TorchFunctionMode`."""
+        kwargs, name = kwargs or {}, func.__name__
+        what = None if name in NEW else absent_in((args, kwargs))
+        if what is None:
+            return func(*args, **kwargs)
+        if name in ASK:
+            self._read(what, True)
+        try:
+            result = func(*args, **kwargs)
+        except Exception:  # tensors of other ranks are on meta
+            self._read(what, False)
+            raise
+        made = list(result) if name == "__iter__" else args[:1] if name == "__setitem__" else result
+        if name not in ABOUT and any(True for _ in tensors_of(made)):
+            self._read(what, False)
+        for tensor in tensors_of(made):
+            mark_absent(tensor, what)
+        return iter(made) if name == "__iter__" else result
+
+    @contextmanager
+    def resting(self) -> Iterator[None]:
+        """Inside it is not active, unless somebody else's mode lies upon it."""
+        if _get_current_function_mode() is not self:  # type: ignore[no-untyped-call]
+            yield
+            return
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()

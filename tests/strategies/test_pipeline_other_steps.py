@@ -1,0 +1,101 @@
+"""Steps that use, or log, what the step that was looked at did not use on their stage."""
+
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_parallel import PipelineParallelStrategy
+from tests.models import PlainBlock, points
+from tests.ranks import run_on_ranks
+from tests.strategies.one_and_two import MakeStrategy, made, on_one_and_two, require_like
+from tests.trainers import trainer
+
+PP2 = partial(PipelineParallelStrategy, 2, microbatches=2)
+
+
+class Steps(LightningModule):
+    """Scales what comes in, and evaluates as told."""
+
+    def __init__(self, evaluation: str) -> None:
+        super().__init__()
+        self.evaluation = evaluation
+        self.stem, self.scale = nn.Linear(13, 13), nn.Parameter(torch.full((13,), 2.0))
+        self.blocks = nn.ModuleList(PlainBlock(13, 7) for _ in range(2))
+        self.head = nn.Linear(13, 5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        first = self.stem(x) * self.scale
+        x = first
+        for block in self.blocks:
+            x = block(x)
+        return first, x
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.head(self(batch[0])[1]), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        first, x = self(batch[0])
+        if self.evaluation == "scales again":
+            x = x * self.scale
+        elif self.evaluation == "skips":
+            x = x + first
+        elif self.evaluation == "asks":
+            x = x * (2.0 if float(first.sum()) > 0 else 1.0)
+        elif self.evaluation == "reads a weight":
+            x = x @ self.stem.weight
+        self.log("val_loss", F.cross_entropy(self.head(x), batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Logs(Steps):
+    """Logs what only its first stage has."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        first, x = self(batch[0])
+        self.log("first", first.mean(), on_step=False, on_epoch=True)
+        self.log("scale", self.scale.sum())
+        return F.cross_entropy(self.head(x), batch[1])
+
+
+def run(evaluation: str, strategy: MakeStrategy | None) -> dict[str, float]:
+    model = (Logs if evaluation == "logs" else Steps)(evaluation)
+    fit = trainer(made(strategy), max_epochs=1)
+    loader = DataLoader(points(8, seed=3), 4)
+    fit.fit(model, loader, loader)
+    return {name: float(value) for name, value in fit.callback_metrics.items()}
+
+
+def error_of(evaluation: str) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        run(evaluation, PP2)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "what"),
+    [
+        ("scales again", "scale is used on stage 1"),
+        ("skips", "what stem returned is used on stage 1"),
+        ("asks", "what stem returned is used on stage 1"),
+        ("reads a weight", "stem.weight is used on stage 1"),
+    ],
+)
+def test_an_evaluation_that_uses_what_its_stage_does_not_have(evaluation: str, what: str) -> None:
+    said = f"{what}, but another one has it: .* or use ZeroStrategy"
+    assert any(re.search(said, message) for message in run_on_ranks(2, error_of, evaluation))
+
+
+@pytest.mark.parametrize("evaluation", ["as in training", "logs"])
+def test_as_one_device(evaluation: str) -> None:
+    expected, found = on_one_and_two(partial(run, evaluation), PP2)
+    for each in found:
+        require_like(expected, each)
