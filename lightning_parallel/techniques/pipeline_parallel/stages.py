@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_parallel.techniques.observed.hooked import owner_of_part
 from lightning_parallel.techniques.observed.positions import Call
-from lightning_parallel.techniques.observed.recorder import UNDIVIDED
+from lightning_parallel.techniques.observed.refusals import UNDIVIDED
 from lightning_parallel.techniques.observed.shapes import ShapesOnly, zeros_for_shapes
 from lightning_parallel.techniques.pipeline_parallel.absent import AbsentReads, absent_in, mark_absent, mark_hidden
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut
