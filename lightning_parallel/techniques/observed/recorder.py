@@ -65,21 +65,19 @@ class _Recorder(Watch):
         self._module_names = {id(module): name for name, module in model.named_modules()}
         self._kept_alive = list(model.modules())  # a block may replace modules, and new ones take the ids of freed ones
         self._known = KnownTensors(self._names)
-        self._end = 2 * len(blocks)
-        self._position = 0
+        self._end, self._position = 2 * len(blocks), 0
+        self._given: set[int] = set()  # ids of the tensors that the block which runs was given
         self._order: list[str] = []
         self._uses: dict[str, set[int]] = {}
         self._calls: dict[str, set[int]] = {}
         self._work = [0.0] * (self._end + 1)
         self._skip_tensors: dict[tuple[Made, int], SkipTensor] = {}
         self._parts: dict[str, int] = {}  # and how often each was called
-        self._depth = 0  # within parts
-        self._asked = False  # for a value, within the module that runs
+        self._depth, self._asked = 0, False  # within parts; for a value, within the module that runs
         self._required: dict[int, tuple[int, Tensor]] = {}
         self._between: list[weakref.ref[Tensor]] = []  # what code between modules has had in its hands
-        self._complete = True
         self._repeatable: dict[str, Repeatable] = {}
-        self._over = False  # the step; of repeated calls nothing but their operations is noted
+        self._complete, self._over = True, False  # the step; of repeated calls nothing but their operations is noted
         self._operations: Operations = []
         self._hooks = WatchedHooks(model, self._taken)
         self._whole = {name for block in blocks for name in _ancestors(block)}
@@ -145,8 +143,8 @@ class _Recorder(Watch):
         def watched(*args: Any, **kwargs: Any) -> Any:
             self._require_order(name)
             self._order.append(name)
-            self._position = 2 * len(self._order) - 1
-            self._asked = False
+            self._position, self._asked = 2 * len(self._order) - 1, False
+            self._given = set(map(id, tensors_of((args, kwargs))))
             self._repeatable[name] = Repeatable(call, args, kwargs)
             self._hooks.enter(name)
             output = call(*args, **kwargs)
@@ -196,6 +194,8 @@ class _Recorder(Watch):
         for name in self._names.get(id(tensor), ()):
             self._uses.setdefault(name, set()).add(position)
         if made is not None and id(tensor) not in self._names:
+            in_hand = position % 2 == 0 or self._hooks.running or id(tensor) in self._given
+            made = made if in_hand or not made.returned else replace(made, sources=None)  # a block may have kept it
             self._note_skip(made, position, f"a tensor of shape {tuple(tensor.shape)}")
 
     def _note_skip(self, made: Made, used: int, what: str) -> None:
