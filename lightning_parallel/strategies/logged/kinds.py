@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
@@ -68,10 +69,22 @@ class Watch(TorchFunctionMode):
         self._numbers: dict[float, Kind | None] = {}
         #: whether a mean was multiplied by a number that is like a count of samples, perhaps by chance
         self.doubtful = False
+        self._paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is seen: Lightning multiplies what it logs by the number of samples, too."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See `TorchFunctionMode`."""
         kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
         before = self._read(args, kwargs)
         result = func(*args, **kwargs)
         name = func.__name__
@@ -177,7 +190,7 @@ class Watch(TorchFunctionMode):
             return _sum_of(set(before), numbers)
         if name in TIMES:
             factors = [self._of_number(number) or Kind.OTHER for number in numbers]
-            self.doubtful |= Kind.SUM in factors
+            self.doubtful |= Kind.SUM in factors and Kind.MEAN in before
             return _product_of([*before, *factors])
         if name in OVER and len(args) == 2:
             return _quotient_of(*(self.kind_of(arg) or Kind.OTHER for arg in args))

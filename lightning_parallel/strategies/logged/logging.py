@@ -133,7 +133,8 @@ class StepLog:
             value, options = _without_effect(value, options)
         self._inside_log = True
         try:
-            self._log(name, value, **options)
+            with nullcontext() if self._watch is None else self._watch.paused():
+                self._log(name, value, **options)
         finally:
             self._inside_log = False
         key, result = self._find(name, options.get("add_dataloader_idx", True))
