@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -53,10 +53,10 @@ class Late(LightningModule):
 
 
 class Peek(Callback):
-    """Looks at the parameters after the strategy divided them."""
+    """Looks at what the optimizer was given of the divided model: a hook that asks the module is shown all of it."""
 
-    def on_fit_start(self, _: object, module: LightningModule) -> None:
-        parameters = list(module.parameters())
+    def on_fit_start(self, trainer: Trainer, _: LightningModule) -> None:
+        parameters = [parameter for group in trainer.optimizers[0].param_groups for parameter in group["params"]]
         self.held = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in parameters)
         self.whole = sum(parameter.numel() for parameter in parameters)
         self.on_meta = any(parameter.is_meta for parameter in parameters)
