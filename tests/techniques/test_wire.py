@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from torch import Tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -86,7 +85,7 @@ def world(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> It
     ranks, rank = getattr(request, "param", (RANKS, 0))
     for name, value in {"WORLD_SIZE": ranks, "RANK": rank, "LOCAL_RANK": rank}.items():
         monkeypatch.setenv(name, str(value))
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=ranks)
     yield
     dist.destroy_process_group()
 
