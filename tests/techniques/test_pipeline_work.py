@@ -187,7 +187,8 @@ def built(ranks: int) -> tuple[int, int]:
 
     class Peek(Callback):
         def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-            self.held = sum(p.numel() * p.element_size() for p in module.parameters())
+            given = [p for group in trainer.optimizers[0].param_groups for p in group["params"] if 0 not in p.stride()]
+            self.held = sum(p.numel() * p.element_size() for p in given)
             live.__exit__(None, None, None)
 
     model, peek = Tower(partial(nn.Linear, 256, 256), late=True), Peek()
