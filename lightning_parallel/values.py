@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -77,6 +78,31 @@ def like(value: Any, items: Sequence[Any]) -> Any:
     """A list or tuple of the class of `value`."""
     make = getattr(type(value), "_make", type(value))  # named tuples alone take their items one by one
     return make(items)
+
+
+class TensorSpec:
+    """Shape and dtype of a tensor: what a receiver must know of it. No dataclass, for these are containers here."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.shape, self.dtype = shape, dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorSpec:
+        """The shape and the dtype of this tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TensorSpec) and type(self) is type(other) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash((self.shape, self.dtype))
+
+    def __repr__(self) -> str:
+        return f"a tensor of shape {self.shape} and {self.dtype}"
+
+    def empty(self, device: torch.device | str) -> Tensor:
+        """A tensor like it, without values."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 def _filled(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:

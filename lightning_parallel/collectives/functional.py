@@ -116,14 +116,14 @@ def _all_gather_by_exchange(output: Tensor, shard: Tensor, group: dist.ProcessGr
     if rows[own].data_ptr() != shard.data_ptr():
         rows[own].copy_(shard.reshape(-1))
     peers = _peers(group)
-    return Pending(_Exchange(dict.fromkeys(peers, rows[own]), {rank: rows[rank] for rank in peers}, group))
+    return Pending(_SendsAndReceives(dict.fromkeys(peers, rows[own]), {rank: rows[rank] for rank in peers}, group))
 
 
 def _reduce_scatter_by_exchange(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> Pending:
     rows, own, peers = tensor.view(group.size(), -1), group.rank(), _peers(group)
     received = rows.new_empty(len(peers), rows.shape[1])
     parts = dict(zip(peers, received, strict=True))
-    exchange = _Exchange({rank: rows[rank] for rank in peers}, parts, group)
+    exchange = _SendsAndReceives({rank: rows[rank] for rank in peers}, parts, group)
 
     def add() -> None:
         others = received[0] if len(peers) == 1 else received.sum(dim=0)
@@ -136,7 +136,7 @@ def _peers(group: dist.ProcessGroup) -> list[int]:
     return [rank for rank in range(group.size()) if rank != group.rank()]
 
 
-class _Exchange:
+class _SendsAndReceives:
     """Sends a tensor to each of some ranks and receives one from each."""
 
     def __init__(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], group: dist.ProcessGroup) -> None:
@@ -160,19 +160,12 @@ def broadcast_tensors(
 ) -> None:
     """Gives all ranks of the group the values that its rank `source` holds, in few, large messages through `device`."""
     source = dist.get_global_rank(group, source)
-    for same in _by_dtype(tensors):
+    for same in by_kind(tensors):
         for part in _parts_of(same, limit_bytes=64 * 2**20):
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in part]).to(device)
             dist.broadcast(flat, src=source, group=group)
             for tensor, values in zip(part, torch.split(flat, [tensor.numel() for tensor in part]), strict=True):
                 tensor.detach().copy_(values.view_as(tensor))
-
-
-def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    return list(groups.values())
 
 
 def _parts_of(tensors: list[Tensor], limit_bytes: int) -> list[list[Tensor]]:
@@ -186,6 +179,14 @@ def _parts_of(tensors: list[Tensor], limit_bytes: int) -> list[list[Tensor]]:
         parts[-1].append(tensor)
         room -= size
     return parts
+
+
+def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Tensors of one dtype and device together, in their order: what one message, or one fused operation, can take."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    return list(kinds.values())
 
 
 def notes_under(name: str, within: Any = None) -> Any:

@@ -113,7 +113,7 @@ class MeshStrategy(RankStrategy):
         refusals.refuse_callbacks(self._callbacks(), in_parts)
         self._gradients = WholeGradients(self._whole, self._callbacks(), self._host_group())
         self._detached.callback(WholeParameters(self._whole, self._callbacks(), self._host_group()).close)
-        adapt_precision(self.precision_plugin, sharded, self._whole.holders(), self._gradients)
+        adapt_precision(self.precision_plugin, sharded, self._whole.ranks_holding(), self._gradients)
         if self.is_distributed:
             self._log = StepLog(module, self._mesh().loss.get_group(), self._host_group(), lambda: self._weight)
             self._buffers = Buffers(module, self._mesh().loss.get_group(), self._host_group())

@@ -18,21 +18,21 @@ from lightning_parallel.techniques.tools.shards import local
 
 
 def adapt_precision(
-    plugin: Precision, sharded: bool, holders: Callable[[Tensor], int], gradients: WholeGradients
+    plugin: Precision, sharded: bool, ranks_holding: Callable[[Tensor], int], gradients: WholeGradients
 ) -> None:
     """Makes a precision plugin clip by the norm over the mesh, and skip a step everywhere if one rank must.
 
     Args:
         plugin: the user's, or the one Lightning chose; kept, so that its own behaviour stays.
         sharded: whether gradients may be sharded.
-        holders: how many ranks hold a parameter, or a part of it.
+        ranks_holding: how many ranks hold a parameter, or a part of it.
         gradients: shown to hooks.
     """
     if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
         plugin.scaler = MeshGradScaler.like(plugin.scaler)
 
     def by_norm(optimizer: Optimizer, clip_val: float) -> None:
-        clip_by_norm(gradients.held(plugin.main_params(optimizer)), clip_val, sharded, holders)
+        clip_by_norm(gradients.held(plugin.main_params(optimizer)), clip_val, sharded, ranks_holding)
 
     def by_value(optimizer: Optimizer, clip_val: float) -> None:
         clip_by_value(plugin.main_params(optimizer), clip_val)

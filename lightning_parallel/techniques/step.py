@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -139,10 +139,15 @@ class Step:
 
 
 class WrappedStep(Step):
-    """A step around another one; whatever it does not override, the inner step does."""
+    """A step around another one; whatever it does not override, the inner step does.
+
+    Attributes:
+        synced: whether the next backward pass ends with gradients of the global batch: not inside `unsynced`.
+    """
 
     def __init__(self, inner: Step) -> None:
         self.inner = inner
+        self.synced = True
 
     def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
         """See `Step.forward`."""
@@ -156,9 +161,15 @@ class WrappedStep(Step):
         """See `Step.backward`."""
         self.inner.backward(run)
 
-    def unsynced(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def unsynced(self) -> Iterator[None]:
         """See `Step.unsynced`."""
-        return self.inner.unsynced()
+        self.synced = False
+        try:
+            with self.inner.unsynced():
+                yield
+        finally:
+            self.synced = True
 
     def stored(self, parameter: nn.Parameter) -> Tensor:
         """See `Step.stored`."""

@@ -23,7 +23,7 @@ class _Writes(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Slot(NamedTuple):
+class _Entry(NamedTuple):
     """A place in which a module holds a tensor."""
 
     name: str
@@ -50,13 +50,13 @@ class OrphanModules:
     """
 
     def __init__(self, module: nn.Module, names: Collection[str]) -> None:
-        slots = [slot for slot in _slots(module) if slot.name in names]
+        entries = [entry for entry in _entries(module) if entry.name in names]
         self._names: defaultdict[int, list[str]] = defaultdict(list)
-        for slot in slots:
-            self._names[id(slot.meta)].append(slot.name)
+        for entry in entries:
+            self._names[id(entry.meta)].append(entry.name)
         self._units = [
-            (order, [slot for slot in slots if slot.owner in order])
-            for order in _units(module, {slot.owner for slot in slots})
+            (order, [entry for entry in entries if entry.owner in order])
+            for order in _units(module, {entry.owner for entry in entries})
         ]
 
     @torch.no_grad()
@@ -71,17 +71,17 @@ class OrphanModules:
             TypeError: if a module leaves one of its tensors without a value.
         """
         made: set[int] = set()
-        for modules, slots in self._units:
-            for slot, tensor in _reset(modules, slots, device):
-                names = [] if id(slot.meta) in made else self._names[id(slot.meta)]
-                made.add(id(slot.meta))
+        for modules, entries in self._units:
+            for entry, tensor in _reset(modules, entries, device):
+                names = [] if id(entry.meta) in made else self._names[id(entry.meta)]
+                made.add(id(entry.meta))
                 for name in names:
                     sink(name, tensor)
 
 
-def _reset(modules: list[nn.Module], slots: list[_Slot], device: torch.device) -> list[tuple[_Slot, Tensor]]:
-    empty = {id(slot.meta): _empty(slot.meta, device) for slot in slots}
-    before = [slot.swap(empty[id(slot.meta)]) for slot in slots]
+def _reset(modules: list[nn.Module], entries: list[_Entry], device: torch.device) -> list[tuple[_Entry, Tensor]]:
+    empty = {id(entry.meta): _empty(entry.meta, device) for entry in entries}
+    before = [entry.swap(empty[id(entry.meta)]) for entry in entries]
     try:
         with _Writes() as writes:
             for module in modules:
@@ -89,12 +89,12 @@ def _reset(modules: list[nn.Module], slots: list[_Slot], device: torch.device) -
                 if reset is not None:
                     reset()
     finally:
-        after = [slot.swap(tensor) for slot, tensor in zip(slots, before, strict=True)]
+        after = [entry.swap(tensor) for entry, tensor in zip(entries, before, strict=True)]
     unset = set(map(storage_key, empty.values())) - writes.storages
-    for slot, tensor in zip(slots, after, strict=True):
+    for entry, tensor in zip(entries, after, strict=True):
         if tensor is None or storage_key(tensor) in unset:
-            raise _no_value(slot)
-    return [(slot, tensor.detach()) for slot, tensor in zip(slots, after, strict=True) if tensor is not None]
+            raise _no_value(entry)
+    return [(entry, tensor.detach()) for entry, tensor in zip(entries, after, strict=True) if tensor is not None]
 
 
 def _empty(meta: Tensor, device: torch.device) -> Tensor:
@@ -102,20 +102,20 @@ def _empty(meta: Tensor, device: torch.device) -> Tensor:
     return nn.Parameter(tensor, meta.requires_grad) if isinstance(meta, nn.Parameter) else tensor
 
 
-def _no_value(slot: _Slot) -> TypeError:
-    owner = slot.name.rpartition(".")[0] or "the model itself"
+def _no_value(entry: _Entry) -> TypeError:
+    owner = entry.name.rpartition(".")[0] or "the model itself"
     return TypeError(
-        f"{slot.name!r} is on meta, and {owner} ({type(slot.owner).__name__}) has no reset_parameters() that sets it; "
-        "give it one that sets every parameter and buffer it holds, or build it in configure_model()"
+        f"{entry.name!r} is on meta, and {owner} ({type(entry.owner).__name__}) has no reset_parameters() that sets "
+        "it; give it one that sets every parameter and buffer it holds, or build it in configure_model()"
     )
 
 
-def _slots(module: nn.Module) -> Iterator[_Slot]:
+def _entries(module: nn.Module) -> Iterator[_Entry]:
     for prefix, owner in module.named_modules(remove_duplicate=False):
         for table in (owner._parameters, owner._buffers):
             for key, tensor in table.items():
                 if tensor is not None:
-                    yield _Slot(f"{prefix}.{key}" if prefix else key, owner, table, key, tensor)
+                    yield _Entry(f"{prefix}.{key}" if prefix else key, owner, table, key, tensor)
 
 
 def _units(module: nn.Module, owners: set[nn.Module]) -> Iterator[list[nn.Module]]:

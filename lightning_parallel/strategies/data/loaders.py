@@ -31,7 +31,7 @@ from lightning_parallel.values import batch_size
 T = TypeVar("T")
 
 
-class Divided(Sampler[Any]):
+class DividedSampler(Sampler[Any]):
     """What a DataLoader draws indices from: this rank's part of what the user's sampler yields.
 
     It is resumable: the order is a function of the random state in which the user's sampler started, which is kept.
@@ -102,7 +102,7 @@ class Divided(Sampler[Any]):
             self._resume = RandomState.from_dict(state["random"]), state["consumed"]
 
 
-class DividedBatches(Divided):
+class DividedBatches(DividedSampler):
     """Single samples, of which a global batch takes `batch_size` for every rank."""
 
     def __init__(self, sampler: Any, readers: Readers, batch_size: int, drop_last: bool) -> None:
@@ -112,11 +112,11 @@ class DividedBatches(Divided):
 
     @property
     def items_per_batch(self) -> int:
-        """See `Divided.items_per_batch`."""
+        """See `DividedSampler.items_per_batch`."""
         return self.batch_size * self.readers.ranks
 
     def take(self, items: list[Any]) -> tuple[Any, Share] | None:
-        """See `Divided.take`."""
+        """See `DividedSampler.take`."""
         if self.drop_last and len(items) < self.items_per_batch:
             return None
         return self.readers.part(items)
@@ -125,7 +125,7 @@ class DividedBatches(Divided):
         return len(self.sampler) // self.items_per_batch if self.drop_last else super().__len__()
 
 
-class DealtBatches(Divided):
+class DealtBatches(DividedSampler):
     """Whole batches of the user's own batch sampler, dealt to the ranks in turn."""
 
     def __init__(self, sampler: Any, readers: Readers) -> None:
@@ -135,11 +135,11 @@ class DealtBatches(Divided):
 
     @property
     def items_per_batch(self) -> int:
-        """See `Divided.items_per_batch`."""
+        """See `DividedSampler.items_per_batch`."""
         return self.readers.ranks
 
     def take(self, items: list[Any]) -> tuple[Any, Share]:
-        """See `Divided.take`."""
+        """See `DividedSampler.take`."""
         return self.readers.turn(items, [len(item) if isinstance(item, Sized) else 1 for item in items])
 
 
@@ -232,7 +232,7 @@ class DividedLoader(DataLoader[Any]):
     """Mixed into the class of the user's DataLoader: knows shares, and its position for checkpoints."""
 
     undivided: DataLoader[Any]
-    divided: Divided | None
+    divided: DividedSampler | None
     latest: Pass
     batches_done: Callable[[], int]
     content: Callable[[Any], int] | None
@@ -336,7 +336,7 @@ def divide(loader: Any, readers: Readers, batches_done: Callable[[], int]) -> An
 
 def _divide_map(loader: DataLoader[Any], readers: Readers, batches_done: Callable[[], int]) -> Any:
     batch_sampler, remembers_indices = lightnings.own_batch_sampler(loader.batch_sampler)
-    divided: Divided
+    divided: DividedSampler
     if batch_sampler is None:
         divided = DealtBatches(loader.sampler, readers)
     elif type(batch_sampler) is BatchSampler:

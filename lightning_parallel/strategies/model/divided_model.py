@@ -121,7 +121,7 @@ class DividedModel:
         """Whether ranks may hold only a part of the parameters; the same on all of them."""
         return self.pipeline.ranks > 1 or materialise.has_sharded_parameters(self.module)
 
-    def holders(self) -> Callable[[Tensor], int]:
+    def ranks_holding(self) -> Callable[[Tensor], int]:
         """How many ranks hold a parameter, or a part of it."""
         named = dict(self.module.named_parameters())
         stages, ranks = self.pipeline.stages_holding(named), self.mesh.world_size // self.pipeline.ranks

@@ -19,6 +19,7 @@ from lightning_parallel.collectives.point_to_point import Lane, share_object
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.strategies.logged.metrics import share_metrics
 from lightning_parallel.techniques.tools import elsewhere
+from lightning_parallel.values import TensorSpec
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -51,7 +52,7 @@ class PipelineGroup:
         """
         merged: dict[Key, Any] = dict(values)
         for source in range(self.ranks if self.ranks > 1 else 0):
-            shapes = pytree.tree_map_only(Tensor, _Shape.of, dict(values))
+            shapes = pytree.tree_map_only(Tensor, TensorSpec.of, dict(values))
             for key, shape in share_object(shapes, source, self._group, self._device).items():
                 theirs = self._sent_to_first(values.get(key), shape, source, keep) if source != 0 else None
                 if key not in merged:
@@ -71,10 +72,10 @@ class PipelineGroup:
             lane.finish()
             return None
 
-        def receive(place: _Shape) -> Tensor:
-            return lane.receive(place.empty(self._device), source).wait().cpu()
+        def receive(spec: TensorSpec) -> Tensor:
+            return lane.receive(spec.empty(self._device), source).wait().cpu()
 
-        return pytree.tree_map_only(_Shape, receive, shape)
+        return pytree.tree_map_only(TensorSpec, receive, shape)
 
     @torch.no_grad()
     def complete(self, module: nn.Module) -> None:
@@ -91,7 +92,7 @@ class PipelineGroup:
         """Tensors that any rank of the group has, each with what is to be known of it; the first that has one tells."""
         merged: dict[str, tuple[Tensor, Any]] = {}
         for source in range(self.ranks):
-            mine = {name: (_Shape.of(tensor), tensor.device.type, known) for name, (tensor, known) in values.items()}
+            mine = {name: (TensorSpec.of(it), it.device.type, known) for name, (it, known) in values.items()}
             theirs = share_object(mine, source, self._group, self._device)
             theirs = {name: what for name, what in theirs.items() if name not in merged}
             place = {name: shape.empty(self._device) for name, (shape, _, _) in theirs.items()}
@@ -113,22 +114,8 @@ class PipelineGroup:
             share_metrics(metrics, source, self._group, self._device)
 
 
-class _Shape:
-    """Where a tensor is, and of what shape."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.shape, self.dtype = shape, dtype
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Shape:
-        return cls(tuple(tensor.shape), tensor.dtype)
-
-    def empty(self, device: torch.device | str) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
-
-
 def _on_meta(shape: Any) -> Any:
-    return pytree.tree_map_only(_Shape, lambda place: place.empty("meta"), shape)
+    return pytree.tree_map_only(TensorSpec, lambda spec: spec.empty("meta"), shape)
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

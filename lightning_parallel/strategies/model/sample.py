@@ -18,9 +18,9 @@ from lightning_parallel.strategies.data.batches import generators_of
 from lightning_parallel.strategies.data.loaders import (
     CollateCounted,
     DealtBatches,
-    Divided,
     DividedIterable,
     DividedIterator,
+    DividedSampler,
 )
 from lightning_parallel.strategies.data.randomness import RandomState
 from lightning_parallel.strategies.logged.kept_values import KeptValues
@@ -128,7 +128,7 @@ def _first_samples(loader: DataLoader[Any]) -> Any:
 
 
 def _first_indices(loader: Any) -> Any:
-    divided: Divided | None = getattr(loader, "divided", None)
+    divided: DividedSampler | None = getattr(loader, "divided", None)
     if divided is None:
         return next(iter(loader.sampler if loader.batch_sampler is None else loader.batch_sampler))
     if isinstance(divided, DealtBatches):

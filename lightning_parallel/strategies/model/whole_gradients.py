@@ -66,11 +66,11 @@ class WholeGradients:
                     parameter.grad = None
                 self._elsewhere.clear()
 
-    def _arrived(self) -> Mapping[str, tuple[Tensor, _Layout | None]]:
+    def _arrived(self) -> Mapping[str, tuple[Tensor, _Placing | None]]:
         pipeline = self._divided.pipeline
         return {} if pipeline.ranks == 1 else pipeline.shared(_gradients(self._divided.module))
 
-    def _set(self, arrived: Mapping[str, tuple[Tensor, _Layout | None]]) -> None:
+    def _set(self, arrived: Mapping[str, tuple[Tensor, _Placing | None]]) -> None:
         held = self._divided.held()
         for name, parameter in self._divided.module.named_parameters(remove_duplicate=False):
             if name in arrived and parameter not in held:
@@ -97,7 +97,7 @@ def _as_whole(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _Placing:
     """How a gradient is divided, in terms that ranks of another stage understand."""
 
     axes: tuple[str, ...]
@@ -106,7 +106,7 @@ class _Layout:
     stride: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _Layout | None:
+    def of(cls, tensor: Tensor) -> _Placing | None:
         if not isinstance(tensor, DTensor):
             return None
         axes = tensor.device_mesh.mesh_dim_names
@@ -119,9 +119,9 @@ class _Layout:
         return ShownGradient.of(dtensor_of(part, mine, self.placements, self.shape, self.stride))
 
 
-def _gradients(module: nn.Module) -> dict[str, tuple[Tensor, _Layout | None]]:
+def _gradients(module: nn.Module) -> dict[str, tuple[Tensor, _Placing | None]]:
     found = {name: parameter.grad for name, parameter in module.named_parameters(remove_duplicate=False)}
-    return {name: (local(grad), _Layout.of(grad)) for name, grad in found.items() if grad is not None}
+    return {name: (local(grad), _Placing.of(grad)) for name, grad in found.items() if grad is not None}
 
 
 def _somebody_overrides(hooks: tuple[str, ...], module: LightningModule, callbacks: list[Callback]) -> bool:

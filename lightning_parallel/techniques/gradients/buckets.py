@@ -9,8 +9,7 @@ Source: S. Li et al., PyTorch Distributed, VLDB 2020.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import cast
 
@@ -117,7 +116,6 @@ class BucketedStep(WrappedStep):
         self._accumulates_locally = accumulates_locally
         self._waiting = list(parameters)
         self._handles: list[RemovableHandle] = []
-        self._synced = True
         self._running = False
         self._active: list[Bucket] = []
         self._next = 0
@@ -127,7 +125,7 @@ class BucketedStep(WrappedStep):
 
     def backward(self, run: Callable[[], None]) -> None:
         """Runs backward; reduction starts with the first full bucket and is over when this returns."""
-        if not self._synced and self._accumulates_locally and self._all_local():
+        if not self.synced and self._accumulates_locally and self._all_local():
             return self.inner.backward(run)
         self._begin()
         try:
@@ -136,16 +134,6 @@ class BucketedStep(WrappedStep):
         finally:
             self._running = False
         return None
-
-    @contextmanager
-    def unsynced(self) -> Iterator[None]:
-        """See `Step.unsynced`."""
-        self._synced = False
-        try:
-            with self.inner.unsynced():
-                yield
-        finally:
-            self._synced = True
 
     def close(self) -> None:
         """Removes the hooks from the parameters."""
@@ -162,14 +150,14 @@ class BucketedStep(WrappedStep):
     def _begin(self) -> None:
         self._adopt_unfrozen()
         for bucket in self.buckets:
-            bucket.begin(self._synced)
+            bucket.begin(self.synced)
         self._active = [bucket for bucket in self.buckets if bucket.active]
         self._next = 0
         self._running = True
 
     def _on_gradient(self, bucket: Bucket, index: int, _: Tensor) -> None:
         if not self._running:
-            if not self._synced:
+            if not self.synced:
                 bucket.keep(index)
                 return
             # The user called `loss.backward()` without the strategy: reduce all the same.

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel.collectives.functional import within_reach
+from lightning_parallel.collectives.functional import by_kind, within_reach
 from lightning_parallel.techniques.tools.shards import divides, local
 
 
 @torch.no_grad()
 def clip_by_norm(
-    parameters: Iterable[Tensor], max_norm: float, sharded: bool, holders: Callable[[Tensor], int] | None = None
+    parameters: Iterable[Tensor], max_norm: float, sharded: bool, ranks_holding: Callable[[Tensor], int] | None = None
 ) -> Tensor:
     """Scales gradients in place so that their norm over all parameters and ranks is at most `max_norm`.
 
@@ -24,7 +24,7 @@ def clip_by_norm(
         parameters: those of one optimizer; each gradient is a DTensor or a whole tensor, the same kind on every rank.
         max_norm: the largest norm allowed.
         sharded: whether any gradient may be sharded, so that ranks must add up; the same answer on every rank.
-        holders: how many ranks hold a parameter, or a part of it; all of them unless given.
+        ranks_holding: how many ranks hold a parameter, or a part of it; all of them unless given.
 
     Returns:
         The norm before clipping, the same on every rank.
@@ -32,10 +32,10 @@ def clip_by_norm(
     found = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
     gradients = [gradient for _, gradient in found]
     ranks = dist.get_world_size() if sharded else 1
-    holding = [ranks if holders is None else holders(parameter) for parameter, _ in found]
+    holding = [ranks if ranks_holding is None else ranks_holding(parameter) for parameter, _ in found]
     norm = _global_norm(gradients, holding if sharded else None)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for same in _by_kind(map(local, gradients)):
+    for same in by_kind(map(local, gradients)):
         torch._foreach_mul_(same, factor.to(same[0].device, same[0].dtype))
     return norm
 
@@ -43,7 +43,7 @@ def clip_by_norm(
 @torch.no_grad()
 def clip_by_value(parameters: Iterable[Tensor], limit: float) -> None:
     """Clamps every element of every gradient to [-limit, limit], in place."""
-    for same in _by_kind(local(parameter.grad) for parameter in parameters if parameter.grad is not None):
+    for same in by_kind(local(parameter.grad) for parameter in parameters if parameter.grad is not None):
         torch._foreach_clamp_min_(same, -limit)
         torch._foreach_clamp_max_(same, limit)
 
@@ -56,7 +56,7 @@ def _global_norm(gradients: list[Tensor], holding: list[int] | None) -> Tensor:
         copies = 1 if holding is None else holding[index] // _shards(gradient)
         by_copies.setdefault(copies, []).append(local(gradient))
     for copies, same_copies in by_copies.items():
-        for same in _by_kind(same_copies):
+        for same in by_kind(same_copies):
             norms = torch.stack(torch._foreach_norm(same))
             total += norms.to(device, torch.float64).square().sum() / copies
     if holding is not None:
@@ -76,10 +76,3 @@ def _summed(total: Tensor) -> Tensor:
     moved = within_reach(total, world)  # gradients may live on the host (offload)
     dist.all_reduce(moved)
     return moved.to(total.device)
-
-
-def _by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return list(kinds.values())

@@ -43,8 +43,8 @@ REMEDY = "use microbatches=1 or LayerParallelStrategy"
 
 
 @dataclass(frozen=True)
-class _Made:
-    """What an operation made.
+class _Operation:
+    """An operation, and what it made.
 
     Attributes:
         name: of the operation.
@@ -62,11 +62,11 @@ class _Made:
     training: bool
     read: frozenset[int]
 
-    def is_of_pairs(self, twice: _Made) -> bool:
+    def is_of_pairs(self, twice: _Operation) -> bool:
         sums = self.along > 0 and twice.along == 2 * self.along and twice.numel > 1
         return twice.numel > 2 * self.numel or sums
 
-    def normalises(self, twice: _Made) -> bool:
+    def normalises(self, twice: _Operation) -> bool:
         """Whether it divides by what it finds in all samples; of a single one it would keep as many statistics."""
         if "batch_norm" not in self.name or not self.training:
             return False
@@ -85,7 +85,7 @@ class _Made:
 class _Look(Watch):
     """All that the step made on some samples, up to the error that ended it, if one did."""
 
-    all: list[_Made] = field(default_factory=list)
+    all: list[_Operation] = field(default_factory=list)
     error: Exception | None = None
 
     def made(self, func: Any, args: Any, kwargs: Any, result: Any, inputs: Sequence[Tensor]) -> int:
@@ -97,7 +97,7 @@ class _Look(Watch):
         named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
         training = bool(named.get("training", "_no_" not in func._opname))
         shapes = tuple(tuple(each.shape) for each in results)
-        self.all.append(_Made(func._opname, shapes, along, floating, training, read))
+        self.all.append(_Operation(func._opname, shapes, along, floating, training, read))
         return len(self.all)
 
 
@@ -177,8 +177,8 @@ def _require_no_pairs(once: _Look, twice: _Look, half: int) -> None:
 def _warn_of_statistics(once: _Look, twice: _Look, sample: Sample) -> None:
     """Of what is reduced over all samples and then meets each of them, or is multiplied by another such value."""
     reduced: set[int] = set()
-    meets: _Made | None = None
-    multiplies: _Made | None = None
+    meets: _Operation | None = None
+    multiplies: _Operation | None = None
     for number, (one, two) in enumerate(zip(once.all, twice.all, strict=False), start=1):
         grows = two.numel > one.numel
         if one.normalises(two) or (grows and one.floating and one.read & reduced):

@@ -150,7 +150,7 @@ class ShapesOnly(TorchDispatchMode):
             args = _fitting(*args)
         known = self._known.get(func, args, kwargs)
         if known is not None:
-            result = pytree.tree_map_only(_Shape, _Shape.empty, known)
+            result = pytree.tree_map_only(_OnMeta, _OnMeta.empty, known)
             self._mark_all(result, self.watch.made(func, args, kwargs, result, inputs), inputs)
             return result
         originals: dict[int, Tensor] = {}
@@ -205,15 +205,15 @@ def _leaves(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
 
 
 @dataclass(frozen=True)
-class _Shape:
-    """A result on meta."""
+class _OnMeta:
+    """Shape, strides and dtype of a result on meta."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _Shape:
+    def of(cls, tensor: Tensor) -> _OnMeta:
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
     def empty(self) -> Tensor:
@@ -236,7 +236,7 @@ class _KnownShapes:
     def add(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """What the operation returned, if that is all that it does."""
         if _makes_new(func) and all(isinstance(leaf, Tensor) and leaf.is_meta for leaf in _leaves((result,), {})):
-            self._results[_call(func, args, kwargs)] = pytree.tree_map_only(Tensor, _Shape.of, result)
+            self._results[_call(func, args, kwargs)] = pytree.tree_map_only(Tensor, _OnMeta.of, result)
 
 
 @cache
@@ -249,7 +249,7 @@ def _makes_new(func: Any) -> bool:
 
 def _call(func: Any, args: Any, kwargs: Any) -> Hashable:
     leaves = [
-        _Shape.of(leaf) if isinstance(leaf, Tensor) else (type(leaf), str(leaf)) for leaf in _leaves(args, kwargs)
+        _OnMeta.of(leaf) if isinstance(leaf, Tensor) else (type(leaf), str(leaf)) for leaf in _leaves(args, kwargs)
     ]
     lengths = [len(value) if isinstance(value, (list, tuple)) else -1 for value in args]
     return (func, torch.get_default_dtype(), *lengths, *kwargs, *leaves)

@@ -15,54 +15,30 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.collectives.point_to_point import Arriving, Lane
-from lightning_parallel.values import children_of, map_tensors, rebuilt, tensors_of
-
-Shape = tuple[tuple[int, ...], torch.dtype]
-"""What a receiver must know of a tensor."""
-
-
-def shape_of(tensor: Tensor) -> Shape:
-    """The shape and the dtype of a tensor."""
-    return tuple(tensor.shape), tensor.dtype
+from lightning_parallel.values import TensorSpec, children_of, map_tensors, rebuilt, tensors_of
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The structure of a message.
+class Structure:
+    """A message without its tensors.
 
     Attributes:
-        rest: the structure, with everything in it that is no tensor, pickled.
-        tensors: shape and dtype of its tensors.
+        rest: everything in it that is no tensor, pickled.
+        tensors: its tensors, in their order.
     """
 
     rest: bytes
-    tensors: tuple[Shape, ...]
+    tensors: tuple[TensorSpec, ...]
 
 
-class _Slot:
-    """Where a tensor is, and of what shape."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.shape = shape_of(tensor)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Slot) and self.shape == other.shape
-
-    def __hash__(self) -> int:
-        return hash(self.shape)
-
-    def __repr__(self) -> str:
-        return f"a tensor of shape {self.shape[0]} and {self.shape[1]}"
-
-
-def layout_of(value: Any) -> Layout:
-    """The layout of what a stage returned.
+def structure_of(value: Any) -> Structure:
+    """The structure of what a stage returned.
 
     Raises:
         TypeError: something in it can be neither sent as a tensor nor pickled.
     """
     try:
-        return Layout(pickle.dumps(_with_slots(value)), tuple(map(shape_of, tensors_of(value))))
+        return Structure(pickle.dumps(_without_tensors(value)), tuple(map(TensorSpec.of, tensors_of(value))))
     except Exception as error:
         raise TypeError(
             f"a block returned something that cannot go to the next stage ({error}); "
@@ -70,8 +46,8 @@ def layout_of(value: Any) -> Layout:
         ) from error
 
 
-def _with_slots(value: Any) -> Any:
-    return map_tensors(_Slot, value)
+def _without_tensors(value: Any) -> Any:
+    return map_tensors(TensorSpec.of, value)
 
 
 def difference(before: Any, now: Any, where: str = "") -> str | None:
@@ -101,34 +77,22 @@ def _is_same(before: Any, now: Any) -> bool:
         return False
 
 
-class Absent:
+class Absent(TensorSpec):
     """In the place of a tensor that nobody uses."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Absent) and (self.shape, self.dtype) == (other.shape, other.dtype)
-
-    def __hash__(self) -> int:
-        return hash((self.shape, self.dtype))
-
-    def __repr__(self) -> str:
-        return f"a tensor of shape {self.shape} and {self.dtype}"
-
     def zeros(self, device: torch.device) -> Tensor:
-        """A tensor like it."""
-        return torch.zeros(self.shape, dtype=self.dtype, device=device)
+        """Zeros of its shape."""
+        return self.empty(device).zero_()
 
 
-def rebuild(layout: Layout, tensors: list[Tensor]) -> Any:
-    """The value of a layout with these tensors."""
+def rebuild(structure: Structure, tensors: list[Tensor]) -> Any:
+    """The value of a structure with these tensors."""
     waiting = iter(tensors)
-    return _filled(pickle.loads(layout.rest), waiting)
+    return _filled(pickle.loads(structure.rest), waiting)
 
 
 def _filled(value: Any, tensors: Iterator[Tensor]) -> Any:
-    if isinstance(value, _Slot):
+    if type(value) is TensorSpec:
         return next(tensors)
     children = children_of(value)
     return rebuilt(value, [_filled(child, tensors) for child in children]) if children else value
@@ -155,23 +119,23 @@ class Exchange:
 
     def __init__(self, lane: Lane, rank_of: Callable[[int], int], stages: int) -> None:
         self.lane, self._rank_of, self._stages = lane, rank_of, stages
-        self._known: dict[Hashable, Layout] = {}  # of what was received
-        self._sent: dict[Hashable, Any] = {}  # structures, with slots for tensors
+        self._known: dict[Hashable, Structure] = {}  # of what was received
+        self._sent: dict[Hashable, Any] = {}  # values, with `TensorSpec` for tensors
 
     def send_forward(self, stage: int, microbatch: int, signature: Hashable, value: Any) -> None:
         """Sends what a stage returned to the next one.
 
         Raises:
             TypeError: something in it can be neither sent as a tensor nor pickled.
-            ValueError: for microbatches of one shape, the value had another layout before.
+            ValueError: for microbatches of one shape, the value had another structure before.
         """
         to, tag = self._rank_of(stage + 1), self._tag(stage, microbatch)
         before = self._sent.get((stage, signature))
         if before is None:
-            layout = layout_of(value)
-            self._sent[stage, signature] = pickle.loads(layout.rest)
-            self.lane.send_object(layout, to, tag)
-        elif found := difference(before, _with_slots(value)):
+            structure = structure_of(value)
+            self._sent[stage, signature] = pickle.loads(structure.rest)
+            self.lane.send_object(structure, to, tag)
+        elif found := difference(before, _without_tensors(value)):
             raise ValueError(
                 f"what stage {stage} hands on differs from what it handed on for a microbatch of the same shapes: "
                 f"{found}; what goes from stage to stage must follow from the batch's shapes, but for the values of "
@@ -180,13 +144,13 @@ class Exchange:
         for tensor in tensors_of(value):
             self.lane.send(tensor, to, tag)
 
-    def receive_forward(self, stage: int, microbatch: int, signature: Hashable) -> tuple[Layout, list[Arriving]]:
+    def receive_forward(self, stage: int, microbatch: int, signature: Hashable) -> tuple[Structure, list[Arriving]]:
         """Starts to receive what the stage before returned."""
         source, tag = self._rank_of(stage - 1), self._tag(stage - 1, microbatch)
-        layout: Layout | None = self._known.get((stage - 1, signature))
-        if layout is None:
-            layout = self._known[stage - 1, signature] = self.lane.receive_object(source, tag)
-        return layout, self._receive(layout.tensors, source, tag)
+        structure: Structure | None = self._known.get((stage - 1, signature))
+        if structure is None:
+            structure = self._known[stage - 1, signature] = self.lane.receive_object(source, tag)
+        return structure, self._receive(structure.tensors, source, tag)
 
     def send_backward(self, stage: int, microbatch: int, gradients: list[Tensor]) -> None:
         """Sends the gradients of what a stage received back to the stage before."""
@@ -194,14 +158,12 @@ class Exchange:
         for gradient in gradients:
             self.lane.send(gradient, to, tag)
 
-    def receive_backward(self, stage: int, microbatch: int, shapes: Sequence[Shape]) -> list[Arriving]:
+    def receive_backward(self, stage: int, microbatch: int, specs: Sequence[TensorSpec]) -> list[Arriving]:
         """Starts to receive the gradients of what a stage returned."""
-        return self._receive(shapes, self._rank_of(stage + 1), self._tag(stage, microbatch) + 1)
+        return self._receive(specs, self._rank_of(stage + 1), self._tag(stage, microbatch) + 1)
 
-    def _receive(self, shapes: Sequence[Shape], source: int, tag: int) -> list[Arriving]:
-        device = self.lane.device
-        empty = (torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes)
-        return [self.lane.receive(tensor, source, tag) for tensor in empty]
+    def _receive(self, specs: Sequence[TensorSpec], source: int, tag: int) -> list[Arriving]:
+        return [self.lane.receive(spec.empty(self.lane.device), source, tag) for spec in specs]
 
     def _tag(self, stage: int, microbatch: int) -> int:
         return 2 * (microbatch * self._stages + stage)

@@ -12,19 +12,17 @@ from torch import Tensor
 from lightning_parallel.collectives.point_to_point import Arriving
 from lightning_parallel.techniques.pipeline_parallel.exchange import (
     Exchange,
-    Layout,
-    Shape,
+    Structure,
     floating,
     has_gradients,
     rebuild,
-    shape_of,
 )
 from lightning_parallel.techniques.pipeline_parallel.gradients import Enter, Gradients, Saved, save
 from lightning_parallel.techniques.pipeline_parallel.schedule.actions import Action, Kind
 from lightning_parallel.techniques.pipeline_parallel.shares import Shares
 from lightning_parallel.techniques.pipeline_parallel.stages import HandedOn, Stages
 from lightning_parallel.techniques.tools.means import Means
-from lightning_parallel.values import map_tensors
+from lightning_parallel.values import TensorSpec, map_tensors
 
 Place = tuple[int, int]
 """A stage and a microbatch."""
@@ -75,12 +73,12 @@ class Executor:
     def __init__(self, stages: Stages, exchange: Exchange, splits: bool, work: Work) -> None:
         self._stages, self._exchange, self._splits, self._work = stages, exchange, splits, work
         self._last = stages.cut.stages - 1
-        self._arriving: dict[Place, tuple[Layout, list[Arriving]]] = {}
+        self._arriving: dict[Place, tuple[Structure, list[Arriving]]] = {}
         self._arriving_back: dict[Place, list[Arriving]] = {}
         self._handed: dict[Place, Any] = {}  # from a stage on this rank to the next one, as it is
         self._handed_back: dict[Place, list[Tensor | None]] = {}
         self._returned: dict[Place, Any] = {}
-        self._shapes: dict[Place, list[Shape]] = {}  # of what gradients will come back for
+        self._shapes: dict[Place, list[TensorSpec]] = {}  # of what gradients will come back for
         self._made_back: dict[Place, list[Tensor]] = {}
         self._saved: dict[Place, Saved] = {}
         self._do: dict[Kind, Callable[[Place], None]] = {
@@ -125,14 +123,14 @@ class Executor:
             return map_tensors(_copied, self._handed.pop(place))
         if stage == 0:
             return None
-        layout, arriving = self._arriving.pop(place)
-        return rebuild(layout, [tensor.wait() for tensor in arriving])
+        structure, arriving = self._arriving.pop(place)
+        return rebuild(structure, [tensor.wait() for tensor in arriving])
 
     def _keep_returned(self, place: Place, inputs: list[Tensor], value: HandedOn) -> None:
         stage, microbatch = place
         outputs = floating(value)
         if self._work.backward:
-            self._shapes[place] = [shape_of(tensor) for tensor in outputs]
+            self._shapes[place] = [TensorSpec.of(tensor) for tensor in outputs]
             self._saved[place] = save(inputs, outputs, self._splits)
         if self._is_here(stage + 1):
             self._handed[stage + 1, microbatch] = value

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
+from lightning_parallel.collectives.functional import by_kind
 from lightning_parallel.techniques.pipeline_parallel.halves import halves_are_apart
 from lightning_parallel.techniques.tools.leaves import leaf_of
 
@@ -189,13 +190,6 @@ class HandOver(torch.autograd.Function):
             raise RuntimeError("the gradients of a pipeline's step were handed over already; run its backward once")
         factor = incoming[0] / ctx.expected
         dense = [gradient for gradient in gradients if gradient is not None and not gradient.is_sparse]
-        for same in _by_dtype(dense):
+        for same in by_kind(dense):
             torch._foreach_mul_(same, factor.to(same[0].dtype))
         return None, None, None, None, *gradients
-
-
-def _by_dtype(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    kinds: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault(tensor.dtype, []).append(tensor)
-    return list(kinds.values())

@@ -61,7 +61,7 @@ class Hooks:
         self._calls: Counter[str] = Counter()
         self._handles: list[RemovableHandle] = []
         for name, module in self._modules.items():
-            before, after = _Note(self, name, after=False), _Note(self, name, after=True)
+            before, after = _FirstHook(self, name, after=False), _FirstHook(self, name, after=True)
             self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(after, prepend=True, with_kwargs=True))
 
@@ -92,7 +92,7 @@ class Hooks:
             return
         call = hooks_call(self._owner, name, after, self._calls[name] - 1)
         wanted, number = self._wanted[call].numbers if call in self._wanted else frozenset(), count()
-        kept = map_tensors(lambda tensor: tensor.clone() if next(number) in wanted else Absent(tensor), given)
+        kept = map_tensors(lambda tensor: tensor.clone() if next(number) in wanted else Absent.of(tensor), given)
         self._taken.append(Taken(call, name, after, map_leaves(_sendable, kept)))
 
     def call_again(self, taken: Sequence[Taken], stage: int) -> None:
@@ -114,7 +114,7 @@ class Hooks:
         return {owner: [self._going_on(one, stage) for one in some] for owner, some in taken.items()}
 
     def _going_on(self, one: Taken, stage: int) -> Taken:
-        return one if self._last(one) > stage else replace(one, given=map_tensors(Absent, one.given))
+        return one if self._last(one) > stage else replace(one, given=map_tensors(Absent.of, one.given))
 
     def _last(self, one: Taken) -> int:
         return self._wanted[one.call].last if one.call in self._wanted else 0
@@ -158,7 +158,7 @@ class PassingHooks:
             raise
 
 
-class _Note:
+class _FirstHook:
     """A hook that runs before all others of its module."""
 
     def __init__(self, hooks: Hooks, name: str, after: bool) -> None:
@@ -172,7 +172,7 @@ def _hooks_of(module: nn.Module, after: bool) -> Iterator[tuple[Callable[..., An
     """The user's and their libraries' hooks, and whether they get arguments by name."""
     for is_after, hooks, by_name in tables(module):
         for key, hook in hooks.items() if is_after == after else ():
-            if not isinstance(hook, _Note) and not _is_of_a_technique(hook):
+            if not isinstance(hook, _FirstHook) and not _is_of_a_technique(hook):
                 yield hook, key in by_name
 
 

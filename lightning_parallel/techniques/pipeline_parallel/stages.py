@@ -165,7 +165,7 @@ class Stages:
                 now.result = call(*args, **kwargs)
             now.in_block = False
             self._keep(now, (name, 0), now.result)
-            now.shapes[number] = map_tensors(Absent, now.result)
+            now.shapes[number] = map_tensors(Absent.of, now.result)
             if ends:  # at once: what follows may change the result in place
                 raise StageEndedError
             self._watch_after(now, number)
@@ -252,7 +252,7 @@ class Stages:
         """Keeps what later stages will use, as it is now: what follows may change it in place."""
         if call in self.cut.carried:
             wanted, number = self.cut.carried[call].numbers, count()
-            now.carried[call] = map_tensors(lambda t: t.clone() if next(number) in wanted else Absent(t), output)
+            now.carried[call] = map_tensors(lambda t: t.clone() if next(number) in wanted else Absent.of(t), output)
 
     def _carried(self, now: _Now, call: Call) -> Any:
         """What a module returned on an earlier stage, with zeros for what nobody will use."""

@@ -58,7 +58,7 @@ class PipelineStep(WrappedStep):
         self._here = schedule.stages_of(self._rank)
         self._stages = Stages(model, made, device)
         self._exchange = Exchange(self._lane, schedule.rank_of, schedule.stages)
-        self._slots = _slots(model, made, schedule)
+        self._parameters = _parameters(model, made, schedule)
         self._coming = Coming()
         self._model = model
 
@@ -80,7 +80,7 @@ class PipelineStep(WrappedStep):
             ValueError: a step that returns a loss for some microbatches only; as all errors in what it returned or
                 logged, on every rank of the pipeline.
         """
-        parameters = {name: slot.parameter() for name, slot in self._slots.items()}
+        parameters = {name: held.now() for name, held in self._parameters.items()}
         learning = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         work, sizes = self._work(run, args, kwargs, learning)
         schedule = self._schedule.only(len(sizes)) if len(sizes) < self._schedule.microbatches else self._schedule
@@ -116,7 +116,7 @@ class PipelineStep(WrappedStep):
         return work, sizes
 
     def _of_stage(self, stage: int, learning: dict[str, nn.Parameter]) -> list[nn.Parameter]:
-        return [parameter for name, parameter in learning.items() if stage in self._slots[name].stages]
+        return [parameter for name, parameter in learning.items() if stage in self._parameters[name].stages]
 
     # ---------------------------------------------------------------- after
 
@@ -155,33 +155,33 @@ class PipelineStep(WrappedStep):
     def _sum_ties(self, sums: dict[str, Tensor | None], learning: dict[str, nn.Parameter]) -> None:
         shared: dict[Tie, list[Tensor]] = {}
         for name in sorted(sums):
-            holders = self._slots[name].holders
-            if len(holders) > 1:
+            ranks = self._parameters[name].ranks
+            if len(ranks) > 1:
                 gradient = sums[name]
                 sums[name] = torch.zeros_like(local(learning[name].detach())) if gradient is None else gradient
-                shared.setdefault(holders, []).append(cast(Tensor, sums[name]))
+                shared.setdefault(ranks, []).append(cast(Tensor, sums[name]))
         sum_over_holders(shared, self._lane, self._rank)
 
 
-class _Slot:
+class _StageParameter:
     """Where the model holds a parameter, the stages of this rank that use it, and the ranks that hold it."""
 
-    def __init__(self, owner: nn.Module, key: str, stages: frozenset[int], holders: Tie) -> None:
+    def __init__(self, owner: nn.Module, key: str, stages: frozenset[int], ranks: Tie) -> None:
         self._owner, self._key = owner, key
-        self.stages, self.holders = stages, holders
+        self.stages, self.ranks = stages, ranks
 
-    def parameter(self) -> nn.Parameter:
+    def now(self) -> nn.Parameter:
         """The parameter at this moment: techniques may put another one in its place for a step."""
         return cast(nn.Parameter, self._owner._parameters[self._key])
 
 
-def _slots(model: nn.Module, made: Cut, schedule: Schedule) -> dict[str, _Slot]:
-    found: dict[str, _Slot] = {}
+def _parameters(model: nn.Module, made: Cut, schedule: Schedule) -> dict[str, _StageParameter]:
+    found: dict[str, _StageParameter] = {}
     for name, _ in model.named_parameters():
         owner, _, key = name.rpartition(".")
         stages = made.stages_of(name)
-        holders = tuple(sorted({schedule.rank_of(stage) for stage in stages}))
-        found[name] = _Slot(model.get_submodule(owner), key, stages, holders)
+        ranks = tuple(sorted({schedule.rank_of(stage) for stage in stages}))
+        found[name] = _StageParameter(model.get_submodule(owner), key, stages, ranks)
     return found
 
 

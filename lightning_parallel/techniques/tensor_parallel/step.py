@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -30,23 +29,12 @@ class TensorParallelStep(WrappedStep):
         self._partition, self._parameters = partition, partition.block_parameters()  # as they are kept between steps
         self._set_aside: dict[nn.Parameter, Tensor] = {}
         self._unsummed: set[nn.Parameter] = set()
-        self._synced = True
 
     def backward(self, run: Callable[[], None]) -> None:
         """See `Step.backward`."""
         self._put_aside()
         self.inner.backward(run)
         self._settle()
-
-    @contextmanager
-    def unsynced(self) -> Iterator[None]:
-        """See `Step.unsynced`."""
-        self._synced = False
-        try:
-            with self.inner.unsynced():
-                yield
-        finally:
-            self._synced = True
 
     def close(self) -> None:
         """See `Step.close`."""
@@ -70,7 +58,7 @@ class TensorParallelStep(WrappedStep):
     @torch.no_grad()
     def _settle(self) -> None:
         partial = self._partial()
-        if not self._synced:
+        if not self.synced:
             self._unsummed.update(parameter for parameter in partial if parameter.grad is not None)
             self._restore([parameter for parameter in partial if parameter.grad is None])
             return

@@ -233,7 +233,7 @@ class ShardedParametersStep(WrappedStep):
         self._root.set_requires_all_reduce(False)
         self._backward.synced = False
         try:
-            with self.inner.unsynced():
+            with super().unsynced():
                 yield
         finally:
             self._root.set_requires_all_reduce(True)
