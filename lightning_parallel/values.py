@@ -11,13 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+ATOMS = (int, float, complex, str, bytes, type(None))
+
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """The tensors in a value."""
-    if isinstance(value, Tensor):
-        yield value
-    for child in children_of(value):
-        yield from tensors_of(child)
+    """The tensors in a value, from the first to the last."""
+    ahead = [value]  # no recursion: a step asks this of all that its stages send, and each level would cost a call
+    while ahead:
+        each = ahead.pop()
+        if isinstance(each, Tensor):
+            yield each
+        elif not isinstance(each, ATOMS):
+            ahead.extend(reversed(children_of(each)))
 
 
 def children_of(value: Any) -> list[Any]:

@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cached_property
 from typing import Any, TypeVar
 
 from lightning.pytorch import LightningModule, Trainer
@@ -266,8 +267,11 @@ class MeshStrategy(RankStrategy):
 
     @property
     def _fewest_samples(self) -> int | None:
-        meets = any(technique.traits.meets_in_forward for technique in self.techniques)
-        return self._batches.fewest_samples if meets and self._batches is not None else None
+        return self._batches.fewest_samples if self._meets_in_forward and self._batches is not None else None
+
+    @cached_property
+    def _meets_in_forward(self) -> bool:
+        return any(technique.traits.meets_in_forward for technique in self.techniques)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Lightning's backward inside the techniques' step."""

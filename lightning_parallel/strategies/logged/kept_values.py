@@ -70,10 +70,16 @@ class KeptValues:
 
     def __init__(self, module: LightningModule) -> None:
         self._attributes = vars(module)
-        self._before = _container(None, self._users(), self._users(), None)
+        users = self._users()
+        self._before = _container(None, users, users, None)
 
     def _users(self) -> dict[Any, Any]:
-        return {name: value for name, value in self._attributes.items() if _is_users(name)}
+        others = _lightnings_own()
+        return {
+            name: value
+            for name, value in self._attributes.items()
+            if name not in others and not name.startswith("_lightning_parallel")
+        }
 
     def changes(self) -> tuple[dict[Path, Change], set[Path]]:
         """What has changed since, and which changes cannot be sent to another rank."""
@@ -99,10 +105,6 @@ class KeptValues:
 @cache
 def _lightnings_own() -> frozenset[str]:
     return frozenset(vars(LightningModule())) | {"log", "training"}
-
-
-def _is_users(name: str) -> bool:
-    return name not in _lightnings_own() and not name.startswith("_lightning_parallel")
 
 
 # ---------------------------------------------------------------- containers

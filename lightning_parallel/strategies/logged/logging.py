@@ -225,8 +225,8 @@ class StepLog:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Around the user's code: in the first batches, of what kind the values are that it logs is seen."""
-        if self._group.size() > 1 and not is_compiled(self._module):
-            self._watch = self.kinds.watch(self._module._current_fx_name or "")
+        watch = self.kinds.watch(self._module._current_fx_name or "") if self._group.size() > 1 else None
+        self._watch = None if watch is None or is_compiled(self._module) else watch
         if self._watch is not None:
             self._watch.take_as_same((*KeptValues(self._module).tensors(), *self._module.buffers()))
         try:

@@ -55,12 +55,12 @@ def difference(before: Any, now: Any, where: str = "") -> str | None:
     if type(before) is not type(now):
         return f"{where} is a {type(now).__name__} and was a {type(before).__name__}"
     children, own = children_of(before), children_of(now)
-    if len(children) != len(own) or _names(before) != _names(now):
-        return f"{where} holds {_names(now) or len(own)} and held {_names(before) or len(children)}"
-    if not children:
+    if not children and not own:
         return None if _is_same(before, now) else f"{where} is {now!r} and was {before!r}"
-    names = _names(before) or range(len(children))
-    pairs = zip(names, children, own, strict=True)
+    names, own_names = _names(before), _names(now)
+    if len(children) != len(own) or names != own_names:
+        return f"{where} holds {own_names or len(own)} and held {names or len(children)}"
+    pairs = zip(names or range(len(children)), children, own, strict=True)
     return next((found for name, old, new in pairs if (found := difference(old, new, f"{where}[{name!r}]"))), None)
 
 
