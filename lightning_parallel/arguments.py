@@ -1,4 +1,4 @@
-"""What users may pass, and the error when they pass something else: the value, the rule, the remedy."""
+"""Checks of users' arguments. An error says the value, the rule and the remedy."""
 
 from __future__ import annotations
 

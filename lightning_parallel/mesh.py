@@ -142,7 +142,7 @@ class ParallelMesh:
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are in all."""
+        """The number of all ranks."""
         return prod(self.sizes.values())
 
     @property

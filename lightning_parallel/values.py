@@ -26,7 +26,7 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 
 def children_of(value: Any) -> list[Any]:
-    """What a container holds; nothing for anything else."""
+    """The children of a container; nothing for anything else."""
     if isinstance(value, Mapping):
         return list(value.values())
     if isinstance(value, (list, tuple)):
@@ -57,12 +57,12 @@ def _plain_lists(value: Any) -> Iterator[Sequence[Any]]:
 
 
 def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
-    """The same structure with every tensor changed."""
+    """The structure of a value with every tensor changed."""
     return map_leaves(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
-    """The same structure with everything changed that holds nothing else."""
+    """The structure of a value with everything changed that holds nothing else."""
     children = children_of(value)
     return rebuilt(value, [map_leaves(change, child) for child in children]) if children else change(value)
 

@@ -46,7 +46,7 @@ def gather_parts(x: Tensor, dim: int, length: int, group: dist.ProcessGroup, kee
 
 
 def gather_parts_again(node: Any) -> Tensor:
-    """What `gather_parts(..., keep=True)` returned, from the node that it left in the graph."""
+    """Gathers again the whole that `gather_parts(..., keep=True)` returned, from the node that it left in the graph."""
     (x,) = node.saved_tensors
     return whole_of_parts(x, node.dim, node.length, node.group)
 

@@ -93,7 +93,7 @@ def parts_of_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def scattered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Of the sum of the ranks' tensors, (ranks, *shape), the one that has this rank's number."""
+    """Sums the ranks' tensors, (ranks, *shape), and returns the row of the sum that has this rank's number."""
     tensor = tensor.contiguous()
     if torch.compiler.is_compiling():
         return _traced(traceable.reduce_scatter_tensor(tensor, "sum", 0, group))[0]
@@ -196,5 +196,5 @@ def notes_under(name: str, within: Any = None) -> Any:
 
 
 def begun_in(group: dist.ProcessGroup) -> int:
-    """How many collectives this rank has begun in a group."""
+    """The number of collectives that this rank has begun in a group."""
     return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]

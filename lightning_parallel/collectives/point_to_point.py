@@ -94,7 +94,7 @@ def share_object(value: Any, source: int, group: dist.ProcessGroup, device: torc
 
 
 def share_made(make: Callable[[], T], what: str, source: int, group: dist.ProcessGroup, device: torch.device) -> T:
-    """What the rank `source` of the group makes, on all its ranks; `make` runs there only, `what` names it in errors.
+    """Returns on all ranks of the group what `make` returns on its rank `source` alone; `what` names it in errors.
 
     Raises:
         TypeError: it cannot be sent.
@@ -124,7 +124,7 @@ def _sendable(value: Any, what: str) -> bytes:
 
 @dataclass(frozen=True)
 class _Raised:
-    """What one rank raised: the error itself where it can be sent."""
+    """An error that one rank raised, on its way to the others: the error itself where it can be sent."""
 
     pickled: bytes | None
     text: str

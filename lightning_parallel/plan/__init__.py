@@ -1,4 +1,4 @@
-"""What a model says about its own parts."""
+"""Plans: what models say about their own parts."""
 
 from lightning_parallel.plan.plan import ParallelPlan
 

@@ -190,7 +190,7 @@ def _vocabulary(model: nn.Module, plan: ParallelPlan, styles: Mapping[str, str])
 
 
 def _embeddings(model: nn.Module) -> Iterator[tuple[str, nn.Embedding]]:
-    """Those whose rows are looked up one by one."""
+    """The modules that look up rows of their weight one by one."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and not (
             module.sparse or module.scale_grad_by_freq or module.max_norm is not None

@@ -185,7 +185,7 @@ class MeshStrategy(RankStrategy):
     # ---------------------------------------------------------------- data
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """This rank's part of a loader, in the user's own order."""
+        """Divides a loader: each rank reads its part, in the user's own order."""
         if self._batches is not None:
             self._batches.register(dataloader)
         if self._adopted is None or not self._adopted.divides_data:

@@ -55,7 +55,7 @@ class MeshGradScaler(torch.amp.GradScaler):
 
     @classmethod
     def like(cls, scaler: torch.amp.GradScaler) -> MeshGradScaler:
-        """The same scaler, with its settings and its scale."""
+        """A mesh scaler with the settings and the scale of this one."""
         mesh_scaler = cls.__new__(cls)
         vars(mesh_scaler).update(vars(scaler))
         return mesh_scaler
@@ -82,6 +82,6 @@ def _with_gradient(gradient: Tensor) -> Tensor:
 
 
 def scale_of(plugin: Precision) -> float:
-    """By what the plugin will multiply a loss before backward."""
+    """The factor by which the plugin will multiply a loss before backward."""
     scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
     return 1.0 if scaler is None else float(scaler.get_scale())

@@ -1,4 +1,4 @@
-"""What cannot be done rightly, said before the first step: the value, the rule, the remedy."""
+"""Refusals before the first step of what cannot be done rightly: the value, the rule, the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What techniques act on, and what one technique did to one model in one run."""
+"""Divisions: what one technique did to one model in one run; and the ground on which techniques divide."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Sample:
 
     @property
     def size(self) -> int | None:
-        """How many samples the batch has, None where nothing in it tells."""
+        """The number of samples in the batch, None where nothing in it tells."""
         return batch_size(self.batch)
 
 
 @dataclass(frozen=True)
 class Ground:
-    """What a model is divided on.
+    """The mesh, the plan and the sample step with which a model is divided.
 
     Attributes:
         mesh: all ranks.

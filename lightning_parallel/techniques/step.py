@@ -1,4 +1,4 @@
-"""What happens to one batch: the user's own step, and what techniques do around it."""
+"""Runs and steps: the user's own step, and what techniques do around it and around a batch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Run(Generic[T_co]):
     def notes(
         self, shares: Sequence[float] = (), means: Sequence[Sequence[Tensor]] = (), targets: float | None = None
     ) -> Any:
-        """What was noted during the calls, to be sent to ranks that did not see the step to its end.
+        """Notes of the calls, to be sent to ranks that did not see the step to its end.
 
         Args:
             shares: what the loss of each call counts for in that of the batch.
@@ -90,7 +90,7 @@ class WrappedRun(Run[T_co]):
 
 @dataclass(frozen=True)
 class Coming:
-    """What is known of a batch before its forward.
+    """Facts about a batch that are known before its forward.
 
     Attributes:
         scale: by what the loss will be multiplied before backward, for steps that compute gradients before that.
@@ -102,7 +102,7 @@ class Coming:
 
 
 class Step:
-    """What happens to one batch: forward, backward, and the parameters as they are kept between steps.
+    """The way of one batch: forward, backward, and the parameters as they are kept between steps.
 
     This class is the single-device step. A technique that acts during the step wraps it: it subclasses, keeps the
     step it got as `inner`, and calls it.
@@ -124,11 +124,11 @@ class Step:
         return nullcontext()
 
     def stored(self, parameter: nn.Parameter) -> Tensor:
-        """What the optimizer steps for `parameter`: itself, or the shard of it that this rank keeps."""
+        """The tensor that the optimizer steps for `parameter`: itself, or the shard of it that this rank keeps."""
         return parameter
 
     def accumulated(self, parameter: nn.Parameter) -> Tensor:
-        """What a gradient is as large as while it accumulates: `parameter`, or what is stored for it."""
+        """The tensor as large as which a gradient is while it accumulates: `parameter`, or what is stored for it."""
         return parameter
 
     def after_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:

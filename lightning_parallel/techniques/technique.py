@@ -1,4 +1,4 @@
-"""What the user asked for: a technique is a frozen configuration, never replaced and never written to."""
+"""Techniques: frozen configurations of what the user asked for, never replaced and never written to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_parallel.techniques.division import Division, Ground
 
 
 class Phase(IntEnum):
-    """When a technique acts on the model."""
+    """The moments at which techniques act on the model, in their order."""
 
     SPLIT = 0
     PARTITION = 1
@@ -26,7 +26,7 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True)
 class Traits:
-    """What others must know of a technique before it acts.
+    """Facts that others must know of a technique before it acts.
 
     Attributes:
         splits_backward: gradients of inputs and of weights are computed one after the other, from one graph.
@@ -61,17 +61,17 @@ class Technique(ABC):
 
     @property
     def traits(self) -> Traits:
-        """What others must know of it before it acts."""
+        """The facts that others must know of this technique before it acts."""
         return Traits()
 
     @property
     def order(self) -> tuple[int, int, str]:
-        """When it acts among others: by phase, then from the innermost axis of the mesh outwards, then by its text."""
+        """Its place among others: by phase, then from the innermost axis of the mesh outwards, then by its text."""
         innermost = max((AXES.index(axis) for axis in self.axes), default=-1)
         return self.phase, -innermost, repr(self)
 
     def look(self, model: nn.Module, ground: Ground) -> Any:
-        """What this rank sees of the whole model before it is divided: plain data, compared by value on all ranks."""
+        """Sees the whole model before it is divided; returns plain data, which is compared by value on all ranks."""
         return None
 
     def divide(self, model: nn.Module, ground: Ground, seen: Any) -> Division:

@@ -239,7 +239,7 @@ class DeferredInit(TorchDispatchMode):
         return ref
 
     def _home(self, args: Any, kwargs: Any) -> torch.device:
-        """Where an ordinary build makes the result; what asked for meta was to become real on our device."""
+        """The device on which an ordinary build makes the result; what asked for meta was to become real on ours."""
         if kwargs.get("device") is not None:
             asked = torch.device(kwargs["device"])
             return self.device if asked.type == "meta" else asked

@@ -10,7 +10,7 @@ REGISTERED = ("_parameters", "_buffers", "_modules")
 
 
 def kept_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Where it is kept -> each tensor in an attribute of the module or of a part, or in lists and dicts there."""
+    """Tensors in plain attributes of the module and its parts, or in lists and dicts there, by the place of each."""
     return {
         f"{where}.{key}[{number}]": leaf
         for where, part in module.named_modules()

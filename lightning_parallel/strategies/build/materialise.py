@@ -1,4 +1,4 @@
-"""From a model on meta, or whole on every rank, to what each rank keeps; and back to a whole model after the run."""
+"""Makes of a model on meta, or whole on every rank, what each rank keeps; and the whole model after the run."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ class Stream:
         self._seen = {self._bytes(self.start): -1}  # state -> the draw after which the build was in it; -1: the start
 
     def moved(self) -> Tensor | int | None:
-        """Where somebody put the generator since the last draw: a state, or the draw after which it was there."""
+        """A state to which somebody moved the generator since the last draw, or the draw that left it so."""
         state = self.generator.get_state()
         return None if torch.equal(state, self._expected) else self._seen.get(self._bytes(state), state)
 
@@ -174,7 +174,7 @@ class Effects(NamedTuple):
 
     @classmethod
     def of(cls, func: Any, args: Any, kwargs: Any) -> "Effects":
-        """What one call does."""
+        """The effects of one call."""
         if reads_only_shape(func):
             return cls(frozenset(), frozenset(), frozenset())
         tensors, targets = tensors_in((args, kwargs)), written(func, args, kwargs)
@@ -184,7 +184,7 @@ class Effects(NamedTuple):
         return cls(*(frozenset(map(storage_key, each)) for each in (reads, targets, whole)))
 
     def and_makes(self, made: set[int]) -> "Effects":
-        """The same with the storages that the call made."""
+        """These effects, with the storages that the call made."""
         return Effects(self.reads, self.writes | made, self.overwrites | made)
 
 
@@ -220,7 +220,7 @@ def needed_by(tape: list[Op], live: frozenset[int], draws: bool) -> list[int]:
 
 
 class _Order:
-    """Which needed operation must follow which: those on one storage, and the draws among themselves."""
+    """The order of needed operations: those on one storage follow each other, and so do all draws."""
 
     def __init__(self, tape: list[Op], needed: list[int]) -> None:
         self.writer: defaultdict[int, int] = defaultdict(lambda: -1)
@@ -245,7 +245,7 @@ class _Order:
             self._readers[storage].add(position)
 
     def take(self, last: int) -> list[int]:
-        """What must still run for ``last`` to have run, in order."""
+        """The operations that must still run for ``last`` to have run, in order."""
         found, stack = [], [last]
         while stack:
             position = stack.pop()
@@ -278,7 +278,7 @@ def turns_of(tape: list[Op], wanted: Collection[int]) -> list[_Turn]:
 
 
 class Recording(Protocol):
-    """What a run needs of a recorded build."""
+    """A recorded build, as far as a run needs it."""
 
     tape: list[Op]
     streams: dict[torch.Generator, Stream]

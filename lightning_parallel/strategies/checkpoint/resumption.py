@@ -1,4 +1,4 @@
-"""What a run that goes on from a checkpoint takes up again at its start: random states, and its place in the data."""
+"""Goes on from a checkpoint: a run takes up random states and its place in the data at its start."""
 
 from __future__ import annotations
 

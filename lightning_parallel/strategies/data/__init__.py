@@ -1,1 +1,1 @@
-"""Which samples a rank reads, and what draws their order."""
+"""Data: the samples that a rank reads, and what draws their order."""

@@ -1,4 +1,4 @@
-"""What ranks agree on about the batches they read: the same kind, the same number, and how much each counts."""
+"""Agreement of ranks on the batches they read: the same kind, the same number, and how much each counts."""
 
 from __future__ import annotations
 

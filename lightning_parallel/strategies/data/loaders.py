@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 class DividedSampler(Sampler[Any]):
-    """What a DataLoader draws indices from: this rank's part of what the user's sampler yields.
+    """A sampler that yields this rank's part of what the user's sampler yields.
 
     It is resumable: the order is a function of the random state in which the user's sampler started, which is kept.
     """
@@ -53,7 +53,7 @@ class DividedSampler(Sampler[Any]):
     @property
     @abstractmethod
     def items_per_batch(self) -> int:
-        """How many items of the user's sampler one global batch takes."""
+        """The number of items of the user's sampler that one global batch takes."""
 
     @abstractmethod
     def take(self, items: list[Any]) -> tuple[Any, Share] | None:
@@ -91,7 +91,7 @@ class DividedSampler(Sampler[Any]):
         return items, consumed // self.items_per_batch
 
     def state_dict(self, batches: int) -> dict[str, Any]:
-        """Where the epoch stands after so many batches."""
+        """The position in the epoch after so many batches."""
         started = self._started_with or RandomState.now(self.generator)
         finished = batches >= len(self)
         return {"consumed": 0 if finished else batches * self.items_per_batch, "random": started.as_dict()}
@@ -260,7 +260,7 @@ class ResumableLoader(DividedLoader):
     """A divided loader over samples with indices, whose position a checkpoint can hold."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the epoch stands."""
+        """The position in the epoch."""
         assert self.divided is not None
         return self.divided.state_dict(self.batches_done())
 
@@ -298,7 +298,7 @@ class DividedIterator(Iterable[Any]):
 
 
 class SizedDividedIterator(DividedIterator):
-    """The same with a length."""
+    """A `DividedIterator` over batches that have a length."""
 
     def __len__(self) -> int:
         return -(-len(self.batches) // self.readers.ranks)
@@ -314,7 +314,7 @@ def resume(loop: Any) -> None:
 
 
 def divide(loader: Any, readers: Readers, batches_done: Callable[[], int]) -> Any:
-    """This rank's part of anything that Lightning accepts as a loader.
+    """Makes of anything that Lightning accepts as a loader one that yields this rank's part.
 
     Raises:
         ValueError: a DistributedSampler that the user set up for other ranks than those that read different samples.

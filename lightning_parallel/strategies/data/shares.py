@@ -1,4 +1,4 @@
-"""Which part of each global batch a rank reads, how much that part counts, and what is known about one pass."""
+"""A rank's part of each global batch, how much that part counts, and what is known about one pass."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Readers:
 
 @dataclass
 class Notes:
-    """What is known about one pass over a loader: batches that ranks share unevenly, and a checksum of the order."""
+    """Notes of one pass over a loader: batches that ranks share unevenly, and a checksum of the order."""
 
     uneven: dict[int, Share] = field(default_factory=dict)
     order: int = 0
@@ -58,7 +58,7 @@ class Notes:
 
 @dataclass
 class Pass:
-    """What is known about one pass, also when its iterator is gone: that one keeps the loader's workers alive."""
+    """One pass and its notes, also when its iterator is gone: that one keeps the loader's workers alive."""
 
     find_notes: Callable[[], Notes]
     notes: Notes | None = None
@@ -84,7 +84,7 @@ class Reading(Iterator[Any]):
 
     @property
     def notes(self) -> Notes | None:
-        """What is known so far."""
+        """The notes of this pass so far; None before its first batch."""
         return self.known.notes
 
     def __next__(self) -> Any:

@@ -1,4 +1,4 @@
-"""From the user's module to what this rank keeps of it: agreed, divided, made, loaded and moved, in this order."""
+"""Makes of the user's module what this rank keeps of it: agreed, divided, made, loaded and moved, in this order."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightning_parallel.techniques.technique import Technique
 
 
 class Building:
-    """How the model of one run comes to be.
+    """The making of one run's model.
 
     Args:
         techniques: by which it is divided.

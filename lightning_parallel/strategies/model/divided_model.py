@@ -65,7 +65,7 @@ class DividedModel:
             self._divisions.append(division)
 
     def _looks(self, techniques: Sequence[Technique], ground: Ground) -> list[Any]:
-        """What techniques see of the whole model: the same on every rank, and an error on all if one cannot look."""
+        """Lets techniques look at the whole model; all ranks raise if one cannot look or they see different things."""
         looks: list[Any] = []
         failure: Exception | None = None
         try:
@@ -122,7 +122,7 @@ class DividedModel:
         return self.pipeline.ranks > 1 or materialise.has_sharded_parameters(self.module)
 
     def ranks_holding(self) -> Callable[[Tensor], int]:
-        """How many ranks hold a parameter, or a part of it."""
+        """A function that tells on how many ranks a parameter, or a part of it, is held."""
         named = dict(self.module.named_parameters())
         stages, ranks = self.pipeline.stages_holding(named), self.mesh.world_size // self.pipeline.ranks
         counts = {id(parameter): stages[name] * ranks for name, parameter in named.items()}

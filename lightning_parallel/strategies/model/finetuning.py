@@ -1,4 +1,4 @@
-"""What finetuning callbacks need where ranks hold parts of a model: all parameters, told apart by identity."""
+"""Shows finetuning callbacks, where ranks hold parts of a model, all parameters, told apart by identity."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def own_row(trainer: Trainer, whole: DividedModel, step: Step) -> Row:
 
 
 def state_bytes(optimizer: Optimizer, stored: Mapping[nn.Parameter, Tensor]) -> int | None:
-    """What an optimizer keeps for the parameters that this rank holds, or will keep after its first step."""
+    """Bytes that an optimizer keeps for the parameters that this rank holds, or will keep after its first step."""
     if optimizer.state:
         return _bytes_in(list(optimizer.state.values()))
     if not type(optimizer).__module__.startswith("torch.optim"):

@@ -25,7 +25,7 @@ BEFORE_STEP = ("on_before_optimizer_step", "configure_gradient_clipping")
 
 
 class WholeGradients:
-    """Where somebody has such a hook, it sees the whole tree, in which every parameter has its whole gradient.
+    """Whole gradients for hooks that look at them, in a whole tree.
 
     Gradients of other stages are sent for it in every step, so a hook that nobody overrides costs nothing. All ranks
     must come.
@@ -46,7 +46,7 @@ class WholeGradients:
                     self._wanted.add(hooks)
 
     def held(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Those of the parameters that this rank holds."""
+        """The parameters among these that this rank holds."""
         shown = {id(parameter) for parameter in self._elsewhere}
         return [parameter for parameter in parameters if id(parameter) not in shown]
 

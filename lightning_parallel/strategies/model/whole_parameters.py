@@ -49,7 +49,7 @@ LIBRARIES = {"lightning", "torch", "torchmetrics", "lightning_parallel"}
 
 
 class WholeParameters:
-    """For the time of a run, the hooks that look at the model find all of it.
+    """Shows the whole model, for the time of a run, to the hooks that look at it.
 
     Args:
         divided: the module.
@@ -120,7 +120,7 @@ class WholeParameters:
             self._inside = False
 
     def _arrived(self) -> dict[str, Tensor]:
-        """What other stages hold."""
+        """The tensors that other stages hold, as they arrived here."""
         pipeline = self._divided.pipeline
         if pipeline.ranks == 1:
             return {}

@@ -1,4 +1,4 @@
-"""What a run changes of the user's trainer: taken at its start, given back at its end, however it ends."""
+"""Changes of the user's trainer for a run: made at its start, taken back at its end, however it ends."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Adoption:
             lightnings.callbacks_of(self._trainer).remove(callback)
 
     def keep_time_together(self, agree: Callable[[bool], bool]) -> None:
-        """What Lightning decides by the clock of each rank, ranks decide by that of one."""
+        """Makes ranks decide by the clock of one what Lightning lets each decide by its own."""
         lightnings.agree_when_to_validate(self._trainer, agree)
         self._back.callback(lightnings.decide_alone, self._trainer)
 

@@ -1,4 +1,4 @@
-"""What must happen on all ranks at moments for which Lightning has callback hooks but no strategy hooks."""
+"""The strategy's own callback, for moments at which Lightning has callback hooks but no strategy hooks."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class MeshCallback(Callback):
         self._unite_buffers()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """What was trained is the same everywhere."""
+        """Makes buffers, which each rank changed, the same everywhere."""
         self._unite_buffers()
 
     # ---------------------------------------------------------------- each batch

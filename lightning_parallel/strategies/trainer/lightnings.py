@@ -37,7 +37,7 @@ def let_divide_data(trainer: Trainer, may: bool) -> None:
 
 
 def agree_when_to_validate(trainer: Trainer, agree: Callable[[bool], bool]) -> None:
-    """Where validation is a matter of time, ranks decide by one clock. `decide_alone` takes it back."""
+    """Makes ranks decide by one clock when to validate, if time decides. `decide_alone` takes it back."""
     loop: Any = trainer.fit_loop.epoch_loop
     if trainer._val_check_time_interval is not None:  # type: ignore[attr-defined]
         vars(loop)["_should_check_val_fx"] = lambda fetcher: agree(type(loop)._should_check_val_fx(loop, fetcher))
@@ -81,7 +81,7 @@ def kept_predictions(loop: Any, dataloader_idx: int) -> tuple[list[Any], list[An
 
 
 def saved_fit_loop(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """What a checkpoint says of the fit loop and its loaders."""
+    """The state of the fit loop and its loaders in a checkpoint."""
     state: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
     return state
 

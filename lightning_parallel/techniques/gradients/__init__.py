@@ -1,1 +1,1 @@
-"""What happens to gradients between backward and the optimizer's step."""
+"""Gradients between backward and the optimizer's step: buckets, averages, clipping, storage."""

@@ -140,7 +140,7 @@ class AllReduceBucket(Bucket):
         return [*self._views, self._flags]
 
     def index(self) -> int:
-        """Which bucket this is, in the order of sending."""
+        """The number of this bucket in the order of sending."""
         return self._index
 
     def is_last(self) -> bool:

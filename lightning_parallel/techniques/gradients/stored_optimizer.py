@@ -92,7 +92,7 @@ class StoredOptimizer:
 
     @property
     def looks_at_loss(self) -> bool:
-        """Whether it may decide by what its closure returns, which `mean` makes the same on all ranks."""
+        """Whether the optimizer may decide by what its closure returns, which `mean` makes the same on all ranks."""
         return not self._elementwise
 
     def _say_what_is_gathered(self) -> None:

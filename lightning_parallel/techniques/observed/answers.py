@@ -27,7 +27,7 @@ REQUIRE: Any = vars(torch._C.TensorBase)["requires_grad"].__set__
 
 
 def plausible(func: Any, args: Any) -> Any:
-    """What an operation that asks for a value gets; None for operations that ask for none."""
+    """A plausible answer to an operation that asks for a value; None for operations that ask for none."""
     packet = func._overloadpacket
     if packet is aten._local_scalar_dense:
         return {torch.bool: True}.get(args[0].dtype, 1.0 if args[0].is_floating_point() else 1)

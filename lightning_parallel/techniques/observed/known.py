@@ -20,7 +20,7 @@ from lightning_parallel.values import map_tensors, tensors_of
 
 
 class KnownTensors:
-    """Where such tensors were returned, and what was made of them between modules.
+    """The origins of tensors into which no parameter goes: the module that returned each, or what it is made of.
 
     Args:
         parameters: ids of the model's own, which are there on every stage that reads them.
@@ -31,13 +31,13 @@ class KnownTensors:
         self._made: Any = WeakIdKeyDictionary()
 
     def made(self, tensor: Tensor) -> Made | None:
-        """Where a tensor comes from, known or not; None if no module returned it or what it is made of."""
+        """The origin of a tensor, with values or without; None if no module returned it or what it is made of."""
         marked = mark_of(tensor)
         found: Made | None = self._made.get(tensor) if marked is None else marked
         return found
 
     def among(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Those without parameters that modules returned, or that were made of such."""
+        """The tensors among these that have values, and come from modules."""
         return [tensor for tensor in tensors if mark_of(tensor) is None and tensor in self._made]
 
     def note(self, value: Any, made: Made) -> None:
@@ -46,7 +46,7 @@ class KnownTensors:
             self._made[tensor] = made
 
     def returned(self, output: Any, mark: Callable[[int], Made]) -> Any:
-        """What a module returned, its tensors without parameters noted.
+        """Notes the tensors in what a module returned into which no parameter goes, and returns the same.
 
         A tensor that was already there, as one that the module was given, becomes another object in the same memory:
         from here on the two have different ways to other stages.

@@ -25,7 +25,7 @@ SAMPLED = 1024  # elements of a known tensor that are compared
 
 
 def operation(func: Any, args: Any, kwargs: Any, known: Iterable[Tensor]) -> Hashable:
-    """What an operation does, as far as calls can differ in it.
+    """An operation as a value, equal for two calls if they do the same.
 
     Args:
         func: the operation.

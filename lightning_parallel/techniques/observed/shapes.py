@@ -196,7 +196,7 @@ class ShapesOnly(TorchDispatchMode):
 
 
 def _leaves(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """What an operation is given; operations nest lists only."""
+    """The leaves among an operation's arguments; operations nest lists only."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, (list, tuple)):
             yield from _leaves(value, {})
@@ -230,11 +230,11 @@ class _KnownShapes:
         self._results: dict[Hashable, Any] = {}
 
     def get(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What the operation returned for the same shapes before, None if that is not known."""
+        """The result of the operation for the same shapes before, None if that is not known."""
         return self._results.get(_call(func, args, kwargs)) if _makes_new(func) else None
 
     def add(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """What the operation returned, if that is all that it does."""
+        """Remembers the result of an operation, if making it is all that it does."""
         if _makes_new(func) and all(isinstance(leaf, Tensor) and leaf.is_meta for leaf in _leaves((result,), {})):
             self._results[_call(func, args, kwargs)] = pytree.tree_map_only(Tensor, _OnMeta.of, result)
 
@@ -256,7 +256,7 @@ def _call(func: Any, args: Any, kwargs: Any) -> Hashable:
 
 
 def _shapes_of(func: Any, args: Any, kwargs: Any, made_up: Callable[[Tensor], Tensor]) -> Any:
-    """What an operation returns, on meta; some have no rule for shapes, or one for fewer dtypes than they compute.
+    """The results of an operation on meta; some have no rule for shapes, or one for fewer dtypes than they compute.
 
     Those run on made-up values. Integers that come out keep theirs: they may be the lengths of the rest.
     """
@@ -308,7 +308,7 @@ def leaves_for_python(func: Any) -> bool:
 
 
 def zeros_for_shapes(value: Any, device: torch.device) -> Any:
-    """The same structure with zeros for every shape, and everything else as it is."""
+    """The structure of a value with zeros for every shape in it, and everything else as it is."""
 
     def zeros(tensor: Tensor) -> Tensor:
         known = not tensor.is_meta and mark_of(tensor) is None

@@ -1,4 +1,4 @@
-"""What stages send each other: what a block returned, and the gradients of it.
+"""Messages between stages: what a block returned, and the gradients of it.
 
 The first time that microbatches of some shapes are seen, the structure of what follows is sent ahead; after that only
 tensors travel. Stages on one rank hand over without a message.
@@ -51,7 +51,7 @@ def _without_tensors(value: Any) -> Any:
 
 
 def difference(before: Any, now: Any, where: str = "") -> str | None:
-    """Where two structures differ, and in what; None if they do not."""
+    """Describes the first difference between two structures: its place and both values; None without one."""
     if type(before) is not type(now):
         return f"{where} is a {type(now).__name__} and was a {type(before).__name__}"
     children, own = children_of(before), children_of(now)

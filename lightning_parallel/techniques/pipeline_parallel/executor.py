@@ -30,7 +30,7 @@ Place = tuple[int, int]
 
 @dataclass
 class Work:
-    """What one rank does with one batch.
+    """The work of one rank on one batch.
 
     Attributes:
         steps: run the user's step on each microbatch.
@@ -55,7 +55,7 @@ class Work:
         return self.scale is not None
 
     def means_of(self, microbatch: int) -> list[Tensor]:
-        """What counts in the batch by the share of a microbatch: means over targets, and the loss of training."""
+        """Values that count in the batch by the share of a microbatch: means over targets, and the loss of training."""
         loss = self.loss_of(self.outputs[microbatch]) if self.backward else None
         return [*self.shares.means.get(microbatch, []), *([] if loss is None else [loss])]
 
@@ -208,7 +208,7 @@ class Executor:
 
 
 def _entering(tensor: Tensor, inputs: list[Tensor]) -> Tensor:
-    """What was received, depending on a leaf without memory of its own."""
+    """A received tensor, made to depend on a leaf without memory of its own."""
     if not has_gradients(tensor):
         return tensor
     inputs.append(torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape).requires_grad_())

@@ -23,7 +23,7 @@ from lightning_parallel.techniques.tools.leaves import leaf_of
 
 @dataclass
 class Saved:
-    """What the forward of a stage on a microbatch leaves for its backward.
+    """Inputs and outputs of a stage's forward on a microbatch, kept for its backward.
 
     Attributes:
         inputs: what was received, as leaves that require gradients.

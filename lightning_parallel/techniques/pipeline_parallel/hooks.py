@@ -110,7 +110,7 @@ class Hooks:
         return leaf
 
     def going_on(self, taken: Mapping[str, list[Taken]], stage: int) -> dict[str, list[Taken]]:
-        """The same without tensors that no stage after this one uses."""
+        """What hooks got, by blocks and calls of parts, without tensors that no stage after this one uses."""
         return {owner: [self._going_on(one, stage) for one in some] for owner, some in taken.items()}
 
     def _going_on(self, one: Taken, stage: int) -> Taken:

@@ -1,4 +1,4 @@
-"""What each microbatch's loss counts for in that of the batch."""
+"""Shares that microbatches' losses have in the batch's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_parallel.techniques.tools.means import Means
 
 
 class Shares:
-    """What each microbatch's loss counts for in that of the batch.
+    """Shares that microbatches' losses have in the batch's.
 
     By targets where the losses are means over targets, else by samples. How many targets there are in all is known
     only after the last microbatch, so backwards use an estimate from the first one, and `correction` puts it right.
@@ -28,7 +28,7 @@ class Shares:
         self.means: dict[int, list[Tensor]] = {}
 
     def add(self, microbatch: int, means: Means) -> None:
-        """What the step of a microbatch averaged."""
+        """Takes the means that the step of a microbatch computed."""
         self.means[microbatch] = means.values
         count = means.count
         if count is not None:
@@ -37,7 +37,7 @@ class Shares:
                 self._estimate = count.clamp(min=1) / self._of_samples[microbatch]
 
     def seed(self, microbatch: int) -> Tensor | float:
-        """By what the backward of a microbatch multiplies its loss."""
+        """The factor by which the backward of a microbatch multiplies its loss."""
         if self._estimate is None or microbatch not in self._counts:
             return self._of_samples[microbatch]
         return self._counts[microbatch] / self._estimate
@@ -64,5 +64,5 @@ class Shares:
 
     @property
     def targets(self) -> float | None:
-        """Of the whole batch; None where losses count by samples."""
+        """The number of targets in the whole batch; None where losses count by samples."""
         return float(torch.stack(list(self._counts.values())).sum()) if self._counts else None

@@ -121,7 +121,7 @@ class PipelineStep(WrappedStep):
     # ---------------------------------------------------------------- after
 
     def _shared(self, work: Work, sizes: Sequence[int], run: Run[Any]) -> tuple[Any, Any, float]:
-        """What the rank of the last stage says, on all: the output, the notes, the correction of gradients."""
+        """Gives all ranks what the last stage has: the output, the notes, the correction of gradients."""
 
         def said() -> tuple[Any, Any, float]:
             outputs = [work.outputs[number] for number in range(len(sizes))]
@@ -164,7 +164,7 @@ class PipelineStep(WrappedStep):
 
 
 class _StageParameter:
-    """Where the model holds a parameter, the stages of this rank that use it, and the ranks that hold it."""
+    """A parameter on this rank: its place in the model, the stages here that use it, and the ranks that hold it."""
 
     def __init__(self, owner: nn.Module, key: str, stages: frozenset[int], ranks: Tie) -> None:
         self._owner, self._key = owner, key

@@ -1,1 +1,1 @@
-"""What several techniques use."""
+"""Tools that several techniques use."""

@@ -1,4 +1,4 @@
-"""Where one stage of a model ends: the block after it may run elsewhere, or later, on what this one returned."""
+"""Marks of the block that ends a stage: the next one may run elsewhere, or later, on what this one returned."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ KEY = "_lightning_parallel_hidden"
 
 @dataclass
 class _Hidden:
-    """What one module hides, and the order in which it had everything."""
+    """The tensors that one module hides, and the order in which it had all."""
 
     parameters: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)

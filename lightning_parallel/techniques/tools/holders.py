@@ -30,7 +30,7 @@ class Holders:
 
 
 def holders_of(parameter: Tensor, mesh: ParallelMesh) -> Holders:
-    """Who holds a parameter.
+    """The ranks that hold a parameter.
 
     Every rank of `mesh.loss` does, or holds the part that its place on other axes gives it. Only a parameter that is
     divided among ranks of `mesh.loss` themselves, as experts are, is held by fewer: it is a DTensor on a mesh of its

@@ -15,7 +15,7 @@ from lightning_parallel.techniques.tools.shards import PartsShard, local
 
 
 def leaf_of(parameter: Tensor) -> Tensor:
-    """What computation differentiates for a parameter: itself, or the plain tensor that a rank keeps of it.
+    """The leaf that computation differentiates for a parameter: itself, or the plain tensor that a rank keeps of it.
 
     Operations on a DTensor cost several times as much as those on a plain tensor, its conversion within autograd
     hardly less. So the plain part is a leaf of its own, whose gradient moves to the parameter as it arrives; hooks
@@ -62,11 +62,11 @@ class _Leaf:
         return type(None), ()
 
     def is_of(self, parameter: DTensor) -> bool:
-        """Whether it is still the plain part of this parameter: a copied or replaced one has other memory."""
+        """Whether this leaf is still the plain part of a parameter: a copied or replaced one has other memory."""
         return self.kept is parameter._local_tensor and self.parameter is parameter
 
     def listen(self) -> None:
-        """From now on gradients move to the parameter."""
+        """Starts to move gradients to the parameter."""
         if not self._listens and self.tensor.requires_grad:
             register = cast(Callable[..., object], self.tensor.register_post_accumulate_grad_hook)
             register(partial(_move_gradient, weakref.ref(self)))

@@ -42,7 +42,7 @@ WATCHING: ContextVar[Means | None] = ContextVar("means", default=None)
 
 
 class Scale:
-    """By what the gradient of a mean is multiplied; by nothing as long as it is not known."""
+    """The factor by which the gradient of a mean is multiplied; none as long as it is not known."""
 
     def __init__(self) -> None:
         self.factor: Tensor | None = None
@@ -105,13 +105,13 @@ class Means:
     # ---------------------------------------------------------------- watching
 
     def begin(self) -> None:
-        """From now on."""
+        """Starts to watch the means that torch's losses compute."""
         self._before.append(WATCHING.set(self))
         for loss in LOSSES:
             setattr(loss.owner, loss.name, _watched(loss, getattr(loss.owner, loss.name)))
 
     def end(self) -> None:
-        """Up to now, if it began."""
+        """Stops watching, if it began."""
         if self._before:
             for loss in LOSSES:
                 setattr(loss.owner, loss.name, getattr(loss.owner, loss.name).__wrapped__)
@@ -161,16 +161,16 @@ class Means:
 
     @property
     def count(self) -> Tensor | None:
-        """Of all of them, None where there is none."""
+        """The sum of the counts of all means, None where there is none."""
         return torch.stack([mean.count for mean in self.all]).sum() if self.all else None
 
     @property
     def values(self) -> list[Tensor]:
-        """As the step got them."""
+        """The values of all means, as the step got them."""
         return [mean.given for mean in self.all]
 
     def parts_of(self, value: Tensor) -> dict[int, Tensor]:
-        """What the means contribute to a value that is a sum of multiples of them and of others, by their numbers."""
+        """Contributions of the means to a value that is a sum of multiples of them and of others, by their numbers."""
         for other, number in self._others:
             if value.data_ptr() == other.data_ptr():
                 return {number: value.detach()}
@@ -185,7 +185,7 @@ class Means:
         return {number: factor * self.all[number].value for number, factor in zip(numbers, factors, strict=True)}
 
     def counted(self, value: Tensor) -> Tensor:
-        """What the means contribute to a value, multiplied as their gradients are, and its other parts as they are."""
+        """The value with the contributions of means multiplied as their gradients are, its other parts as they are."""
         counted = value.detach()
         for number, part in self.parts_of(value).items():
             factor = self.all[number].scale.factor

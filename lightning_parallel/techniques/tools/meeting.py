@@ -1,4 +1,4 @@
-"""Where samples of a batch meet each other on the way to a loss, as its graph says: each rank has its own ones only.
+"""Finds in a loss's graph where samples of a batch meet each other: each rank has its own ones only.
 
 Nodes of a graph know the shapes of what they made, so nothing is computed, and nothing that was saved is looked at:
 that would run checkpointed blocks again.
@@ -61,7 +61,7 @@ def meeting_of(loss: Tensor, samples: int) -> Meeting | None:
 
 
 def _operands_of_pairs(node: Any, samples: int, last: bool) -> list[Any]:
-    """What meets in it, if the shapes are those of pairs of samples; the last product may have one without gradient."""
+    """The operands of a node whose shapes are of pairs of samples; the last product may have one without gradient."""
     name, shape = operation(node), _shape(node)
     if name in MATRICES | DISTANCES and prod(shape[:-2]) == 1:
         operands = [parent for parent, _ in node.next_functions[-2:]]
@@ -104,7 +104,7 @@ def _is_of_samples(node: Any) -> bool:
 
 
 def _was_gathered(node: Any) -> bool:
-    """Whether it has the samples of other ranks, which may be without gradients."""
+    """Whether an operand has the samples of other ranks, which may be without gradients."""
     for each in _before(node, stop=MATRICES | {"Convolution"}):
         name, parents = operation(each), [parent for parent, _ in each.next_functions]
         if name == "CopySlices" or (name == "Cat" and None in parents):
@@ -119,7 +119,7 @@ def _was_gathered(node: Any) -> bool:
 
 
 class Uses(NamedTuple):
-    """How a loss uses means over samples, where it is no sum of multiples of them.
+    """Uses of means over samples in a loss that is no sum of multiples of them.
 
     Attributes:
         bent: the operation between a mean and the loss that is no multiple of it, None without one.
@@ -167,7 +167,7 @@ def _further(node: Any, bent: str | None, by_learned: bool) -> Iterator[tuple[An
 
 
 def _is_over_samples(node: Any, samples: int) -> bool:
-    """Whether it is a mean or a sum over the first dimension, which has the samples, and keeps others."""
+    """Whether a node is a mean or a sum over the first dimension, which has the samples, and keeps others."""
     if operation(node) not in {"Mean", "Sum"} or node.next_functions[0][0] is None:
         return False
     shape, before = _shape(node), _shape(node.next_functions[0][0])
@@ -194,6 +194,6 @@ def _before(node: Any, stop: set[str] | None = None) -> Iterator[Any]:
 
 
 def _shape(node: Any) -> Shape:
-    """Of the first of what it made."""
+    """The shape of the first result of a node."""
     made = node._input_metadata
     return tuple(made[0].shape) if made else ()

@@ -35,7 +35,7 @@ def split(batch: Any, parts: int) -> list[Any]:
 
 
 def part_sizes(size: int, parts: int) -> list[int]:
-    """As even as can be, larger ones first."""
+    """Sizes of so many parts of a batch, as even as can be, larger ones first."""
     base, extra = divmod(size, parts)
     return [base + (number < extra) for number in range(parts)]
 
@@ -59,7 +59,7 @@ def _samples_of(tensor: Tensor, samples: slice) -> Tensor:
 
 
 def merge(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """What a step would have returned for the whole batch.
+    """Makes of what a step returned for each part what it would have returned for the whole batch.
 
     Tensors and lists with the samples of a microbatch are joined; numbers are averaged by the number of samples; of
     everything else the first is taken.

@@ -1,4 +1,4 @@
-"""How a value depends on some others, as its graph says: as a sum of multiples of them, or otherwise."""
+"""Finds in a value's graph how it depends on some others: as a sum of multiples of them, or otherwise."""
 
 from __future__ import annotations
 
@@ -37,6 +37,6 @@ def linear_in(value: Tensor, edges: Sequence[GradientEdge | None]) -> list[int]:
 
 
 def operation(node: Any) -> str:
-    """What a node of a graph is the backward of."""
+    """The name of the operation of which a node of a graph is the backward."""
     name: str = node.name().rstrip("0123456789").removesuffix("Backward")
     return name.removeprefix("Unsafe").removeprefix("_")

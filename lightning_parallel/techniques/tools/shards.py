@@ -65,7 +65,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor."""
+    """The plain tensor that this rank holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
@@ -77,7 +77,7 @@ Box = tuple[tuple[slice, ...], tuple[int, ...]]
 
 
 def boxes(tensor: Tensor) -> list[Box]:
-    """Which elements of the whole this rank holds: the one truth from which gathering and cutting follow.
+    """The boxes of the whole that this rank holds: the one truth from which gathering and cutting follow.
 
     Rank 1 of 2 holds of a vector of 6, divided into rows, `[((slice(0, 3),), (3,))]`; of one fused from 4 and 2 of
     them, whose parts are divided, `[((slice(0, 2),), (2,)), ((slice(2, 3),), (5,))]`.
@@ -96,7 +96,7 @@ def boxes(tensor: Tensor) -> list[Box]:
 
 
 def runs_of(tensor: Tensor) -> list[list[Span]]:
-    """Of each dimension the indices of the whole that this rank holds, in the order in which it holds them."""
+    """The runs of indices of the whole that this rank holds of each dimension, in the order in which it holds them."""
     runs: list[list[Span]] = [[(0, size)] for size in tensor.shape]
     if isinstance(tensor, DTensor):
         mesh = tensor.device_mesh
@@ -110,7 +110,7 @@ def runs_of(tensor: Tensor) -> list[list[Span]]:
 
 
 def pieces(placement: Placement, size: int, ranks: int, rank: int) -> list[Span]:
-    """What a rank gets of a dimension of this size by one placement."""
+    """The pieces of a dimension of this size that a rank gets by one placement."""
     if not isinstance(placement, PartsShard):
         return [bounds(size, ranks, rank)]
     starts = accumulate(placement.parts, initial=0)
@@ -141,7 +141,7 @@ def shard_of(whole: Tensor, like: DTensor) -> DTensor:
 
 
 def bounds(size: int, ranks: int, rank: int) -> tuple[int, int]:
-    """From where to where a rank keeps a dimension of this size."""
+    """The first index that a rank keeps of a dimension of this size, and the one after the last."""
     chunk = ceil(size / ranks)
     start = min(rank * chunk, size)
     return start, min(start + chunk, size)
@@ -153,7 +153,7 @@ def as_shard(part: Tensor, like: DTensor) -> DTensor:
 
 
 def as_gradient(part: Tensor, parameter: Tensor) -> Tensor:
-    """What a rank computed as the gradient of a parameter, as the parameter is divided."""
+    """A gradient that a rank computed for its part, divided as the parameter is."""
     return as_shard(part, parameter) if isinstance(parameter, DTensor) else part
 
 
@@ -204,7 +204,7 @@ def whole_tensor(value: Tensor) -> Tensor:
 
 
 def _shapes(value: DTensor) -> list[list[int]]:
-    """For each axis of the mesh the shape of what it divides."""
+    """The shapes that the axes of the mesh divide, one for each axis."""
     mesh, shape = value.device_mesh, list(value.shape)
     shapes: list[list[int]] = []
     for axis, placement in reversed(list(enumerate(value.placements))):

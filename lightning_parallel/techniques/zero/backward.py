@@ -1,4 +1,4 @@
-"""What `fully_shard` leaves out of a backward pass, on which ZeRO stage 3 depends.
+"""Backward passes under ZeRO stage 3: what `fully_shard` leaves out.
 
 It reduces the gradients that a rank has: where ranks use other parameters, their messages do not fit each other. And it
 ends a backward pass by hooks on what the forward returned: one that the user runs within the forward (manual
@@ -51,7 +51,7 @@ class ShardedBackward:
             self._state._root_post_backward_final_callback()
 
     def attend(self) -> None:
-        """To be called while the root's parameters are whole: a gradient within a running step starts its end."""
+        """Watches the root's parameters, while they are whole: a gradient within a running step starts its end."""
         for parameter in (p.unsharded_param for group in self._root_groups for p in group.fsdp_params):
             if parameter.requires_grad and parameter not in self._attended:
                 self._attended[parameter] = parameter.register_post_accumulate_grad_hook(self._on_gradient)
@@ -118,5 +118,5 @@ def _groups(state: Any) -> list[Any]:
 
 
 def _is_known(parameter: Any) -> bool:
-    """Whether it was ever whole."""
+    """Whether a parameter was ever whole."""
     return "_unsharded_param" in vars(parameter)

@@ -255,7 +255,7 @@ class ShardedParametersStep(WrappedStep):
 
 
 def _remove_hooks_of_state_dicts(root: nn.Module) -> None:
-    """What `fully_shard` put on the user's modules: it keeps shards alive, and fails where a whole model is loaded."""
+    """Takes hooks of `fully_shard` off the user's modules: they keep shards alive, and fail where a whole is loaded."""
     for module in root.modules():
         kinds: tuple[dict[int, Any], ...] = (
             module._state_dict_pre_hooks,

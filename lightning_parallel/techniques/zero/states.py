@@ -98,7 +98,7 @@ class RowShard:
 
     @property
     def numel(self) -> int:
-        """How many elements this rank keeps."""
+        """The number of elements that this rank keeps."""
         return self.stop - self.start
 
     def as_dtensor(self, flat: Tensor) -> DTensor:

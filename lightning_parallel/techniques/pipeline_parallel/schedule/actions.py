@@ -1,4 +1,4 @@
-"""What a rank of a pipeline does, one action at a time: `2F0` is the forward of stage 2 on microbatch 0."""
+"""Actions, of which the order of a rank is made: `2F0` is the forward of stage 2 on microbatch 0."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ class Kind(str, Enum):
 
     @property
     def computes(self) -> bool:
-        """Whether it is work of the rank itself, not communication."""
+        """Whether an action of this kind is work of the rank itself, not communication."""
         return self in (Kind.F, Kind.B, Kind.I, Kind.W)
 
 
@@ -71,7 +71,7 @@ def parse(cell: str) -> tuple[Action, ...]:
 
 
 def needs(action: Action, stages: int) -> tuple[tuple[Action, ...], ...]:
-    """What must be done before a computation: of every tuple one action (a backward is B or I).
+    """The actions that must be over before a computation: of every tuple one (a backward is B or I).
 
     Args:
         action: A computation.

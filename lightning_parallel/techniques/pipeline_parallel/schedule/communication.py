@@ -1,4 +1,4 @@
-"""Where the ranks of a pipeline send and receive, so that none can wait for another in a circle."""
+"""Sends and receives between the actions of a pipeline, placed so that no ranks wait for each other in a circle."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ SLOTS = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
 
 @dataclass(frozen=True)
 class Message:
-    """What one stage sends to another rank's stage, as both sides call it."""
+    """A message from one stage to another rank's stage: the action that sends it and the one that receives it."""
 
     time: float
     sender: int

@@ -1,4 +1,4 @@
-"""In which order the ranks of a pipeline compute, one function per schedule.
+"""Orders in which the ranks of a pipeline compute, one function per schedule.
 
 Every function takes the rank, the number of ranks `p`, of microbatches `m` and of stages per rank `v`, and returns what
 the rank computes, one action after another. Waiting follows from what an action needs, so it is not part of an order.
@@ -70,7 +70,7 @@ def _in_turn(forwards: list[Action], backwards: list[Action], warmup: int) -> li
 
 
 def round_length(p: int, m: int) -> int:
-    """How many microbatches an interleaved schedule takes through a stage before it turns to the next one.
+    """The number of microbatches that an interleaved schedule takes through a stage before it turns to the next one.
 
     That is `p` if `m` is a multiple of `p`; otherwise the `m // p` rounds are a little longer.
     """

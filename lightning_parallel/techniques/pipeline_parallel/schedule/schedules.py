@@ -124,7 +124,7 @@ def _laid_out(name: str, stages: int, microbatches: int, dense: Orders) -> Sched
 
 @dataclass(frozen=True)
 class Rule:
-    """What a schedule asks for.
+    """The requirements of a schedule, and its order.
 
     Args:
         order: Computations of a rank, given the rank, ranks, microbatches and stages per rank.

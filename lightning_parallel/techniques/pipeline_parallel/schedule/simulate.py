@@ -1,4 +1,4 @@
-"""How long a schedule takes and how many activations it keeps, computed from what the stages cost."""
+"""The time that a schedule takes and the activations that it keeps, computed from the costs of stages."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import S
 
 @dataclass(frozen=True)
 class Cost:
-    """What one microbatch costs a stage, in any unit of time; a full backward takes both gradients' time.
+    """Costs of one microbatch on a stage, in any unit of time; a full backward takes both gradients' time.
 
     Args:
         forward: F.
@@ -59,7 +59,7 @@ class Timeline:
 
     @cached_property
     def step(self) -> float:
-        """When the last rank is done."""
+        """The time at which the last rank is done."""
         return max(row[-1].end for row in self.rows)
 
     @cached_property
