@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_parallel.strategies.logged.kept_merged import Merging, Part
 from lightning_parallel.strategies.logged.kept_values import KeptValues, keep
-from lightning_parallel.strategies.logged.kinds import Watch
+from lightning_parallel.strategies.logged.kinds import KindWatch
 from lightning_parallel.values import map_leaves
 from tests.strategies.one_and_two import require_like
 
@@ -88,7 +88,7 @@ def kept_in_parts(module: Keeper, sizes: list[int], other: Keeper, adding: set[A
     """Runs the step on parts of the samples; what it kept is put together on the module and on another rank's."""
     before, parts = KeptValues(module), []
     for x in torch.split(X, sizes):
-        with Watch() as watch:
+        with KindWatch() as watch:
             watch.take_as_same(before.tensors())
             module.step(x)
             changes, stay = before.changes()

@@ -10,7 +10,7 @@ from matplotlib.colors import to_rgb
 
 from lightning_parallel.schedule import main
 from lightning_parallel.techniques.pipeline_parallel.schedule.picture import BUBBLE, LOOKS
-from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import SCHEDULES, Kind, make_schedule
+from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import SCHEDULES, ActionKind, make_schedule
 
 
 def test_it_prints_grid_bubble_and_peak(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,7 +52,7 @@ def test_the_picture_shows_every_kind_of_work(name: str, tmp_path: Path) -> None
 def test_a_vector_picture_carries_title_and_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(f"gpipe --ranks 2 --microbatches 3 --png {tmp_path}/out.svg".split())
     drawn = (tmp_path / "out.svg").read_text()
-    for text in ("gpipe", "bubble 25.0 % · peak activations 3", LOOKS[Kind.B][0]):
+    for text in ("gpipe", "bubble 25.0 % · peak activations 3", LOOKS[ActionKind.B][0]):
         assert f"<!-- {text}" in drawn or text in drawn
     assert drawn.count("<!-- 2 -->") >= 4, "F and B of microbatch 2 on two ranks"
 

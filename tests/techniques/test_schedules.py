@@ -13,7 +13,7 @@ import torch.distributed.pipelining.schedules as theirs
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import (
     SCHEDULES,
     Action,
-    Kind,
+    ActionKind,
     Schedule,
     make_schedule,
     nearest_legal_microbatches,
@@ -50,7 +50,7 @@ def peer(schedule: Schedule, action: Action) -> tuple[int, Action] | None:
         return None
     forward, sends = action.kind.value.endswith("_F"), action.kind.value.startswith("SEND")
     stage = action.stage + (1 if forward == sends else -1)
-    kind = Kind[action.kind.value.replace("SEND", "RECV") if sends else action.kind.value.replace("RECV", "SEND")]
+    kind = ActionKind[action.kind.value.replace("SEND", "RECV") if sends else action.kind.value.replace("RECV", "SEND")]
     return schedule.rank_of(stage), Action(stage, kind, action.microbatch)
 
 
@@ -109,19 +109,23 @@ class Machine:
         return True
 
     def check_sent(self, rank: int, action: Action) -> None:
-        kinds = (Kind.F,) if action.kind is Kind.SEND_F else (Kind.B, Kind.I)
+        kinds = (ActionKind.F,) if action.kind is ActionKind.SEND_F else (ActionKind.B, ActionKind.I)
         assert any(Action(action.stage, kind, action.microbatch) in self.done[rank] for kind in kinds)
 
     def check_inputs(self, rank: int, action: Action) -> None:
         stage, kind, i = action.stage, action.kind, action.microbatch
         wanted: list[set[Action]] = []
-        if kind is Kind.W:
-            wanted = [{Action(stage, Kind.I, i)}]
-        elif kind is Kind.F and stage:
-            wanted = [{Action(stage, Kind.RECV_F, i), Action(stage - 1, Kind.F, i)}]
-        elif kind is not Kind.F:
-            after = {Action(stage, Kind.RECV_B, i), Action(stage + 1, Kind.B, i), Action(stage + 1, Kind.I, i)}
-            wanted = [{Action(stage, Kind.F, i)}, *([after] if stage < self.schedule.stages - 1 else [])]
+        if kind is ActionKind.W:
+            wanted = [{Action(stage, ActionKind.I, i)}]
+        elif kind is ActionKind.F and stage:
+            wanted = [{Action(stage, ActionKind.RECV_F, i), Action(stage - 1, ActionKind.F, i)}]
+        elif kind is not ActionKind.F:
+            after = {
+                Action(stage, ActionKind.RECV_B, i),
+                Action(stage + 1, ActionKind.B, i),
+                Action(stage + 1, ActionKind.I, i),
+            }
+            wanted = [{Action(stage, ActionKind.F, i)}, *([after] if stage < self.schedule.stages - 1 else [])]
         for choices in wanted:
             assert choices & self.done[rank], f"{action} on rank {rank} lacks {choices}"
 
@@ -173,7 +177,7 @@ def in_torch(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> 
 
 
 def ours(action: Any) -> Action:
-    return Action(action.stage_index, Kind(action.computation_type.value), action.microbatch_index)
+    return Action(action.stage_index, ActionKind(action.computation_type.value), action.microbatch_index)
 
 
 @pytest.mark.parametrize("name", FROM_TORCH)
@@ -291,5 +295,7 @@ def test_no_message_is_superfluous(name: str) -> None:
     for schedule in schedules_of(name):
         p, m, stages = schedule.ranks, schedule.microbatches, schedule.stages
         boundaries = 0 if p == 1 else 2 * (p - 1) if name in ("zbv", "dualpipev") else stages - 1
-        sent = [a for row in schedule.with_communication() for a in row if a.kind in (Kind.SEND_F, Kind.SEND_B)]
+        sent = [
+            a for row in schedule.with_communication() for a in row if a.kind in (ActionKind.SEND_F, ActionKind.SEND_B)
+        ]
         assert len(sent) == len(set(sent)) == 2 * m * boundaries

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_parallel.strategies.data.loaders import DividedIterable
 from lightning_parallel.strategies.data.randomness import RandomState
-from lightning_parallel.strategies.data.shares import Notes, Readers, Share
+from lightning_parallel.strategies.data.shares import PassNotes, Readers, Share
 from lightning_parallel.strategies.ranks.agreement import (
     EVENLY,
     Comparison,
@@ -98,7 +98,7 @@ class Batches:
 
     def _content(self, readings: Sequence[Any], batch_idx: int) -> Content:
         readers = self.readers.ranks if self.readers.copies > 1 else 0
-        found = [(_notes(reading) or Notes()).contents.pop(batch_idx, None) for reading in readings]
+        found = [(_notes(reading) or PassNotes()).contents.pop(batch_idx, None) for reading in readings]
         known = [checksum for checksum in found if checksum is not None]
         return Content(readers, self.readers.rank, zlib.crc32(repr(known).encode()) if known else None)
 
@@ -143,7 +143,7 @@ class Batches:
                 require_same(what, gather_objects(f"checksum {notes.order}", self._group), remedy)
 
     def _weight_of(self, readings: Sequence[Any], batch_idx: int) -> float:
-        shares: list[Share | None] = [(_notes(reading) or Notes()).uneven.get(batch_idx) for reading in readings]
+        shares: list[Share | None] = [(_notes(reading) or PassNotes()).uneven.get(batch_idx) for reading in readings]
         uneven = [share for share in shares if share is not None]
         if not uneven:
             return 1.0
@@ -179,7 +179,7 @@ def _readings(combined: Any, loaders: Sequence[Any], dataloader_idx: int) -> lis
     return [getattr(loaders[0], "latest", None)] if iterators is None else iterators
 
 
-def _notes(reading: Any) -> Notes | None:
+def _notes(reading: Any) -> PassNotes | None:
     return getattr(reading, "notes", None)
 
 

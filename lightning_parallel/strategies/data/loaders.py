@@ -24,7 +24,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler,
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_parallel.strategies.data.randomness import RandomState
-from lightning_parallel.strategies.data.shares import Notes, Pass, Readers, Reading, Share
+from lightning_parallel.strategies.data.shares import Pass, PassNotes, Readers, Reading, Share
 from lightning_parallel.strategies.trainer import lightnings
 from lightning_parallel.values import batch_size
 
@@ -40,7 +40,7 @@ class DividedSampler(Sampler[Any]):
     def __init__(self, sampler: Any, readers: Readers) -> None:
         self.sampler = sampler  # under this name Lightning looks for `set_epoch`
         self.readers = readers
-        self.latest = Notes()
+        self.latest = PassNotes()
         self._started_with: RandomState | None = None
         self._resume: tuple[RandomState, int] | None = None
 
@@ -60,10 +60,10 @@ class DividedSampler(Sampler[Any]):
         """This rank's part of the items of one global batch; None to end the epoch."""
 
     def __iter__(self) -> Iterator[Any]:
-        self.latest = Notes()
+        self.latest = PassNotes()
         return self._parts(self.latest)
 
-    def _parts(self, notes: Notes) -> Iterator[Any]:
+    def _parts(self, notes: PassNotes) -> Iterator[Any]:
         items, number = self._start()
         while batch := list(islice(items, self.items_per_batch)):
             taken = self.take(batch)
@@ -240,7 +240,7 @@ class DividedLoader(DataLoader[Any]):
     def __iter__(self) -> Any:
         batches, divided = super().__iter__(), self.divided
         if divided is None:
-            notes = Notes()
+            notes = PassNotes()
             reading = Reading(_plain(batches, notes), lambda: notes, self.content)
         else:
             reading = Reading(batches, lambda: divided.latest, self.content)
@@ -248,7 +248,7 @@ class DividedLoader(DataLoader[Any]):
         return reading
 
 
-def _plain(batches: Iterator[Any], notes: Notes) -> Iterator[Any]:
+def _plain(batches: Iterator[Any], notes: PassNotes) -> Iterator[Any]:
     for number, batch in enumerate(batches):
         if isinstance(batch, _Counted):
             notes.uneven[number] = batch.share
@@ -284,12 +284,12 @@ class DividedIterator(Iterable[Any]):
         return getattr(self.batches, name)
 
     def __iter__(self) -> Iterator[Any]:
-        notes = Notes()
+        notes = PassNotes()
         reading = Reading(self._parts(notes), lambda: notes, _content_for(self.readers))
         self.latest = reading.known
         return reading
 
-    def _parts(self, notes: Notes) -> Iterator[Any]:
+    def _parts(self, notes: PassNotes) -> Iterator[Any]:
         batches = iter(self.batches)
         for number, dealt in enumerate(iter(lambda: list(islice(batches, self.readers.ranks)), [])):
             batch, share = self.readers.turn(dealt, [batch_size(batch) or 1 for batch in dealt])

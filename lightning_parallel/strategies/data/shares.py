@@ -43,8 +43,8 @@ class Readers:
 
 
 @dataclass
-class Notes:
-    """Notes of one pass over a loader: batches that ranks share unevenly, and a checksum of the order."""
+class PassNotes:
+    """PassNotes of one pass over a loader: batches that ranks share unevenly, and a checksum of the order."""
 
     uneven: dict[int, Share] = field(default_factory=dict)
     order: int = 0
@@ -60,8 +60,8 @@ class Notes:
 class Pass:
     """One pass and its notes, also when its iterator is gone: that one keeps the loader's workers alive."""
 
-    find_notes: Callable[[], Notes]
-    notes: Notes | None = None
+    find_notes: Callable[[], PassNotes]
+    notes: PassNotes | None = None
 
 
 class Reading(Iterator[Any]):
@@ -76,14 +76,14 @@ class Reading(Iterator[Any]):
     def __init__(
         self,
         batches: Iterator[Any],
-        find_notes: Callable[[], Notes],
+        find_notes: Callable[[], PassNotes],
         content: Callable[[Any], int] | None = None,
     ) -> None:
         self._batches, self._content, self._number = batches, content, 0
         self.known = Pass(find_notes)
 
     @property
-    def notes(self) -> Notes | None:
+    def notes(self) -> PassNotes | None:
         """The notes of this pass so far; None before its first batch."""
         return self.known.notes
 

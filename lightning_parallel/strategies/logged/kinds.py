@@ -1,8 +1,9 @@
 """Of what kind a value is that a step computes from its batch: how those of parts of a batch make that of the batch.
 
 The mean loss of a batch is the mean over its parts, a count of hits their sum, a highest value the highest of theirs.
-`Watch` sees by which operations a value was made. A value counts as what it was reduced by over the samples: `mean`,
-`sum`, `max`; what is done to it afterwards keeps that or makes it of another kind. What still has samples has none.
+`KindWatch` sees by which operations a value was made. A value counts as what it was reduced by over the samples:
+`mean`, `sum`, `max`; what is done to it afterwards keeps that or makes it of another kind. What still has samples has
+none.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ OVER = {"div", "div_", "__truediv__", "__itruediv__", "true_divide", "divide", "
 LINEAR = {Kind.SAME, Kind.MEAN, Kind.SUM}
 
 
-class Watch(TorchFunctionMode):
+class KindWatch(TorchFunctionMode):
     """While active, sees of what kind the tensors are that are computed, and the numbers taken from them."""
 
     def __init__(self) -> None:
@@ -282,13 +283,13 @@ class Kinds:
         #: by their names, integers that did not always grow by one: they count samples, not steps
         self.adding: set[Any] = set()
 
-    def watch(self, hook: str) -> Watch | None:
+    def watch(self, hook: str) -> KindWatch | None:
         """A watch for the next run of a step, as long as something in it is not known."""
         if self._watched[hook] and (hook not in self._open or self._watched[hook] >= PATIENCE):
             return None
         self._watched[hook] += 1
         self._open.discard(hook)
-        return Watch()
+        return KindWatch()
 
     def of(self, hook: str, name: Any, values: Sequence[Any], seen: Sequence[Kind | None] | None) -> Found:
         """The kinds of what goes by a name; None is what nobody knows yet.

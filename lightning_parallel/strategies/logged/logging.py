@@ -26,9 +26,9 @@ from lightning_parallel.collectives.functional import Pending, within_reach
 from lightning_parallel.strategies.logged.averages import Shared
 from lightning_parallel.strategies.logged.first_losses import FirstLosses
 from lightning_parallel.strategies.logged.kept_values import KeptValues
-from lightning_parallel.strategies.logged.kinds import Kind, Kinds, Watch
+from lightning_parallel.strategies.logged.kinds import Kind, Kinds, KindWatch
 from lightning_parallel.strategies.logged.metrics import Uncounted, at_most_on_step
-from lightning_parallel.strategies.logged.reductions import Reductions, Seen, is_compiled, name_of
+from lightning_parallel.strategies.logged.reductions import Reductions, SeenKind, is_compiled, name_of
 from lightning_parallel.strategies.logged.step_values import (
     NOTHING,
     StepValue,
@@ -95,8 +95,8 @@ class StepLog:
         #: of what kind values are that steps log and keep
         self.kinds = Kinds()
         self._reductions = Reductions(self.kinds, host, self.tell)
-        self._watch: Watch | None = None
-        self._seen: Seen | None = None
+        self._watch: KindWatch | None = None
+        self._seen: SeenKind | None = None
         self._told: set[str] = set()
         self._log = module.log
         self._metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
@@ -142,7 +142,7 @@ class StepLog:
             self._take(key, result, own, parts, before)
         return None
 
-    def log_as(self, seen: Seen, name: str, value: Any, options: dict[str, Any]) -> None:
+    def log_as(self, seen: SeenKind, name: str, value: Any, options: dict[str, Any]) -> None:
         """Logs a value that was computed and seen elsewhere."""
         self._seen = seen
         try:
@@ -192,9 +192,9 @@ class StepLog:
         if result.meta.on_epoch and result.meta.fx.partition(".")[0].endswith("_epoch_end"):
             result.compute()  # now, while all ranks are here: callbacks may read it on one of them
 
-    def _seen_of(self, result: _ResultMetric, value: Any, parts: dict[int, Tensor]) -> Seen:
+    def _seen_of(self, result: _ResultMetric, value: Any, parts: dict[int, Tensor]) -> SeenKind:
         if self._seen is not None or isinstance(value, Metric):
-            return self._seen or Seen(None)
+            return self._seen or SeenKind(None)
         kind = None if self._watch is None else self._watch.kind_of(value)
         if kind is None:
             kind = next((each.seen.kind for each in self._logged.values() if each.value is value), None)
@@ -202,8 +202,8 @@ class StepLog:
             (kind,) = self.kinds.of(self._module._current_fx_name or "", ("logged", result.meta.name), [value], None)
         samples = None if self.means is None else batch_size(self.means.batch)
         doubtful = self._watch is not None and self._watch.doubtful
-        seen = Seen.of(kind, value, samples, reduction_of(result), doubtful)
-        return Seen(Kind.MEAN) if parts and seen.kind in (None, Kind.OTHER) else seen
+        seen = SeenKind.of(kind, value, samples, reduction_of(result), doubtful)
+        return SeenKind(Kind.MEAN) if parts and seen.kind in (None, Kind.OTHER) else seen
 
     def tell(self, names: Iterable[str], what: str) -> None:
         """Says once of each name what is done with it that may not be what one device would do."""

@@ -25,7 +25,7 @@ from lightning_parallel.strategies.logged.kept_values import Change, KeptValues,
 from lightning_parallel.strategies.logged.kinds import Kind
 from lightning_parallel.strategies.logged.logging import StepLog
 from lightning_parallel.strategies.logged.metrics import BatchMetric, UndoableMetric
-from lightning_parallel.strategies.logged.reductions import HOW, NOT_SEEN, UNSEEN, Seen, joined, name_of, reduced
+from lightning_parallel.strategies.logged.reductions import HOW, NOT_SEEN, UNSEEN, SeenKind, joined, name_of, reduced
 from lightning_parallel.techniques.step import Run
 from lightning_parallel.techniques.tools.means import WatchedRun, is_among
 from lightning_parallel.values import batch_size, map_leaves
@@ -59,13 +59,13 @@ class LoggedValue:
     origin: Tensor | None = None
     weight: float = 0.0
     over_targets: bool = False
-    seen: Seen = NOT_SEEN
+    seen: SeenKind = NOT_SEEN
 
     def counting(self, share: float, means: Sequence[Tensor]) -> LoggedValue:
         """Its weight: `share` if it is one of the means, or else its samples."""
         is_mean = self.origin is not None and is_among(self.origin, means)
         unknown = self.seen.kind in (None, Kind.OTHER)
-        seen = Seen(Kind.MEAN) if is_mean and unknown else self.seen
+        seen = SeenKind(Kind.MEAN) if is_mean and unknown else self.seen
         return replace(self, weight=share if is_mean else self.samples, over_targets=is_mean, seen=seen)
 
 
@@ -171,7 +171,7 @@ class PartsRun(Run[T]):
         if kind is None and origin is not None:
             kind = next((other.seen.kind for other in others if other.origin is origin), None)
         doubtful = self._watch is not None and self._watch.doubtful
-        seen_as = Seen.of(kind, value, size, name_of(options.get("reduce_fx", "mean")), doubtful)
+        seen_as = SeenKind.of(kind, value, size, name_of(options.get("reduce_fx", "mean")), doubtful)
         samples, metric = options.get("batch_size") or size, computed[0] if computed else None
         return LoggedValue(name, kept, options, samples, metric, origin, seen=seen_as)
 

@@ -29,7 +29,7 @@ UNSEEN = (
 
 
 @dataclass(frozen=True)
-class Seen:
+class SeenKind:
     """What was seen of a value that a step logged.
 
     Attributes:
@@ -41,7 +41,7 @@ class Seen:
     number: float | None = None
 
     @classmethod
-    def of(cls, kind: Kind | None, value: Any, samples: int | None, reduction: str, doubtful: bool) -> Seen:
+    def of(cls, kind: Kind | None, value: Any, samples: int | None, reduction: str, doubtful: bool) -> SeenKind:
         """Of a value that was given to `self.log`.
 
         Args:
@@ -58,17 +58,17 @@ class Seen:
         return cls(Kind.OTHER if kind is Kind.SAMPLES else kind)
 
 
-NOT_SEEN = Seen(None)
+NOT_SEEN = SeenKind(None)
 
 
-def joined(parts: Sequence[Seen]) -> Seen:
+def joined(parts: Sequence[SeenKind]) -> SeenKind:
     """What is seen of a value by all parts of a batch."""
     numbers = {part.number for part in parts}
     by_value = None not in numbers
     kind = common((part.kind for part in parts), by_value)
     if kind is None and by_value and len(numbers) == 1 and numbers != {0.0}:
         kind = Kind.SAME
-    return Seen(kind, parts[0].number)
+    return SeenKind(kind, parts[0].number)
 
 
 class Reductions:
@@ -85,7 +85,7 @@ class Reductions:
         self._decided: dict[tuple[str, str], Kind] = {}
         self._asked = Counter[tuple[str, str]]()
 
-    def agreed(self, hook: str, seen: Mapping[str, Seen]) -> dict[str, str | None]:
+    def agreed(self, hook: str, seen: Mapping[str, SeenKind]) -> dict[str, str | None]:
         """How ranks reduce each name, None where `reduce_fx` is to say; all ranks come with the same names."""
         undecided = [name for name in seen if (hook, name) not in self._decided]
         found = {name: self._decided[hook, name] for name in seen if name not in undecided}
@@ -95,7 +95,7 @@ class Reductions:
                 found[name] = self._decide(hook, name, of_ranks)
         return {name: HOW.get(kind) for name, kind in found.items()}
 
-    def _decide(self, hook: str, name: str, of_ranks: Sequence[Seen]) -> Kind:
+    def _decide(self, hook: str, name: str, of_ranks: Sequence[SeenKind]) -> Kind:
         sure = common((seen.kind for seen in of_ranks), by_value=of_ranks[0].number is not None)
         kind = joined(of_ranks).kind or Kind.OTHER
         self._asked[hook, name] += 1

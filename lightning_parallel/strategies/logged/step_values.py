@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from torch import Tensor
 
-from lightning_parallel.strategies.logged.reductions import Seen
+from lightning_parallel.strategies.logged.reductions import SeenKind
 from lightning_parallel.strategies.logged.sums import Summed
 from lightning_parallel.techniques.tools.means import Means
 
@@ -34,7 +34,7 @@ class StepValue:
     value: Any
     parts: dict[int, Tensor]
     before: tuple[Any, Any] | None
-    seen: Seen
+    seen: SeenKind
     how: str = ""
 
     def by(self, how: str | None) -> StepValue:

@@ -77,8 +77,8 @@ def _is_same(before: Any, now: Any) -> bool:
         return False
 
 
-class Absent(TensorSpec):
-    """In the place of a tensor that nobody uses."""
+class Unsent(TensorSpec):
+    """A tensor that is not sent, because no later stage uses it."""
 
     def zeros(self, device: torch.device) -> Tensor:
         """Zeros of its shape."""

@@ -18,7 +18,7 @@ from lightning_parallel.techniques.pipeline_parallel.exchange import (
     rebuild,
 )
 from lightning_parallel.techniques.pipeline_parallel.gradients import Enter, Gradients, Saved, save
-from lightning_parallel.techniques.pipeline_parallel.schedule.actions import Action, Kind
+from lightning_parallel.techniques.pipeline_parallel.schedule.actions import Action, ActionKind
 from lightning_parallel.techniques.pipeline_parallel.shares import Shares
 from lightning_parallel.techniques.pipeline_parallel.stages import HandedOn, Stages
 from lightning_parallel.techniques.tools.means import Means
@@ -81,20 +81,20 @@ class Executor:
         self._shapes: dict[Place, list[TensorSpec]] = {}  # of what gradients will come back for
         self._made_back: dict[Place, list[Tensor]] = {}
         self._saved: dict[Place, Saved] = {}
-        self._do: dict[Kind, Callable[[Place], None]] = {
-            Kind.F: self._forward,
-            Kind.B: self._backward,
-            Kind.I: self._backward_of_inputs,
-            Kind.W: self._backward_of_weights,
-            Kind.SEND_F: self._send_forward,
-            Kind.RECV_F: self._receive_forward,
-            Kind.SEND_B: self._send_backward,
-            Kind.RECV_B: self._receive_backward,
+        self._do: dict[ActionKind, Callable[[Place], None]] = {
+            ActionKind.F: self._forward,
+            ActionKind.B: self._backward,
+            ActionKind.I: self._backward_of_inputs,
+            ActionKind.W: self._backward_of_weights,
+            ActionKind.SEND_F: self._send_forward,
+            ActionKind.RECV_F: self._receive_forward,
+            ActionKind.SEND_B: self._send_backward,
+            ActionKind.RECV_B: self._receive_backward,
         }
 
     def run(self, actions: Sequence[Action]) -> None:
         """Works through this rank's actions; forward only where the work has no seeds."""
-        forward = (Kind.F, Kind.SEND_F, Kind.RECV_F)
+        forward = (ActionKind.F, ActionKind.SEND_F, ActionKind.RECV_F)
         for action in actions:
             if self._work.backward or action.kind in forward:
                 self._do[action.kind]((action.stage, action.microbatch))

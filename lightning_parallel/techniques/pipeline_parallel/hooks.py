@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_parallel.techniques.observed.hooked import hooks_call, hooks_since, is_hooks_call, tables
 from lightning_parallel.techniques.observed.positions import Call
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut
-from lightning_parallel.techniques.pipeline_parallel.exchange import Absent
+from lightning_parallel.techniques.pipeline_parallel.exchange import Unsent
 from lightning_parallel.values import map_leaves, map_tensors
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, list, tuple, dict, Enum, torch.dtype, torch.device)
@@ -28,7 +28,7 @@ PLAIN = (type(None), bool, int, float, complex, str, bytes, list, tuple, dict, E
 
 @dataclass
 class Taken:
-    """What the hooks of one call of a module got; `Absent` for tensors that no later stage uses.
+    """What the hooks of one call of a module got; `Unsent` for tensors that no later stage uses.
 
     Attributes:
         call: which call.
@@ -92,7 +92,7 @@ class Hooks:
             return
         call = hooks_call(self._owner, name, after, self._calls[name] - 1)
         wanted, number = self._wanted[call].numbers if call in self._wanted else frozenset(), count()
-        kept = map_tensors(lambda tensor: tensor.clone() if next(number) in wanted else Absent.of(tensor), given)
+        kept = map_tensors(lambda tensor: tensor.clone() if next(number) in wanted else Unsent.of(tensor), given)
         self._taken.append(Taken(call, name, after, map_leaves(_sendable, kept)))
 
     def call_again(self, taken: Sequence[Taken], stage: int) -> None:
@@ -105,7 +105,7 @@ class Hooks:
                 hook(self._modules[one.module], args, *([kwargs] * by_name), *([output] * one.after))
 
     def _present(self, leaf: Any) -> Any:
-        if isinstance(leaf, Absent):
+        if isinstance(leaf, Unsent):
             return torch.zeros((), dtype=leaf.dtype, device=self._device).expand(leaf.shape)
         return leaf
 
@@ -114,7 +114,7 @@ class Hooks:
         return {owner: [self._going_on(one, stage) for one in some] for owner, some in taken.items()}
 
     def _going_on(self, one: Taken, stage: int) -> Taken:
-        return one if self._last(one) > stage else replace(one, given=map_tensors(Absent.of, one.given))
+        return one if self._last(one) > stage else replace(one, given=map_tensors(Unsent.of, one.given))
 
     def _last(self, one: Taken) -> int:
         return self._wanted[one.call].last if one.call in self._wanted else 0
@@ -188,4 +188,4 @@ class Withheld:
 
 
 def _sendable(leaf: Any) -> Any:
-    return leaf if isinstance(leaf, (*PLAIN, Absent, Tensor)) else Withheld(type(leaf).__name__)
+    return leaf if isinstance(leaf, (*PLAIN, Unsent, Tensor)) else Withheld(type(leaf).__name__)

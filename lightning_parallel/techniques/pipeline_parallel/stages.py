@@ -23,7 +23,7 @@ from lightning_parallel.techniques.observed.refusals import UNDIVIDED
 from lightning_parallel.techniques.observed.shapes import ShapesOnly, zeros_for_shapes
 from lightning_parallel.techniques.pipeline_parallel.absent import AbsentReads, absent_in, mark_absent, mark_hidden
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut
-from lightning_parallel.techniques.pipeline_parallel.exchange import Absent
+from lightning_parallel.techniques.pipeline_parallel.exchange import Unsent
 from lightning_parallel.techniques.pipeline_parallel.hooks import Hooks, PassingHooks, Taken
 from lightning_parallel.techniques.tools.elsewhere import is_elsewhere
 from lightning_parallel.techniques.tools.means import Means
@@ -42,7 +42,7 @@ class HandedOn:
     Attributes:
         result: what its last block returned.
         carried: what goes past the blocks.
-        shapes: of each block so far, what it returned, with `Absent` for its tensors.
+        shapes: of each block so far, what it returned, with `Unsent` for its tensors.
         taken: by blocks and calls of parts, what hooks in them got.
     """
 
@@ -165,7 +165,7 @@ class Stages:
                 now.result = call(*args, **kwargs)
             now.in_block = False
             self._keep(now, (name, 0), now.result)
-            now.shapes[number] = map_tensors(Absent.of, now.result)
+            now.shapes[number] = map_tensors(Unsent.of, now.result)
             if ends:  # at once: what follows may change the result in place
                 raise StageEndedError
             self._watch_after(now, number)
@@ -252,7 +252,7 @@ class Stages:
         """Keeps what later stages will use, as it is now: what follows may change it in place."""
         if call in self.cut.carried:
             wanted, number = self.cut.carried[call].numbers, count()
-            now.carried[call] = map_tensors(lambda t: t.clone() if next(number) in wanted else Absent.of(t), output)
+            now.carried[call] = map_tensors(lambda t: t.clone() if next(number) in wanted else Unsent.of(t), output)
 
     def _carried(self, now: _Now, call: Call) -> Any:
         """What a module returned on an earlier stage, with zeros for what nobody will use."""
@@ -263,7 +263,7 @@ class Stages:
     def _zeros(self, value: Any, module: str) -> Any:
         def zeros(leaf: Any) -> Any:
             return (
-                mark_absent(leaf.zeros(self._device), f"what {module} returned") if isinstance(leaf, Absent) else leaf
+                mark_absent(leaf.zeros(self._device), f"what {module} returned") if isinstance(leaf, Unsent) else leaf
             )
 
         return map_leaves(zeros, value)

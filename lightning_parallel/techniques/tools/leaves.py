@@ -31,9 +31,9 @@ def leaf_of(parameter: Tensor) -> Tensor:
 
 
 def _plain_leaf(parameter: DTensor) -> Tensor:
-    leaf: _Leaf | None = vars(parameter).get("_leaf")
+    leaf: _PlainPart | None = vars(parameter).get("_leaf")
     if leaf is None or not leaf.is_of(parameter):
-        leaf = vars(parameter)["_leaf"] = _Leaf(parameter)
+        leaf = vars(parameter)["_leaf"] = _PlainPart(parameter)
     if leaf.tensor.requires_grad is not parameter.requires_grad:
         leaf.tensor.requires_grad_(parameter.requires_grad)
         leaf.listen()
@@ -43,7 +43,7 @@ def _plain_leaf(parameter: DTensor) -> Tensor:
 _outside_of_graphs: Callable[[DTensor], Tensor] = cast(Any, torch.compiler.disable)(_plain_leaf)
 
 
-class _Leaf:
+class _PlainPart:
     """The plain part of one parameter.
 
     The hook of its tensor leads back by a weak reference: the garbage collector does not see what the hooks of a tensor
@@ -73,7 +73,7 @@ class _Leaf:
             self._listens = True
 
 
-def _move_gradient(of: weakref.ref[_Leaf], tensor: Tensor) -> None:
+def _move_gradient(of: weakref.ref[_PlainPart], tensor: Tensor) -> None:
     gradient: Any = tensor.grad
     tensor.grad, leaf = None, of()
     if leaf is None:  # nobody is left whose gradient it would be

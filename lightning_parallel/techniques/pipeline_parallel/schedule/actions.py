@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Kind(str, Enum):
+class ActionKind(str, Enum):
     """F: forward; B: full backward; I: input gradient; W: weight gradient; and what stages send each other."""
 
     F = "F"
@@ -23,7 +23,7 @@ class Kind(str, Enum):
     @property
     def computes(self) -> bool:
         """Whether an action of this kind is work of the rank itself, not communication."""
-        return self in (Kind.F, Kind.B, Kind.I, Kind.W)
+        return self in (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W)
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Action:
     """
 
     stage: int
-    kind: Kind
+    kind: ActionKind
     microbatch: int
 
     def __repr__(self) -> str:
@@ -67,7 +67,7 @@ def parse(cell: str) -> tuple[Action, ...]:
     match = CELL.fullmatch(cell)
     if match is None:
         raise ValueError(f"{cell!r} is no action: write <stage><F, B, I or W><microbatch>, as in 2F0")
-    return (Action(int(match[1]), Kind(match[2]), int(match[3])),)
+    return (Action(int(match[1]), ActionKind(match[2]), int(match[3])),)
 
 
 def needs(action: Action, stages: int) -> tuple[tuple[Action, ...], ...]:
@@ -78,14 +78,14 @@ def needs(action: Action, stages: int) -> tuple[tuple[Action, ...], ...]:
         stages: How many stages the pipeline has.
     """
     stage, kind, microbatch = action.stage, action.kind, action.microbatch
-    if kind is Kind.F:
-        return ((Action(stage - 1, Kind.F, microbatch),),) if stage else ()
-    if kind is Kind.W:
-        return ((Action(stage, Kind.I, microbatch),),)
-    own = (Action(stage, Kind.F, microbatch),)
+    if kind is ActionKind.F:
+        return ((Action(stage - 1, ActionKind.F, microbatch),),) if stage else ()
+    if kind is ActionKind.W:
+        return ((Action(stage, ActionKind.I, microbatch),),)
+    own = (Action(stage, ActionKind.F, microbatch),)
     if stage == stages - 1:
         return (own,)
-    return own, (Action(stage + 1, Kind.B, microbatch), Action(stage + 1, Kind.I, microbatch))
+    return own, (Action(stage + 1, ActionKind.B, microbatch), Action(stage + 1, ActionKind.I, microbatch))
 
 
 def run(

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from lightning_parallel.techniques.pipeline_parallel.schedule.actions import Action, Kind, Orders, run
+from lightning_parallel.techniques.pipeline_parallel.schedule.actions import Action, ActionKind, Orders, run
 
-SLOTS = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
+SLOTS = {ActionKind.F: 1, ActionKind.B: 2, ActionKind.I: 1, ActionKind.W: 1}
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,13 @@ def _messages(
 ) -> Iterator[Message]:
     for rank, order in enumerate(orders):
         for action in order:
-            forward = action.kind is Kind.F
+            forward = action.kind is ActionKind.F
             to = action.stage + (1 if forward else -1)
-            if action.kind is Kind.W or not 0 <= to < stages or rank_of(to) == rank:
+            if action.kind is ActionKind.W or not 0 <= to < stages or rank_of(to) == rank:
                 continue
-            send, receive = (Kind.SEND_F, Kind.RECV_F) if forward else (Kind.SEND_B, Kind.RECV_B)
+            send, receive = (
+                (ActionKind.SEND_F, ActionKind.RECV_F) if forward else (ActionKind.SEND_B, ActionKind.RECV_B)
+            )
             yield Message(
                 times[action][1],
                 rank,

@@ -7,9 +7,9 @@ the rank computes, one action after another. Waiting follows from what an action
 from collections import Counter
 from collections.abc import Iterator
 
-from lightning_parallel.techniques.pipeline_parallel.schedule.actions import Action, Kind
+from lightning_parallel.techniques.pipeline_parallel.schedule.actions import Action, ActionKind
 
-F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741
+F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W  # noqa: E741
 
 
 def gpipe(rank: int, p: int, m: int, v: int) -> list[Action]:
@@ -77,7 +77,7 @@ def round_length(p: int, m: int) -> int:
     return m // max(1, m // p)
 
 
-def _rounds(kind: Kind, rank: int, p: int, m: int, v: int) -> list[Action]:
+def _rounds(kind: ActionKind, rank: int, p: int, m: int, v: int) -> list[Action]:
     """Round after round through the rank's stages, forwards from the first one, backwards from the last one."""
     length = round_length(p, m)
     mine = [rank + p * local for local in range(v)]
@@ -101,15 +101,15 @@ class _Row:
 
     def __init__(self) -> None:
         self.actions: list[Action] = []
-        self.count: Counter[tuple[int, Kind]] = Counter()
+        self.count: Counter[tuple[int, ActionKind]] = Counter()
 
-    def add(self, *work: tuple[int, Kind]) -> None:
+    def add(self, *work: tuple[int, ActionKind]) -> None:
         for stage, kind in work:
             self.actions.append(Action(stage, kind, self.count[stage, kind]))
             for counted in (B, I, W) if kind is B else (B, I) if kind is I else (kind,):
                 self.count[stage, counted] += 1
 
-    def owed(self) -> tuple[int, Kind] | None:
+    def owed(self) -> tuple[int, ActionKind] | None:
         """The weight gradient that waits longest."""
         for action in self.actions:
             if action.kind is I and action.microbatch >= self.count[action.stage, W]:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_parallel.techniques.pipeline_parallel.schedule.actions import Kind
+from lightning_parallel.techniques.pipeline_parallel.schedule.actions import ActionKind
 from lightning_parallel.techniques.pipeline_parallel.schedule.simulate import Timed, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 LOOKS = {  # name, and a colour from the lightest to the darkest stage of a rank
-    Kind.F: ("forward", ("#a9c8f0", "#2f6fbf")),
-    Kind.B: ("backward", ("#a3dcc3", "#1d8a63")),
-    Kind.I: ("input gradient", ("#fbd08a", "#d9800f")),
-    Kind.W: ("weight gradient", ("#d3c0ec", "#7d52b8")),
+    ActionKind.F: ("forward", ("#a9c8f0", "#2f6fbf")),
+    ActionKind.B: ("backward", ("#a3dcc3", "#1d8a63")),
+    ActionKind.I: ("input gradient", ("#fbd08a", "#d9800f")),
+    ActionKind.W: ("weight gradient", ("#d3c0ec", "#7d52b8")),
 }
 BUBBLE, INK, QUIET = "#ececf0", "#1f2430", "#6b7280"
 INCHES = {"cell": 0.19, "row": 0.42, "least": 8.0, "most": 16.0, "legend": 0.44}
@@ -74,7 +74,7 @@ def _draw_cell(axes: Axes, timeline: Timeline, rank: int, timed: Timed, inches_p
         axes.text(middle, rank, text, ha="center", va="center_baseline", fontsize=size, color=ink, clip_on=True)
 
 
-def _shade(kind: Kind, depth: float) -> tuple[float, float, float]:
+def _shade(kind: ActionKind, depth: float) -> tuple[float, float, float]:
     from matplotlib.colors import to_rgb
 
     light, dark = (to_rgb(colour) for colour in LOOKS[kind][1])

@@ -14,13 +14,13 @@ from functools import cached_property
 from pathlib import Path
 
 from lightning_parallel.techniques.pipeline_parallel.schedule import orders
-from lightning_parallel.techniques.pipeline_parallel.schedule.actions import Action, Kind, Orders, parse, run
+from lightning_parallel.techniques.pipeline_parallel.schedule.actions import Action, ActionKind, Orders, parse, run
 from lightning_parallel.techniques.pipeline_parallel.schedule.communication import with_communication
 
 __all__ = [
     "SCHEDULES",
     "Action",
-    "Kind",
+    "ActionKind",
     "Rule",
     "Schedule",
     "check_stages_per_rank",
@@ -69,7 +69,7 @@ class Schedule:
     @cached_property
     def splits_backward(self) -> bool:
         """Whether some backwards are run as input gradient first, weight gradient later."""
-        return any(action.kind is Kind.W for row in self.computations for action in row)
+        return any(action.kind is ActionKind.W for row in self.computations for action in row)
 
     def with_communication(self) -> tuple[tuple[Action, ...], ...]:
         """Per rank its computations and what it sends and receives, in an order that cannot deadlock.
@@ -340,6 +340,6 @@ def _check_every(stages: Iterable[int], microbatches: int, actions: set[Action])
     rule = "every stage runs F, and B or else I and W, of every microbatch"
     for stage in stages:
         for i in range(microbatches):
-            kinds = "".join(kind for kind in "FBIW" if Action(stage, Kind(kind), i) in actions)
+            kinds = "".join(kind for kind in "FBIW" if Action(stage, ActionKind(kind), i) in actions)
             if kinds not in ("FB", "FIW"):
                 raise ValueError(f"stage {stage} runs {' '.join(kinds) or 'nothing'} of microbatch {i}; {rule}")

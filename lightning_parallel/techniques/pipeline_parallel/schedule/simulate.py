@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from lightning_parallel.techniques.pipeline_parallel.schedule.actions import Action, Kind, run
+from lightning_parallel.techniques.pipeline_parallel.schedule.actions import Action, ActionKind, run
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import Schedule
 
 
@@ -23,13 +23,13 @@ class Cost:
     input_gradient: float = 1.0
     weight_gradient: float = 1.0
 
-    def of(self, kind: Kind) -> float:
+    def of(self, kind: ActionKind) -> float:
         """The time of a computation."""
         return {
-            Kind.F: self.forward,
-            Kind.B: self.input_gradient + self.weight_gradient,
-            Kind.I: self.input_gradient,
-            Kind.W: self.weight_gradient,
+            ActionKind.F: self.forward,
+            ActionKind.B: self.input_gradient + self.weight_gradient,
+            ActionKind.I: self.input_gradient,
+            ActionKind.W: self.weight_gradient,
         }[kind]
 
     def __truediv__(self, parts: float) -> "Cost":
@@ -84,7 +84,7 @@ class Timeline:
     def _peak(self, rank: int) -> float:
         live = most = 0
         for timed in self.rows[rank]:
-            live += (timed.action.kind is Kind.F) - (timed.action.kind in (Kind.B, Kind.W))
+            live += (timed.action.kind is ActionKind.F) - (timed.action.kind in (ActionKind.B, ActionKind.W))
             most = max(most, live)
         return most / len(self.schedule.stages_of(rank))
 
