@@ -36,6 +36,12 @@ def children_of(value: Any) -> list[Any]:
     return []
 
 
+def has_numbers(value: Any) -> bool:
+    """Whether a value is a number of Python's, or holds one."""
+    children = children_of(value)
+    return any(map(has_numbers, children)) if children else isinstance(value, (int, float))
+
+
 def batch_size(batch: Any) -> int | None:
     """The number of samples in a batch: the first dimension that most of its tensors have.
 

@@ -22,6 +22,7 @@ from lightning_parallel.techniques.tools import elsewhere
 from lightning_parallel.values import TensorSpec
 
 Key = TypeVar("Key", bound=Hashable)
+T = TypeVar("T")
 
 
 class PipelineGroup:
@@ -79,14 +80,18 @@ class PipelineGroup:
 
     @torch.no_grad()
     def complete(self, module: nn.Module) -> None:
-        """Gives this rank's module, whose tensors are on the host, those of all stages."""
-        held = _tensors(module).keys()
-        holders = self._gathered(sorted(held))
+        """Gives this rank's module, whose tensors are on the host, those of all stages.
+
+        A stage may have cast a parameter, or put a buffer of another shape in the place of one: its first holder tells.
+        """
+        holders = self._gathered({name: TensorSpec.of(tensor) for name, tensor in sorted(_tensors(module).items())})
         elsewhere.restore(module, lambda shape: torch.empty_like(shape, device="cpu"))
-        tensors = _tensors(module)
         for source, theirs in enumerate(holders):
-            names = [name for name in theirs if not any(name in before for before in map(set, holders[:source]))]
-            broadcast_tensors([tensors[name] for name in names], self._group, self._device, source)
+            new = {
+                name: shape for name, shape in theirs.items() if not any(name in before for before in holders[:source])
+            }
+            places = [_place(module, name, shape) for name, shape in new.items()]
+            broadcast_tensors(places, self._group, self._device, source)
 
     def shared(self, values: Mapping[str, tuple[Tensor, Any]]) -> dict[str, tuple[Tensor, Any]]:
         """Tensors that any rank of the group has, each with what is to be known of it; the first that has one tells."""
@@ -102,7 +107,7 @@ class PipelineGroup:
             merged |= {name: (place[name].to(kind), known) for name, (_, kind, known) in theirs.items()}
         return merged
 
-    def _gathered(self, value: list[str]) -> list[list[str]]:
+    def _gathered(self, value: T) -> list[T]:
         if self.ranks == 1:
             return [value]
         return [share_object(value, source, self._group, self._device) for source in range(self.ranks)]
@@ -112,6 +117,19 @@ class PipelineGroup:
         if source is not None:
             metrics = (part for part in module.modules() if isinstance(part, Metric))
             share_metrics(metrics, source, self._group, self._device)
+
+
+def _place(module: nn.Module, name: str, shape: TensorSpec) -> Tensor:
+    """The module's tensor of a name, made so that values of a shape and a dtype can be put there."""
+    owner, _, key = name.rpartition(".")
+    part = module.get_submodule(owner)
+    found = part._parameters.get(key)
+    tensor = part._buffers.get(key) if found is None else found
+    if tensor is None:
+        tensor = part._buffers[key] = shape.empty("cpu")  # the stage that holds it made it in a step
+    elif shape != TensorSpec.of(tensor):
+        tensor.data = shape.empty(tensor.device)
+    return tensor
 
 
 def _on_meta(shape: Any) -> Any:

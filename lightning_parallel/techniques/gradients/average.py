@@ -70,8 +70,16 @@ class AllReduceBucket(Bucket):
 
     # ---------------------------------------------------------------- the reduction
 
+    def agree(self, dtype: torch.dtype) -> None:
+        """See `Bucket.agree`."""
+        if dtype != self.dtype:
+            self._message = None
+        super().agree(dtype)
+
     def keep(self, index: int) -> None:
         """See `Bucket.keep`. The gradient moves into the buffer, where later passes add to it."""
+        if self._is_cast(index):
+            return
         self._allocate()
         parameter, gradient = self.parameters[index], self._gradients[index]
         if parameter.grad is not None and parameter.grad is not gradient and not parameter.grad.is_sparse:
@@ -87,8 +95,12 @@ class AllReduceBucket(Bucket):
         elif parameter.grad.is_sparse:
             raise TypeError("sparse gradients (Embedding(sparse=True)) cannot be reduced in buckets; use sparse=False")
         else:
-            torch.mul(local(parameter.grad), self._scale, out=view)
-            parameter.grad = self._gradients[index]
+            torch.mul(local(parameter.grad).to(self.dtype), self._scale, out=view)
+            parameter.grad = parameter.grad if self._is_cast(index) else self._gradients[index]
+
+    def _is_cast(self, index: int) -> bool:
+        """Whether a parameter's gradient has another dtype than the message, and so lives beside it."""
+        return self.parameters[index].dtype != self.dtype
 
     def start(self, unused: list[int]) -> None:
         """See `Bucket.start`."""
@@ -104,7 +116,10 @@ class AllReduceBucket(Bucket):
         if self._unused:
             used_elsewhere = (self._flags[self._unused] > 0).tolist()
             for index, used in zip(self._unused, used_elsewhere, strict=True):
-                self.parameters[index].grad = self._gradients[index] if used else None
+                self.parameters[index].grad = self._gradients[index].to(self.parameters[index].dtype) if used else None
+        for index, parameter in enumerate(self.parameters):
+            if self._is_cast(index) and index not in self._unused:
+                parameter.grad = self._gradients[index].to(parameter.dtype)
 
     def _reduce(self) -> Pending:
         if self._hook is None:
@@ -118,7 +133,7 @@ class AllReduceBucket(Bucket):
         kept = [local(parameter.detach()) for parameter in self.parameters]
         sizes = [part.numel() for part in kept]
         first = kept[0]
-        self._message = torch.zeros(sum(sizes) + len(sizes), dtype=first.dtype, device=first.device)
+        self._message = torch.zeros(sum(sizes) + len(sizes), dtype=self.dtype, device=first.device)
         *slots, self._flags = torch.split(self._message, [*sizes, len(sizes)])
         self._views = [slot.view_as(part) for slot, part in zip(slots, kept, strict=True)]
         self._gradients = [as_gradient(*pair) for pair in zip(self._views, self.parameters, strict=True)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import cast
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from lightning_parallel.collectives.functional import all_reduce
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.techniques.step import Step, WrappedStep
 from lightning_parallel.techniques.tools.holders import Holders, holders_of
@@ -25,6 +26,9 @@ from lightning_parallel.techniques.tools.shards import local
 
 IN_FLIGHT = 2
 """How many messages may be under way: more would hold more memory than they hide time."""
+
+WIDER = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+"""What parameters may be cast to, so that their gradients no longer fit into the message that they were to have."""
 
 
 class Bucket(ABC):
@@ -39,6 +43,17 @@ class Bucket(ABC):
         self.missing: set[int] = set()
         self.active = False
         self.synced = True
+        self.dtype = self.parameters[0].dtype
+        self.agreed = False
+
+    @property
+    def wanted(self) -> torch.dtype:
+        """The dtype into which all gradients fit; another one than the message's if modules cast their parameters."""
+        return reduce(torch.promote_types, (parameter.dtype for parameter in self.parameters), self.dtype)
+
+    def agree(self, dtype: torch.dtype) -> None:
+        """From here on the message has this dtype, on all ranks."""
+        self.dtype, self.agreed = dtype, True
 
     def begin(self, synced: bool) -> None:
         """Before a backward pass; a bucket of frozen parameters stays out of it.
@@ -110,7 +125,7 @@ class BucketedStep(WrappedStep):
     ) -> None:
         super().__init__(inner)
         self.buckets: list[Bucket] = []
-        self._holders_of = partial(holders_of, mesh=mesh)
+        self._holders_of, self._ranks = partial(holders_of, mesh=mesh), mesh.loss
         self._make_bucket = make_bucket
         self._bucket_bytes = bucket_bytes
         self._accumulates_locally = accumulates_locally
@@ -149,11 +164,24 @@ class BucketedStep(WrappedStep):
 
     def _begin(self) -> None:
         self._adopt_unfrozen()
+        self._agree()
         for bucket in self.buckets:
             bucket.begin(self.synced)
         self._active = [bucket for bucket in self.buckets if bucket.active]
         self._next = 0
         self._running = True
+
+    def _agree(self) -> None:
+        """Modules may cast their parameters in their first forward, and where data decide, on some ranks only."""
+        new = [bucket for bucket in self.buckets if not bucket.agreed]
+        if not new:
+            return
+        asked = [[bucket.wanted != bucket.dtype and bucket.wanted == wider for wider in WIDER] for bucket in new]
+        known = torch.tensor(asked, dtype=torch.float32, device=new[0].parameters[0].device)
+        all_reduce(known, self._ranks.get_group()).wait()
+        for bucket, ranks in zip(new, known.tolist(), strict=True):
+            wider = [dtype for dtype, count in zip(WIDER, ranks, strict=True) if count > 0]
+            bucket.agree(reduce(torch.promote_types, wider, bucket.dtype))
 
     def _on_gradient(self, bucket: Bucket, index: int, _: Tensor) -> None:
         if not self._running:

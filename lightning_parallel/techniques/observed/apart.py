@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.techniques.division import Sample
-from lightning_parallel.techniques.observed.kept import buffers_kept
+from lightning_parallel.techniques.observed.kept import tensors_kept
 from lightning_parallel.techniques.observed.shapes import ShapesOnly, Watch, mark_of
 from lightning_parallel.techniques.tools import microbatches
 from lightning_parallel.techniques.tools.telling import warn
@@ -207,7 +207,7 @@ def _warn_of_statistics(once: _Look, twice: _Look, sample: Sample) -> None:
 
 def _look(model: nn.Module, sample: Sample, batch: Any) -> _Look:
     look = _Look()
-    with torch.no_grad(), buffers_kept(model), ShapesOnly(model.parameters(), sample.device, look):
+    with torch.no_grad(), tensors_kept(model), ShapesOnly(model.parameters(), sample.device, look):
         try:
             sample.run(batch)
         except Exception as error:

@@ -5,21 +5,46 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 @contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Afterwards buffers hold what they held, as a step may count in them, and parameters are the same ones.
+def tensors_kept(model: nn.Module) -> Iterator[dict[str, torch.dtype]]:
+    """Afterwards buffers hold what they held, as a step may count in them, and the model's tensors are the same ones.
 
-    A module may cast its own weight in its forward: on meta that makes another parameter.
+    Returns:
+        By the FQN of parameters that the step cast, their new dtype; known afterwards.
     """
-    before = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
-    parameters = [(module._parameters, dict(module._parameters)) for module in model.modules()]
+    values = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
+    before = {name: parameter.dtype for name, parameter in model.named_parameters(remove_duplicate=False)}
+    cast: dict[str, torch.dtype] = {}
+    try:
+        with in_place(model):
+            try:
+                yield cast
+            finally:
+                now = ((name, p.dtype) for name, p in model.named_parameters(remove_duplicate=False))
+                cast.update({name: dtype for name, dtype in now if before.get(name, dtype) != dtype})
+    finally:
+        for buffer, value in values:
+            buffer.copy_(value)
+
+
+@contextmanager
+def in_place(model: nn.Module) -> Iterator[None]:
+    """Afterwards modules have the parameters and buffers that they had, also those that code replaced by shapes.
+
+    A module may cast its own weight in its forward, or count in a buffer by putting another one in its place.
+    """
+    tables: list[dict[str, Tensor | None]] = [
+        table
+        for module in model.modules()
+        for table in (module._parameters, module._buffers)  # type: ignore[list-item]
+    ]
+    before = [dict(table) for table in tables]
     try:
         yield
     finally:
-        for buffer, value in before:
-            buffer.copy_(value)
-        for table, own in parameters:
+        for table, own in zip(tables, before, strict=True):
             table.update(own)

@@ -6,8 +6,10 @@ next, and 2n after the last. Between two positions a pipeline may cut the model.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
 
 Call = tuple[str, int]
 """The FQN of a block, or of a part beside the blocks, and how many calls of it were before."""
@@ -74,10 +76,11 @@ class Traversal:
         work: FLOPs at each position.
         skip_tensors: values that go past the blocks.
         parts: FQN of the outermost modules beside the blocks that have parameters and are called.
-        direct: FQN of the parameters in none of these and in no block, which the code between modules reads.
+        direct: FQN of the parameters that the code between modules reads, or that lie in none of these and in no block.
         complete: whether the step was followed to its end. If not, what follows the blocks may use anything.
         hooked: FQN of the modules in blocks and parts whose hooks ran.
         lasting: FQN of the modules on which the step left hooks of its own. From all others it took them back.
+        casts: by the FQN of parameters that modules cast for themselves, the dtype in which the step left them.
     """
 
     blocks: tuple[str, ...]
@@ -90,8 +93,17 @@ class Traversal:
     complete: bool = True
     hooked: tuple[str, ...] = ()
     lasting: tuple[str, ...] = ()
+    casts: Mapping[str, torch.dtype] = field(default_factory=dict)
 
     @property
     def end(self) -> int:
         """The position after the last block."""
         return 2 * len(self.blocks)
+
+
+def ancestors(name: str) -> Iterator[str]:
+    """The FQN of everything in which something lies."""
+    yield ""
+    for end, letter in enumerate(name):
+        if letter == ".":
+            yield name[:end]

@@ -14,15 +14,15 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils.flop_counter import flop_registry
 
 from lightning_parallel.techniques.observed.hooked import WatchedHooks, owner_of_part
-from lightning_parallel.techniques.observed.kept import buffers_kept
+from lightning_parallel.techniques.observed.kept import tensors_kept
 from lightning_parallel.techniques.observed.known import KnownTensors
-from lightning_parallel.techniques.observed.positions import Call, Made, SkipTensor, Source, Traversal
+from lightning_parallel.techniques.observed.positions import Call, Made, SkipTensor, Source, Traversal, ancestors
 from lightning_parallel.techniques.observed.refusals import UNDIVIDED, without
 from lightning_parallel.techniques.observed.repeatable import Operations, Repeatable, operation
 from lightning_parallel.techniques.observed.shapes import ShapesOnly, Watch, mark_of, mark_tensors
 from lightning_parallel.techniques.tools.redirect import Forward, redirect_call, restore_call
 from lightning_parallel.techniques.tools.telling import warn
-from lightning_parallel.values import children_of, tensors_of
+from lightning_parallel.values import has_numbers, tensors_of
 
 
 def traverse(
@@ -41,7 +41,12 @@ def traverse(
         RuntimeError: the step could not be followed up to its last block.
     """
     recorder = _Recorder(model, blocks)
-    with torch.no_grad(), buffers_kept(model), recorder.attached(), ShapesOnly(model.parameters(), device, recorder):
+    with (
+        torch.no_grad(),
+        tensors_kept(model) as casts,
+        recorder.attached(),
+        ShapesOnly(model.parameters(), device, recorder),
+    ):
         try:
             recorder.end(run())
         except _Unexpected as error:
@@ -49,7 +54,7 @@ def traverse(
         except Exception as error:
             recorder.stop(error)
         recorder.require_repeatable()
-    return recorder.traversal()
+    return replace(recorder.traversal(), casts=casts)
 
 
 class _Unexpected(BaseException):
@@ -69,6 +74,7 @@ class _Recorder(Watch):
         self._given: set[int] = set()  # ids of the tensors that the block which runs was given
         self._order: list[str] = []
         self._uses: dict[str, set[int]] = {}
+        self._direct: set[str] = set()  # what code between modules reads of parameters
         self._calls: dict[str, set[int]] = {}
         self._work = [0.0] * (self._end + 1)
         self._skip_tensors: dict[tuple[Made, int], SkipTensor] = {}
@@ -80,7 +86,7 @@ class _Recorder(Watch):
         self._complete, self._over = True, False  # the step; of repeated calls nothing but their operations is noted
         self._operations: Operations = []
         self._hooks = WatchedHooks(model, self._taken)
-        self._whole = {name for block in blocks for name in _ancestors(block)}
+        self._whole = {name for block in blocks for name in ancestors(block)}
 
     @contextmanager
     def attached(self) -> Iterator[None]:
@@ -176,7 +182,7 @@ class _Recorder(Watch):
         output = self._known.returned(output, mark)
         mark_tensors(output, mark)
         self._between += map(weakref.ref, tensors_of(output))
-        if (self._asked or made.returned) and _has_numbers(output):  # they may go where nobody sees them
+        if (self._asked or made.returned) and has_numbers(output):  # they may go where nobody sees them
             for later in range(made.position + 2, self._end + 1):
                 self._note_skip(mark(-1), later, "a number")
         self._asked = False
@@ -237,6 +243,7 @@ class _Recorder(Watch):
             return Made(self._position)
         self._between += map(weakref.ref, tensors_of(result))
         read = {name for tensor in inputs for name in self._names.get(id(tensor), ())}
+        self._direct |= read
         made = self._between_modules(map(self._known.made, inputs), frozenset(read))
         if returned:
             self._known.note(result, made)
@@ -376,25 +383,12 @@ class _Recorder(Watch):
             tuple(self._work),
             tuple(self._skip_tensors.values()),
             tuple(self._parts),
-            frozenset(name for name, _ in self._model.named_parameters() if not self._is_within(name)),
+            frozenset(name for name, _ in self._model.named_parameters() if self._is_direct(name)),
             self._complete,
             tuple(self._hooks.modules),
             self._hooks.lasting,
         )
 
-    def _is_within(self, parameter: str) -> bool:
-        """Whether it belongs to a block or to a part beside the blocks."""
-        return any(name in self._parts or name in self._blocks for name in _ancestors(parameter))
-
-
-def _has_numbers(value: Any) -> bool:
-    children = children_of(value)
-    return any(map(_has_numbers, children)) if children else isinstance(value, (int, float))
-
-
-def _ancestors(name: str) -> Iterator[str]:
-    """The FQN of everything in which something lies."""
-    yield ""
-    for end, letter in enumerate(name):
-        if letter == ".":
-            yield name[:end]
+    def _is_direct(self, name: str) -> bool:
+        """Whether the code between modules may read a parameter."""
+        return name in self._direct or not any(each in self._parts or each in self._blocks for each in ancestors(name))

@@ -74,18 +74,23 @@ class Cut:
         return stages
 
     def stages_of(self, parameter: str) -> frozenset[int]:
-        """The stages that use a parameter; one that no forward used goes with its block, or to the last stage."""
+        """The stages that use a parameter; an unused one goes with its block, with its part, or to the last stage."""
         positions = self.seen.uses.get(parameter)
         own = self.stage_holding(parameter)
-        if not positions:
-            return frozenset({self.stages - 1 if own is None else own})
         unknown = frozenset({self.stages - 1} if own is None and not self.seen.complete else ())
+        if not positions:
+            calling = frozenset[int]() if own is not None else self._stages_calling_part_of(parameter)
+            return calling | unknown or frozenset({self.stages - 1 if own is None else own})
         return frozenset(map(self.stage_at, positions)) | self._made_again.get(parameter, frozenset()) | unknown
 
     def stage_holding(self, name: str) -> int | None:
         """The stage of the block in which a parameter or a buffer lies, None beside the blocks."""
         blocks = (number for number, block in enumerate(self.seen.blocks) if name.startswith(f"{block}."))
         return next((self._stage_of_block[number] for number in blocks), None)
+
+    def _stages_calling_part_of(self, name: str) -> frozenset[int]:
+        parts = (part for part in self.seen.parts if name.startswith(f"{part}."))
+        return frozenset().union(*map(self.stages_calling, parts))
 
     def stages_calling(self, module: str) -> frozenset[int]:
         """The stages that call a module."""

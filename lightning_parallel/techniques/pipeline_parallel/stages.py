@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.techniques.observed.hooked import owner_of_part
+from lightning_parallel.techniques.observed.kept import in_place
 from lightning_parallel.techniques.observed.positions import Call
 from lightning_parallel.techniques.observed.refusals import UNDIVIDED
 from lightning_parallel.techniques.observed.shapes import ShapesOnly, zeros_for_shapes
@@ -237,6 +238,7 @@ class Stages:
             torch.no_grad(),
             self._hooks.silent(module),
             plain_forwards(module),
+            in_place(module),
             ShapesOnly(_tensors_of(module), self._device),
         ):
             shapes = call(*args, **kwargs)

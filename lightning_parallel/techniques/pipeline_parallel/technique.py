@@ -119,6 +119,7 @@ class PipelineParallel(Technique):
             return Division(model)
         mesh = ground.mesh
         schedule = make_schedule(self.schedule, mesh.sizes["pp"], seen.microbatches, self.stages_per_rank)
+        _cast(model, seen.step.casts)
         made = cut(seen.step, schedule.stages, self.split)
         here = schedule.stages_of(mesh["pp"].get_local_rank())
         names = set(names_elsewhere(model, made, here))
@@ -166,6 +167,13 @@ def _block_counts(split: object) -> tuple[int, ...]:
             f"PipelineParallel(split={split!r}): split is a positive whole number of blocks for each stage, as (3, 5)"
         )
     return counts
+
+
+def _cast(model: nn.Module, casts: Mapping[str, torch.dtype]) -> None:
+    """Casts at once what modules cast in their first forward, as some routers do: a stage runs a part of them only."""
+    for name, dtype in casts.items():
+        parameter = model.get_parameter(name)
+        parameter.data = parameter.data.to(dtype)
 
 
 def _shape_of(tensor: Tensor) -> Tensor:

@@ -56,6 +56,12 @@ class ShardedBackward:
             if parameter.requires_grad and parameter not in self._attended:
                 self._attended[parameter] = parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
+    def casts(self) -> Iterator[tuple[Tensor, torch.dtype, torch.dtype]]:
+        """The sharded parameters that a module cast while they were whole, from what and to what."""
+        for p in self._parameters:
+            if _is_known(p) and p.unsharded_param.dtype != p.sharded_param.dtype:
+                yield p.sharded_param, p.sharded_param.dtype, p.unsharded_param.dtype
+
     def close(self) -> None:
         """Removes the hooks: the garbage collector does not see that a parameter holds them."""
         for handle in self._attended.values():

@@ -28,6 +28,7 @@ from lightning_parallel.techniques.step import Run, Step, WrappedStep
 from lightning_parallel.techniques.tools.redirect import Forward, redirect_forward
 from lightning_parallel.techniques.tools.shards import has_no_rows
 from lightning_parallel.techniques.zero.backward import ShardedBackward
+from lightning_parallel.techniques.zero.casts import refuse_casts
 
 T = TypeVar("T")
 
@@ -217,6 +218,7 @@ class ShardedParametersStep(WrappedStep):
             return output
 
         result: T = self._root(whole, *args, **kwargs)
+        refuse_casts(self._root.model, self._backward.casts())
         return result
 
     def backward(self, run: Callable[[], None]) -> None:

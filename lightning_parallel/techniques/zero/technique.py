@@ -18,6 +18,7 @@ from lightning_parallel.techniques.gradients.average import average_gradients
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools.shards import has_no_rows
+from lightning_parallel.techniques.zero.casts import UncastStep
 from lightning_parallel.techniques.zero.parameters import Root, ShardedParametersStep, shard_parameters, unshardable
 from lightning_parallel.techniques.zero.states import ShardedStatesStep
 
@@ -88,6 +89,7 @@ class ShardedStates(Division):
     def step(self, step: Step) -> Step:
         """Adds the reduction of gradients to shards, and of those without rows to share to all."""
         parameters = list(self.model.parameters())
+        step = UncastStep(step, self.model)
         step = average_gradients(step, [p for p in parameters if has_no_rows(p)], self.mesh)
         rows = [p for p in parameters if not has_no_rows(p)]
         return ShardedStatesStep(step, rows, self.mesh, self.technique.stage, self.technique.offload)

@@ -1,0 +1,61 @@
+"""Modules that cast their own parameters in their forward, as some routers do: ranks share what was there before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel.techniques.step import Run, Step, WrappedStep
+
+T = TypeVar("T")
+
+
+def refuse_casts(model: nn.Module, casts: Iterable[tuple[Tensor, torch.dtype, torch.dtype]]) -> None:
+    """Raises for the first parameter that was cast.
+
+    Args:
+        model: that has them.
+        casts: parameters of it, the dtypes that they had, and those that they were given.
+
+    Raises:
+        TypeError: names the parameter.
+    """
+    for parameter, before, dtype in casts:
+        name = next(name for name, own in model.named_parameters() if own is parameter)
+        raise TypeError(
+            f"a module cast {name} from {before} to {dtype} in its forward, but under ZeRO ranks keep parts of "
+            "it in the dtype that it had; use DataParallelStrategy, where every rank keeps it whole, or a precision in "
+            f"which there is nothing to cast: {_precision(dtype)}"
+        )
+
+
+def _precision(dtype: torch.dtype) -> str:
+    names = {torch.float64: "64-true", torch.bfloat16: "bf16-true", torch.float16: "16-true"}
+    return f"precision={names.get(dtype, '32-true')!r}"
+
+
+class UncastStep(WrappedStep):
+    """Refuses a forward that casts parameters.
+
+    Args:
+        inner: the step to wrap.
+        model: whose parameters every rank has whole, and steps in parts.
+    """
+
+    def __init__(self, inner: Step, model: nn.Module) -> None:
+        super().__init__(inner)
+        self._model = model
+
+    def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
+        """See `Step.forward`.
+
+        Raises:
+            TypeError: names a parameter that was cast.
+        """
+        before = [(parameter, parameter.dtype) for parameter in self._model.parameters()]
+        output = self.inner.forward(run, *args, **kwargs)
+        refuse_casts(self._model, ((p, dtype, p.dtype) for p, dtype in before if p.dtype != dtype))
+        return output
