@@ -18,6 +18,7 @@ from tests.further.built import (
     UnusedHead,
     as_points,
 )
+from tests.further.changing import CastsItself, LendsWeights, ReplacesBuffers
 from tests.further.hooked import Collected, CollectedInTheStep
 from tests.further.passing import Dataclasses, Dicts, Gated, InPlace, Losses, Masked, Skip, Tuples, Unet, Views
 from tests.further.points import Handwritten
@@ -53,6 +54,9 @@ MODELS: dict[str, Callable[..., Handwritten]] = {
         Nested,
         Normalised,
         Rich,
+        CastsItself,
+        ReplacesBuffers,
+        LendsWeights,
     )
 }
 

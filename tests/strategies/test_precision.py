@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
 from lightning_parallel.strategies.zero import ZeroStrategy
-from tests.curves import compare, train
+from tests.curves import check_parity, compare, train
 from tests.ranks import run_on_ranks
 from tests.tiers import covering
 from tests.trainers import trainer
@@ -135,3 +135,29 @@ def test_clipping(algorithm: str, factor: float) -> None:
         for got in run_on_ranks(2, clipped, make, algorithm, factors, 2):
             for name, wanted in expected.items():
                 torch.testing.assert_close(got[name], wanted, equal_nan=True, msg=f"{layout}: {name}")
+
+
+# ---------------------------------------------------------------- modules that cast their own parameters
+
+
+def test_data_parallel_follows_a_cast() -> None:
+    """Also where a message began with gradients of another dtype, in a pass that only accumulates."""
+    check_parity("CastsItself", 2, partial(DataParallelStrategy, 2), data_ranks=2, max_epochs=1)
+
+
+def refused(stage: int) -> str:
+    with pytest.raises(TypeError) as error:
+        train("CastsItself", partial(ZeroStrategy, 2, stage=stage), data_ranks=2, max_epochs=1)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_zero_refuses_a_cast(stage: int) -> None:
+    for said in run_on_ranks(2, refused, stage):
+        assert said.startswith(
+            "a module cast blocks.0.router.line.weight from torch.float32 to torch.float64 in its forward"
+        )
+        assert said.endswith(
+            "use DataParallelStrategy, where every rank keeps it whole, or a precision in which there "
+            "is nothing to cast: precision='64-true'"
+        )

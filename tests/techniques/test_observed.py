@@ -392,5 +392,6 @@ class Casting(nn.Linear):
 def test_parameters_stay_the_same_ones() -> None:
     model = Model(lambda: Casting(WIDTH, WIDTH))
     before = dict(model.named_parameters())
-    look(model, lambda model, x: model.body(model.stem(x)).sum())
+    seen = look(model, lambda model, x: model.body(model.stem(x)).sum())
     assert all(after is before[name] and after.dtype == torch.float32 for name, after in model.named_parameters())
+    assert seen.casts == {f"blocks.{k}.{name}": torch.float64 for k in range(4) for name in ("bias", "weight")}

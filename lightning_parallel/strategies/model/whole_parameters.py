@@ -152,16 +152,26 @@ def _tensors(module: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def _filled(module: nn.Module, arrived: dict[str, Tensor]) -> Iterator[None]:
-    """Inside, tensors without memory have these values."""
+    """Inside, tensors without memory have these values, and buffers that a step made on another stage are there."""
     tensors = _tensors(module)
-    before = {name: tensors[name].data for name in arrived}
+    before = {name: tensors[name].data for name in arrived if name in tensors}
+    made = {name: _table_of(module, name) for name in arrived if name not in tensors}
     for name, value in arrived.items():
-        tensors[name].data = value
+        if name in tensors:
+            tensors[name].data = value
+        else:
+            made[name][name.rpartition(".")[2]] = value
     try:
         yield
     finally:
         for name, data in before.items():
             tensors[name].data = data
+        for name, table in made.items():
+            table[name.rpartition(".")[2]] = None
+
+
+def _table_of(module: nn.Module, name: str) -> dict[str, Tensor | None]:
+    return module.get_submodule(name.rpartition(".")[0])._buffers
 
 
 @contextmanager

@@ -17,6 +17,7 @@ def tensors_kept(model: nn.Module) -> Iterator[dict[str, torch.dtype]]:
         By the FQN of parameters that the step cast, their new dtype; known afterwards.
     """
     values = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
+    shapes = [(parameter, parameter.data) for parameter in model.parameters() if parameter.is_meta]  # cast as they are
     before = {name: parameter.dtype for name, parameter in model.named_parameters(remove_duplicate=False)}
     cast: dict[str, torch.dtype] = {}
     try:
@@ -29,6 +30,9 @@ def tensors_kept(model: nn.Module) -> Iterator[dict[str, torch.dtype]]:
     finally:
         for buffer, value in values:
             buffer.copy_(value)
+        for parameter, data in shapes:
+            if parameter.dtype != data.dtype:
+                parameter.data = data
 
 
 @contextmanager

@@ -173,7 +173,10 @@ def _cast(model: nn.Module, casts: Mapping[str, torch.dtype]) -> None:
     """Casts at once what modules cast in their first forward, as some routers do: a stage runs a part of them only."""
     for name, dtype in casts.items():
         parameter = model.get_parameter(name)
-        parameter.data = parameter.data.to(dtype)
+        if not parameter.is_meta:
+            parameter.data = parameter.data.to(dtype)
+        else:  # it stays what its values are recorded for: another one takes its place
+            elsewhere.put_in_place(model, parameter, nn.Parameter(parameter.to(dtype), parameter.requires_grad))
 
 
 def _shape_of(tensor: Tensor) -> Tensor:

@@ -61,6 +61,15 @@ def _twin(tensor: Tensor) -> Tensor:
     return nn.Parameter(meta.detach(), tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
 
 
+def put_in_place(model: nn.Module, parameter: nn.Parameter, made: nn.Parameter) -> None:
+    """Puts another parameter into all places of one."""
+    vars(made).update(vars(parameter))
+    for module in model.modules():
+        for name, own in module._parameters.items():
+            if own is parameter:
+                module._parameters[name] = made
+
+
 def _ties(model: nn.Module) -> dict[str, tuple[str, ...]]:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
