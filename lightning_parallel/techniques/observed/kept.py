@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 
 @contextmanager
@@ -41,11 +42,7 @@ def in_place(model: nn.Module) -> Iterator[None]:
 
     A module may cast its own weight in its forward, or count in a buffer by putting another one in its place.
     """
-    tables: list[dict[str, Tensor | None]] = [
-        table
-        for module in model.modules()
-        for table in (module._parameters, module._buffers)  # type: ignore[list-item]
-    ]
+    tables: list[dict[str, Any]] = [t for module in model.modules() for t in (module._parameters, module._buffers)]
     before = [dict(table) for table in tables]
     try:
         yield
