@@ -1,4 +1,4 @@
-"""Where the plan of a model comes from: its own word, a Hugging Face model's metadata, or its structure."""
+"""Finds the plan of a model: its own word, a Hugging Face model's metadata, or its structure."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def from_metadata(module: nn.Module) -> ParallelPlan | None:
 
 
 def _outermost(names: list[str]) -> list[str]:
-    """Those that lie in no other one; parents come before their children."""
+    """The names among these that lie in no other one; parents come before their children."""
     kept: list[str] = []
     for name in names:
         if not any(name.startswith(f"{outer}.") for outer in kept):

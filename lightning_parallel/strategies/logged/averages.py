@@ -15,7 +15,7 @@ from torchmetrics import MeanMetric, Metric, SumMetric
 
 
 def averages(metric: Metric) -> bool:
-    """Whether it may be given one value for a whole batch."""
+    """Whether a metric may be given one value for a whole batch."""
     return isinstance(metric, MeanMetric | SumMetric)
 
 

@@ -65,7 +65,7 @@ class FirstLosses:
 
 
 def _said_of(uses: Uses, means: Means) -> str | None:
-    """What a loss does with means; with weights that are learned it makes no difference while ranks count alike."""
+    """The use that a loss makes of means; learned weights make no difference while ranks count alike."""
     if uses.bent is not None:
         return f"there is {uses.bent} of a mean in it, as in the balance loss of a router or in exp() of a loss"
     factors = [means.all[number].scale.factor for number in uses.weighed]

@@ -1,4 +1,4 @@
-"""What a step keeps in plain attributes of its module, as lists of outputs for the end of an epoch.
+"""Values that a step keeps in plain attributes of its module, as lists of outputs for the end of an epoch.
 
 A step that runs in parts, on several ranks, keeps its values once: `KeptValues` tells what a part kept and takes it
 back, `merged` puts together what all parts kept, for every rank to `keep`. Attributes, and what is in their lists,
@@ -38,7 +38,7 @@ class _Gone(Enum):
 
 @dataclass(frozen=True)
 class Change:
-    """What a step did to a value.
+    """A change that a step made to a value.
 
     Attributes:
         value: what it is now; of a list or set that grew, only what was added.
@@ -82,14 +82,14 @@ class KeptValues:
         }
 
     def changes(self) -> tuple[dict[Path, Change], set[Path]]:
-        """What has changed since, and which changes cannot be sent to another rank."""
+        """The changes since, and the paths of those that cannot be sent to another rank."""
         found: dict[Path, Change] = {}
         _compare_tables((), self._before, self._users(), found)
         stay = {path for path, change in found.items() if not can_be_sent(change.value)}
         return {path: change for path, change in found.items() if path not in stay}, stay
 
     def tensors(self) -> Iterator[Tensor]:
-        """Those that the module keeps."""
+        """The tensors that the module keeps."""
         return _tensors_in(self._before)
 
     def undo(self, stay: Collection[Path] = ()) -> None:
@@ -111,7 +111,7 @@ def _lightnings_own() -> frozenset[str]:
 
 
 def table_of(value: Any) -> dict[Any, Any] | None:
-    """What a dict holds, or the attributes of a plain object, as a counter of averages is one."""
+    """The entries of a dict, or the attributes of a plain object, as a counter of averages is one."""
     if isinstance(value, dict):
         return value
     machinery = isinstance(value, (nn.Module, Tensor, type, ModuleType, Enum)) or callable(value)
@@ -124,7 +124,7 @@ def _is_list(value: Any) -> bool:
 
 
 class _Room:
-    """How many entries of an object, and of what is in it, may still be looked at."""
+    """The number of entries of an object, and of what is in it, that may still be looked at."""
 
     def __init__(self) -> None:
         self.left = LARGE

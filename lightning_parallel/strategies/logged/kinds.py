@@ -1,4 +1,4 @@
-"""Of what kind a value is that a step computes from its batch: how those of parts of a batch make that of the batch.
+"""Kinds of values that a step computes from its batch: how those of a batch's parts make that of the batch.
 
 The mean loss of a batch is the mean over its parts, a count of hits their sum, a highest value the highest of theirs.
 `KindWatch` sees by which operations a value was made. A value counts as what it was reduced by over the samples:
@@ -234,7 +234,7 @@ def _sum_of(kinds: set[Kind], numbers: Iterable[float]) -> Kind:
 
 
 def _set_in(target: Kind, value: Kind | None) -> Kind:
-    """Of what kind a state is in which entries were set."""
+    """The kind of a state in which entries were set."""
     kinds = {target, value} - {Kind.SAME}
     allowed = [kind for kind in (Kind.MEAN, Kind.SUMMED) if kinds == {kind}]
     return allowed[0] if allowed else Kind.OTHER if kinds else Kind.SAME
@@ -254,7 +254,7 @@ def _quotient_of(upper: Kind, lower: Kind) -> Kind:
 
 
 def _reduction(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Kind:
-    """By what a tensor with samples was reduced."""
+    """The kind that a reduction of a tensor with samples makes."""
     if name.endswith("_loss") or name.startswith(("cross_entropy", "binary_cross_entropy", "kl_div")):
         return {"mean": Kind.MEAN, "batchmean": Kind.MEAN, "sum": Kind.SUM}.get(
             kwargs.get("reduction", "mean"), Kind.OTHER
@@ -274,7 +274,7 @@ Found = tuple[Kind | None, ...]
 
 
 class Kinds:
-    """Of what kind the values of a run are, by their names: seen in the first batches, known from then on."""
+    """The kinds of a run's values, by their names: seen in the first batches, known from then on."""
 
     def __init__(self) -> None:
         self._known: dict[Any, Found] = {}

@@ -66,7 +66,7 @@ def reduce_tensor(tensor: Tensor, group: dist.ProcessGroup, operation: object) -
 
 
 class StepLog:
-    """What one rank logs, so that all ranks that read different samples see the values of the whole batch.
+    """Leads what one rank logs, so that all ranks that read different samples see the values of the whole batch.
 
     Args:
         module: the user's module; its `log` is led through here until `close`.
@@ -285,7 +285,7 @@ class StepLog:
                 self._pending.append(partial(self._place_extremes, extremes, means, sent))
 
     def _agreed(self, logged: dict[str, StepValue]) -> dict[str, StepValue]:
-        """With how ranks put each value together."""
+        """The values, each with the way in which ranks put it together."""
         tensors = {key: each for key, each in logged.items() if each.result.is_tensor}
         if self._group.size() == 1 or not tensors:
             return logged

@@ -1,4 +1,4 @@
-"""What torchmetrics objects need so that their values are those of one device."""
+"""Makes torchmetrics objects have the values of one device."""
 
 from __future__ import annotations
 

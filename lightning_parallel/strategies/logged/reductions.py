@@ -1,4 +1,4 @@
-"""How what ranks log of one batch makes the value of the batch; what `reduce_fx` does with batches comes after that.
+"""Reductions of what ranks log of one batch to the batch's value; what `reduce_fx` does with batches comes after that.
 
 A mean over the batch is the mean over ranks, a count their sum, a highest value their highest, whatever `reduce_fx` is:
 an epoch's sum of batch means is the sum of the means of whole batches.
@@ -30,7 +30,7 @@ UNSEEN = (
 
 @dataclass(frozen=True)
 class SeenKind:
-    """What was seen of a value that a step logged.
+    """The kind of a value that a step logged, as far as it was seen.
 
     Attributes:
         kind: its kind, if it is known.
@@ -62,7 +62,7 @@ NOT_SEEN = SeenKind(None)
 
 
 def joined(parts: Sequence[SeenKind]) -> SeenKind:
-    """What is seen of a value by all parts of a batch."""
+    """Joins what all parts of a batch saw of a value."""
     numbers = {part.number for part in parts}
     by_value = None not in numbers
     kind = common((part.kind for part in parts), by_value)
@@ -72,7 +72,7 @@ def joined(parts: Sequence[SeenKind]) -> SeenKind:
 
 
 class Reductions:
-    """How the values of steps are put together, by hook and name: all ranks agree on it in the first batches.
+    """The ways in which steps' values are put together, by hook and name: all ranks agree on them in the first batches.
 
     Args:
         kinds: what this rank saw.
@@ -86,7 +86,7 @@ class Reductions:
         self._asked = Counter[tuple[str, str]]()
 
     def agreed(self, hook: str, seen: Mapping[str, SeenKind]) -> dict[str, str | None]:
-        """How ranks reduce each name, None where `reduce_fx` is to say; all ranks come with the same names."""
+        """The reduction of each name, None where `reduce_fx` is to say; all ranks come with the same names."""
         undecided = [name for name in seen if (hook, name) not in self._decided]
         found = {name: self._decided[hook, name] for name in seen if name not in undecided}
         if undecided:
@@ -122,7 +122,7 @@ def reduced(values: Sequence[Tensor], weights: Sequence[float], how: str) -> Ten
 
 
 def name_of(reduction: Any) -> str:
-    """What `reduce_fx` is called."""
+    """The name of a `reduce_fx`."""
     return (reduction if isinstance(reduction, str) else getattr(reduction, "__name__", "mean")).lower()
 
 

@@ -1,4 +1,4 @@
-"""What a step logged under one name: Lightning's private result of it, and what ranks make of it together."""
+"""Values of steps: Lightning's private result for each name, and what ranks make of it together."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOTHING = {"mean": None, "avg": None, "sum": 0.0, "min": float("inf"), "max": fl
 
 @dataclass(frozen=True)
 class StepValue:
-    """What a step logged under one name.
+    """A value that a step logged under one name.
 
     Attributes:
         result: Lightning's.
@@ -38,7 +38,7 @@ class StepValue:
     how: str = ""
 
     def by(self, how: str | None) -> StepValue:
-        """The same, put together so, or as `reduce_fx` says."""
+        """This value, to be put together so, or as `reduce_fx` says."""
         return replace(self, how=how or reduction_of(self.result))
 
     def moves(self, means: Means) -> bool:
@@ -50,7 +50,7 @@ class StepValue:
         return bool(self.result.meta.on_epoch) and (of_means or self.how != reduction_of(self.result))
 
     def summed(self, share: float, ranks: int) -> Summed:
-        """This rank's part of it."""
+        """This rank's part of the value."""
         if self.how == "sum":
             return Summed(torch.as_tensor(self.value), float(share != 0.0), {})
         return Summed(torch.as_tensor(self.value), share / ranks, self.parts)
@@ -96,7 +96,7 @@ def show(result: _ResultMetric, value: Tensor) -> None:
 
 
 def reduction_of(result: _ResultMetric) -> str:
-    """What makes an epoch's value of those of its batches."""
+    """The name of the reduction that makes an epoch's value of those of its batches."""
     meta = result.meta
     named = {"min": meta.is_min_reduction, "max": meta.is_max_reduction, "sum": meta.is_sum_reduction}
     return next((name for name, is_it in named.items() if is_it), "mean")

@@ -64,7 +64,7 @@ class BatchSums:
         return [rest * summed.weight, *(parts.get(k, zero) * count for k, count in enumerate(self._counts))]
 
     def values(self) -> list[Tensor]:
-        """Those of the whole batch; the scales of the means are filled in, too."""
+        """The values of the whole batch; the scales of the means are filled in, too."""
         if self._values is None:
             self._work.wait()
             counts = len(self._counts)

@@ -1,1 +1,1 @@
-"""What ranks tell each other: agreement, signals, failure."""
+"""Messages of the host between ranks: agreement, signals, failure."""

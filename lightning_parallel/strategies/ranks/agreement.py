@@ -1,4 +1,4 @@
-"""What ranks tell each other so that a mistake on one is an error on all, and never a wait."""
+"""Agreement between ranks: a mistake on one is an error on all, and never a wait."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ Mark = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Content:
-    """What this rank reads, where other ranks must read the same.
+    """A checksum of what this rank reads, where other ranks must read the same.
 
     Attributes:
         readers: the number of parts into which data is divided, each read by several ranks; 0 where each has one rank.

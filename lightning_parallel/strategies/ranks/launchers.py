@@ -1,4 +1,4 @@
-"""How the processes of a run are started; what can be known to be wrong before is said once, and nothing is started."""
+"""Launchers start the processes of a run; what is known to be wrong before is said once, and nothing is started."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ GRACE_SECONDS, CAUSE_SECONDS = 1.0, 5.0
 
 
 class Requested(NamedTuple):
-    """What the outside world asked of this process."""
+    """Requests of the outside world to this process."""
 
     stop: bool = False
     requeue: bool = False

@@ -141,22 +141,21 @@ class MeshCallback(Callback):
     # ---------------------------------------------------------------- after a pass over the data
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Epoch values are reduced here, on all ranks at once, before anything reads them on one of them."""
-        self._batches.end()
-        self._unite_metrics()
-        _ = trainer.callback_metrics
+        """Reduces epoch values."""
+        self._end_pass(trainer)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """See `on_train_epoch_end`."""
-        self._batches.end()
-        self._unite_metrics()
-        _ = trainer.callback_metrics
+        self._end_pass(trainer)
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """See `on_train_epoch_end`."""
+        self._end_pass(trainer)
+
+    def _end_pass(self, trainer: Trainer) -> None:
         self._batches.end()
         self._unite_metrics()
-        _ = trainer.callback_metrics
+        _ = trainer.callback_metrics  # Lightning reduces them now, on all ranks at once, before one of them reads any
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Predictions for samples that do not count are dropped."""

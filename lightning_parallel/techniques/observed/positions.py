@@ -1,4 +1,4 @@
-"""What one forward of the model shows: in which order its parts run, which parameters each uses, how much work it is.
+"""Findings of one observed forward: the order of a model's parts, the parameters that each uses, and its work.
 
 Positions count along the blocks: 0 is before the first one, 2k+1 inside block k, 2k+2 after block k and before the
 next, and 2n after the last. Between two positions a pipeline may cut the model.
@@ -32,7 +32,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Made:
-    """Where a value was made, and from what.
+    """The origin of a value: where it was made, and from what.
 
     Attributes:
         position: where.
@@ -67,7 +67,7 @@ class SkipTensor:
 
 @dataclass(frozen=True)
 class Traversal:
-    """What was seen.
+    """Everything that was seen.
 
     Attributes:
         blocks: the FQN of the blocks in the order in which they ran.

@@ -50,7 +50,7 @@ def mark_hidden(model: nn.Module) -> None:
 
 
 def absent_in(value: Any) -> str | None:
-    """What one of the tensors in a structure stands for, None if all are what they seem."""
+    """Finds what one of the tensors in a structure stands for, None if all are what they seem."""
     return next((vars(tensor)[ABSENT] for tensor in tensors_of(value) if ABSENT in vars(tensor)), None)
 
 

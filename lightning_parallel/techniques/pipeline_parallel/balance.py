@@ -1,4 +1,4 @@
-"""Which blocks of a model make a stage, so that the slowest stage is as fast as can be."""
+"""Balances stages: blocks are chosen so that the slowest stage is as fast as can be."""
 
 import math
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Where a model is cut into stages, and on which stages each of its parameters lives."""
+"""Cuts of models into stages, and the stages on which each parameter lives."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_parallel.techniques.pipeline_parallel.balance import balanced
 
 @dataclass(frozen=True)
 class Carried:
-    """Which of the tensors that a module returned later stages use, and the last of these stages."""
+    """The numbers of the tensors that a module returned and later stages use, and the last of these stages."""
 
     numbers: frozenset[int]
     last: int
@@ -34,7 +34,7 @@ class Cut:
 
     @property
     def stages(self) -> int:
-        """How many there are."""
+        """The number of stages."""
         return len(self.sizes)
 
     @cached_property
@@ -53,7 +53,7 @@ class Cut:
 
     @cached_property
     def carried(self) -> dict[Call, Carried]:
-        """What goes past the blocks, from the stage that makes it on."""
+        """The calls whose results go past the blocks, from the stage that makes them on."""
         found: dict[Call, Carried] = {}
         for skip in self.seen.skip_tensors:
             stage = self.stage_at(skip.used)
