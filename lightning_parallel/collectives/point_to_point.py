@@ -94,7 +94,14 @@ def share_object(value: Any, source: int, group: dist.ProcessGroup, device: torc
 
 
 def share_made(make: Callable[[], T], what: str, source: int, group: dist.ProcessGroup, device: torch.device) -> T:
-    """Returns on all ranks of the group what `make` returns on its rank `source` alone; `what` names it in errors.
+    """Returns on all ranks of the group what one of them makes.
+
+    Args:
+        make: makes it, on the rank `source` alone.
+        what: names it in errors.
+        source: a rank of the group.
+        group: all of whose ranks call.
+        device: through which it is sent.
 
     Raises:
         TypeError: it cannot be sent.

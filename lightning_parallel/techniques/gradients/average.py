@@ -30,7 +30,15 @@ def average_gradients(
     compression: Compression | None = None,
     bucket_mb: float = 25,
 ) -> Step:
-    """Averages the gradients of `parameters` over all ranks that hold them and see other data."""
+    """Averages gradients over all ranks that hold their parameters and see other data.
+
+    Args:
+        step: around which this is done.
+        parameters: whose gradients are averaged; frozen ones join when they are unfrozen.
+        mesh: says who holds a parameter.
+        compression: what the gradients are sent as; None sends them as they are.
+        bucket_mb: how large the gradients of one message may grow, in MiB.
+    """
     if mesh.loss.size() == 1:
         return step
     hooks: dict[Holders, BucketHook | None] = {}

@@ -239,7 +239,7 @@ class Stages:
             self._hooks.silent(module),
             plain_forwards(module),
             in_place(module),
-            ShapesOnly(_tensors_of(module), self._device),
+            ShapesOnly(_parameters_everywhere(module), self._device),
         ):
             shapes = call(*args, **kwargs)
             output = zeros_for_shapes(shapes, self._device)
@@ -283,7 +283,7 @@ class Stages:
             )
 
 
-def _tensors_of(module: nn.Module) -> list[Tensor]:
+def _parameters_everywhere(module: nn.Module) -> list[Tensor]:
     """All parameters, and those elsewhere that stand as plain attributes."""
     plain = (value for part in module.modules() for value in vars(part).values() if isinstance(value, Tensor))
     return [*module.parameters(), *plain]

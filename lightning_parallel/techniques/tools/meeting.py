@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from lightning_parallel.techniques.tools.reach import LINEAR, operation
+from lightning_parallel.techniques.tools.reach import LINEAR, operation_of
 
 Shape = tuple[int, ...]
 
@@ -56,13 +56,13 @@ def meeting_of(loss: Tensor, samples: int) -> Meeting | None:
         operands = _operands_of_pairs(node, samples, node in last)
         if operands and all(map(_is_of_samples, operands)):
             gathered = any(map(_was_gathered, operands))
-            return None if gathered else Meeting(operation(node), _shape(node))
+            return None if gathered else Meeting(operation_of(node), _shape(node))
     return None
 
 
 def _operands_of_pairs(node: Any, samples: int, last: bool) -> list[Any]:
     """The operands of a node whose shapes are of pairs of samples; the last product may have one without gradient."""
-    name, shape = operation(node), _shape(node)
+    name, shape = operation_of(node), _shape(node)
     if name in MATRICES | DISTANCES and prod(shape[:-2]) == 1:
         operands = [parent for parent, _ in node.next_functions[-2:]]
         differentiable = [operand for operand in operands if operand is not None]
@@ -89,7 +89,7 @@ def _sums_over(operands: Sequence[Any], samples: int) -> bool:
 
 
 def _before_broadcast(node: Any, shape: Shape) -> Any:
-    while node is not None and _shape(node)[:2] == shape[:2] and operation(node) in {"Expand", "Div", "Clone"}:
+    while node is not None and _shape(node)[:2] == shape[:2] and operation_of(node) in {"Expand", "Div", "Clone"}:
         node = node.next_functions[0][0]
     return node
 
@@ -97,7 +97,7 @@ def _before_broadcast(node: Any, shape: Shape) -> Any:
 def _is_of_samples(node: Any) -> bool:
     """Whether data went into it, which has no gradient; weights are made of parameters alone."""
     for each in _before(node):
-        name, parents = operation(each), [parent for parent, _ in each.next_functions]
+        name, parents = operation_of(each), [parent for parent, _ in each.next_functions]
         if name in LOOKUPS or (None in parents and name not in WITH_CONSTANTS):
             return True
     return False
@@ -106,7 +106,7 @@ def _is_of_samples(node: Any) -> bool:
 def _was_gathered(node: Any) -> bool:
     """Whether an operand has the samples of other ranks, which may be without gradients."""
     for each in _before(node, stop=MATRICES | {"Convolution"}):
-        name, parents = operation(each), [parent for parent, _ in each.next_functions]
+        name, parents = operation_of(each), [parent for parent, _ in each.next_functions]
         if name == "CopySlices" or (name == "Cat" and None in parents):
             return True
         over_ranks = "gather" in name.lower() and name != "Gather" and parents[0] is not None
@@ -145,13 +145,13 @@ def uses_of(loss: Tensor, means: Sequence[GradientEdge | None], samples: int) ->
             return Uses(bent, [])
         if watched:
             weighed |= {numbers[id(node)]} if by_learned else set()
-        elif operation(node) not in MATRICES | {"Convolution"}:
+        elif operation_of(node) not in MATRICES | {"Convolution"}:
             ahead.extend(_further(node, bent, by_learned))
     return Uses(None, sorted(weighed))
 
 
 def _further(node: Any, bent: str | None, by_learned: bool) -> Iterator[tuple[Any, str | None, bool]]:
-    name, parents = operation(node), [parent for parent, _ in node.next_functions]
+    name, parents = operation_of(node), [parent for parent, _ in node.next_functions]
     for number, parent in enumerate(parents):
         others = parents[:number] + parents[number + 1 :]
         if parent is None:
@@ -168,7 +168,7 @@ def _further(node: Any, bent: str | None, by_learned: bool) -> Iterator[tuple[An
 
 def _is_over_samples(node: Any, samples: int) -> bool:
     """Whether a node is a mean or a sum over the first dimension, which has the samples, and keeps others."""
-    if operation(node) not in {"Mean", "Sum"} or node.next_functions[0][0] is None:
+    if operation_of(node) not in {"Mean", "Sum"} or node.next_functions[0][0] is None:
         return False
     shape, before = _shape(node), _shape(node.next_functions[0][0])
     if len(before) < 2 or before[0] % samples or shape[:1] == before[:1]:
@@ -185,7 +185,7 @@ def _before(node: Any, stop: set[str] | None = None) -> Iterator[Any]:
     while ahead and len(seen) < NODES:
         each = ahead.pop()
         yield each
-        if stop and operation(each) in stop:
+        if stop and operation_of(each) in stop:
             continue
         for parent, _ in each.next_functions:
             if parent is not None and parent not in seen:

@@ -30,13 +30,13 @@ def linear_in(value: Tensor, edges: Sequence[GradientEdge | None]) -> list[int]:
         if id(node) in numbers:
             found[linear].add(numbers[id(node)])
             continue
-        name, before = operation(node), [parent for parent, _ in node.next_functions if parent is not None]
+        name, before = operation_of(node), [parent for parent, _ in node.next_functions if parent is not None]
         linear = linear and name in LINEAR and not (name in PRODUCTS and len(before) > 1)
         ahead.extend((parent, linear) for parent in before)
     return sorted(found[True] - found[False])
 
 
-def operation(node: Any) -> str:
+def operation_of(node: Any) -> str:
     """The name of the operation of which a node of a graph is the backward."""
     name: str = node.name().rstrip("0123456789").removesuffix("Backward")
     return name.removeprefix("Unsafe").removeprefix("_")

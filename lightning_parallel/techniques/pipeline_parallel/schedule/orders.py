@@ -96,7 +96,7 @@ def _with_weights(order: list[Action], inputs: list[Action], delay: int) -> Iter
     yield from weights[max(0, seen - delay) :]
 
 
-class _Row:
+class _OpenOrder:
     """A rank's order under construction, where every kind of work takes a stage's microbatches one by one."""
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ def zbv(rank: int, p: int, m: int, v: int) -> list[Action]:
     P. Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 6 (arXiv:2401.10241).
     """
     down, up = rank, 2 * p - 1 - rank
-    row = _Row()
+    row = _OpenOrder()
     total = max(2 * p - 1, m)  # the order is made for a filled pipeline; what has no microbatch falls out below
     row.add(*[(down, F)] * (2 * (p - rank) - 1))
     row.add(*[(up, F), (down, F)] * rank)
@@ -145,7 +145,7 @@ def dualpipev(rank: int, p: int, m: int, v: int) -> list[Action]:
     """
     down, up = rank, 2 * p - 1 - rank
     after = p - 1 - rank
-    row = _Row()
+    row = _OpenOrder()
     row.add(*[(down, F)] * (2 * after))
     row.add(*[(down, F), (up, F)] * (rank + 1))
     row.add(*[(up, I), (up, W), (up, F)] * after)
