@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from torch import nn
@@ -23,7 +23,7 @@ def find_plan(module: nn.Module, given: ParallelPlan | None = None) -> ParallelP
     own = getattr(module, "parallel_plan", None)
     if callable(own):
         source = f"{type(module).__name__}.parallel_plan()"
-        return replace(require_plan(own(), source), source=source)
+        return replace(require_plan(own(), source), source=source, inferred=False)
     return from_metadata(module) or infer(module)
 
 
@@ -36,9 +36,8 @@ def from_metadata(module: nn.Module) -> ParallelPlan | None:
         found = _outermost([child for child, block in part.named_modules() if type(block).__name__ in classes])
         patterns = tuple(dict.fromkeys(starred(f"{name}.{child}" if name else child) for child in found))
         if patterns:
-            return ParallelPlan(
-                blocks=patterns, positions="position_ids", source=f"the metadata of {type(part).__name__}"
-            )
+            source = f"the metadata of {type(part).__name__}"
+            return ParallelPlan(blocks=patterns, positions="position_ids", source=source, inferred=True)
     return None
 
 
@@ -57,11 +56,40 @@ def infer(module: nn.Module) -> ParallelPlan:
     alike, mixed = _largest(module, _is_list_of_blocks), _largest(module, _is_list_of_layers)
     largest = mixed if alike is None or (mixed is not None and 2 * alike[1] < mixed[1]) else alike
     if largest is None:
-        return ParallelPlan(source=source)
-    blocks = f"{largest[0]}.*" if largest[0] else "*"
+        return ParallelPlan(source=source, inferred=True)
+    return ParallelPlan(blocks=(_blocks_in(module, largest[0]),), source=source, inferred=True)
+
+
+def _blocks_in(module: nn.Module, layers: str) -> str:
+    """The pattern of the blocks in a list of layers."""
+    blocks = f"{layers}.*" if layers else "*"
     while any(isinstance(block, (nn.ModuleList, nn.ModuleDict)) for _, block in matching(module, blocks)):
         blocks += ".*"  # a list of layers, each a list of parts: those are what is called
-    return ParallelPlan(blocks=(blocks,), source=source)
+    return blocks
+
+
+def running_blocks(plan: ParallelPlan, module: nn.Module, called: Collection[str]) -> dict[str, nn.Module]:
+    """The blocks of those lists of layers that run, where an inferred plan named others too, or others only.
+
+    A multimodal model has a tower for images, which texts leave out. Of a list of which a part runs nobody knows
+    whether the rest would run in another step.
+
+    Args:
+        plan: inferred.
+        module: the whole model.
+        called: FQN of the modules that a step called.
+
+    Returns:
+        The blocks by FQN; none where no list runs as a whole, or one in part.
+    """
+    lists = [dict(matching(module, pattern)) for pattern in plan.blocks]
+    if not any(name in called for blocks in lists for name in blocks):
+        sized = [(_parameters(part), name) for name, part in module.named_modules() if _is_list_of_blocks(part)]
+        others = [dict(matching(module, _blocks_in(module, name))) for _, name in sorted(sized, reverse=True)]
+        return next((blocks for blocks in others if all(name in called for name in blocks)), {})
+    running = [blocks for blocks in lists if any(name in called for name in blocks)]
+    whole = all(name in called for blocks in running for name in blocks)
+    return {name: block for blocks in running for name, block in blocks.items()} if whole else {}
 
 
 def _largest(module: nn.Module, is_one: Callable[[nn.Module], bool]) -> tuple[str, int] | None:

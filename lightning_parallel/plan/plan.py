@@ -26,6 +26,7 @@ class ParallelPlan:
         positions: the name of the batch's (or the model's) position input, None if the model makes its own.
         experts: patterns of the modules that hold experts.
         source: where the plan came from, for messages.
+        inferred: whether nobody named the blocks, so that others may be taken if these do not run.
 
     Raises:
         ValueError: something that is no pattern, no style or no dimension.
@@ -37,6 +38,7 @@ class ParallelPlan:
     positions: str | None = None
     experts: tuple[str, ...] | str = ()
     source: str = "the plan given"
+    inferred: bool = False
 
     def __post_init__(self) -> None:
         for name in ("blocks", "experts"):

@@ -102,6 +102,14 @@ class Regularised(Handwritten):
         return super().loss(batch) + 1e-2 * sum(parameter.square().sum() for parameter in self.parameters())
 
 
+class UnusedTower(Handwritten):
+    """The larger of two lists of layers would read images, were there any."""
+
+    def make(self) -> None:
+        super().make()
+        self.tower = nn.ModuleList(nn.Linear(99, 99) for _ in range(3))
+
+
 class UnusedHead(Handwritten):
     def make(self) -> None:
         super().make()

@@ -16,6 +16,7 @@ from tests.further.built import (
     Shared,
     TakingTurns,
     UnusedHead,
+    UnusedTower,
     as_points,
 )
 from tests.further.changing import CastsItself, LendsWeights, ReplacesBuffers
@@ -51,6 +52,7 @@ MODELS: dict[str, Callable[..., Handwritten]] = {
         Shared,
         Regularised,
         UnusedHead,
+        UnusedTower,
         Nested,
         Normalised,
         Rich,

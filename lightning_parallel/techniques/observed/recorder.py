@@ -17,7 +17,7 @@ from lightning_parallel.techniques.observed.hooked import WatchedHooks, owner_of
 from lightning_parallel.techniques.observed.kept import tensors_kept
 from lightning_parallel.techniques.observed.known import KnownTensors
 from lightning_parallel.techniques.observed.positions import Call, Made, SkipTensor, Source, Traversal, ancestors
-from lightning_parallel.techniques.observed.refusals import UNDIVIDED, without
+from lightning_parallel.techniques.observed.refusals import UNDIVIDED, BlocksMissingError
 from lightning_parallel.techniques.observed.repeatable import Operations, Repeatable, operation
 from lightning_parallel.techniques.observed.shapes import ShapesOnly, Watch, mark_of, mark_tensors
 from lightning_parallel.techniques.tools.redirect import Forward, redirect_call, restore_call
@@ -372,10 +372,10 @@ class _Recorder(Watch):
         """What was seen.
 
         Raises:
-            ValueError: the step came to its end without some of the blocks.
+            BlocksMissingError: the step came to its end without some of the blocks.
         """
         if not self._has_run_all:
-            raise ValueError(without(self._blocks, self._order))
+            raise BlocksMissingError(self._blocks, self._order, self._calls)
         return Traversal(
             tuple(self._order),
             {name: frozenset(positions) for name, positions in self._uses.items()},

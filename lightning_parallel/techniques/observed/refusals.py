@@ -9,6 +9,20 @@ from lightning_parallel.plan.plan import starred
 UNDIVIDED = "use ZeroStrategy, which divides any model"
 
 
+class BlocksMissingError(ValueError):
+    """A step ran without some of the blocks.
+
+    Args:
+        blocks: by their FQN.
+        ran: those that ran, in their order.
+        called: the FQN of all modules that the step called.
+    """
+
+    def __init__(self, blocks: Collection[str], ran: Sequence[str], called: Collection[str]) -> None:
+        super().__init__(without(blocks, ran))
+        self.called = called
+
+
 def without(blocks: Collection[str], ran: Sequence[str]) -> str:
     """Why a step that ran these blocks only is refused."""
     missing = [name for name in blocks if name not in ran]

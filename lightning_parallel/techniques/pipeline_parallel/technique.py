@@ -15,10 +15,14 @@ from torch import Tensor, nn
 
 from lightning_parallel.arguments import whole_number
 from lightning_parallel.mesh import Axis, ParallelMesh, Size
-from lightning_parallel.techniques.division import Division, Ground
+from lightning_parallel.plan import ParallelPlan
+from lightning_parallel.plan.find import running_blocks
+from lightning_parallel.plan.plan import starred
+from lightning_parallel.techniques.division import Division, Ground, Sample
 from lightning_parallel.techniques.observed.apart import require_apart
 from lightning_parallel.techniques.observed.positions import Traversal
 from lightning_parallel.techniques.observed.recorder import traverse
+from lightning_parallel.techniques.observed.refusals import BlocksMissingError
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut, cut, names_elsewhere
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import (
     Schedule,
@@ -88,9 +92,8 @@ class PipelineParallel(Technique):
         ranks = ground.mesh.sizes["pp"]
         if ranks == 1:
             return None
-        blocks = ground.plan.require_blocks(model, repr(self))
         one = ground.sample()
-        seen = traverse(model, blocks, one.run, one.device)
+        seen = _traversed(model, ground.plan, ground.plan.require_blocks(model, repr(self)), one)
         count = self._count(ranks, one.size)
         schedule = make_schedule(self.schedule, ranks, count, self.stages_per_rank)
         cut(seen, schedule.stages, self.split)  # a model that cannot be cut, or a batch, is refused here
@@ -167,6 +170,22 @@ def _block_counts(split: object) -> tuple[int, ...]:
             f"PipelineParallel(split={split!r}): split is a positive whole number of blocks for each stage, as (3, 5)"
         )
     return counts
+
+
+def _traversed(model: nn.Module, plan: ParallelPlan, blocks: dict[str, nn.Module], one: Sample) -> Traversal:
+    """What a step shows; of an inferred plan, with those lists of layers for blocks that run in it."""
+    try:
+        return traverse(model, blocks, one.run, one.device)
+    except BlocksMissingError as error:
+        running = running_blocks(plan, model, error.called) if plan.inferred else {}
+        if not running:
+            raise
+    cut_at, left = (sorted(set(map(starred, names))) for names in (running, set(blocks) - set(running)))
+    warn(
+        f"The pipeline is cut at {', '.join(cut_at)}: the step that was looked at runs without {', '.join(left)}. "
+        "Where other steps run them, use ZeroStrategy, which divides any model"
+    )
+    return traverse(model, running, one.run, one.device)
 
 
 def _cast(model: nn.Module, casts: Mapping[str, torch.dtype]) -> None:

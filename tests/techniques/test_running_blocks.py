@@ -1,0 +1,52 @@
+"""Which layers a pipeline takes for blocks, where the plan is inferred and a step runs some lists of layers only."""
+
+import pytest
+from torch import nn
+
+from lightning_parallel.plan import ParallelPlan
+from lightning_parallel.plan.find import find_plan, running_blocks
+
+
+class Layer(nn.Linear):
+    pass
+
+
+class Multimodal(nn.Module):
+    """A tower for images, and layers for texts."""
+
+    def __init__(self, classes: list[str]) -> None:
+        super().__init__()
+        self.tower = nn.ModuleList(Layer(8, 8) for _ in range(3))
+        self.texts = nn.ModuleList(Layer(4, 4) for _ in range(2))
+        self._no_split_modules = classes
+
+
+def called(text_layers: int) -> set[str]:
+    return {"", *(f"texts.{k}" for k in range(text_layers))}
+
+
+@pytest.mark.parametrize("classes", [["Layer"], []])
+def test_lists_that_run_are_taken(classes: list[str]) -> None:
+    """By the metadata both lists are blocks, by the structure the larger one is."""
+    model = Multimodal(classes)
+    plan = find_plan(model)
+    assert plan.inferred
+    assert "tower.0" in plan.find_blocks(model)
+    assert list(running_blocks(plan, model, called(2))) == ["texts.0", "texts.1"]
+
+
+@pytest.mark.parametrize("classes", [["Layer"], []])
+@pytest.mark.parametrize("layers", [0, 1])
+def test_lists_of_which_a_part_runs_are_not(classes: list[str], layers: int) -> None:
+    model = Multimodal(classes)
+    assert running_blocks(find_plan(model), model, called(layers)) == {}
+
+
+class Named(Multimodal):
+    def parallel_plan(self) -> ParallelPlan:
+        return ParallelPlan(blocks=("tower.*", "texts.*"))
+
+
+def test_what_somebody_named_is_not_inferred() -> None:
+    assert not find_plan(Named([])).inferred
+    assert not find_plan(Multimodal([]), ParallelPlan(blocks="tower.*")).inferred
