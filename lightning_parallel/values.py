@@ -69,7 +69,7 @@ def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
 
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
     """The structure of a value with everything changed that holds nothing else."""
-    children = children_of(value)
+    children = [] if isinstance(value, (Tensor, *ATOMS)) else children_of(value)
     return rebuilt(value, [map_leaves(change, child) for child in children]) if children else change(value)
 
 

@@ -86,9 +86,9 @@ class AbsentReads(TorchFunctionMode):
         return iter(made) if name == "__iter__" else result
 
     @contextmanager
-    def resting(self) -> Iterator[None]:
-        """Inside it is not active, unless somebody else's mode lies upon it."""
-        if _get_current_function_mode() is not self:  # type: ignore[no-untyped-call]
+    def resting(self, *given: Any) -> Iterator[None]:
+        """Inside it is not active, unless something that is given is absent, or somebody else's mode lies upon it."""
+        if _get_current_function_mode() is not self or absent_in(given):  # type: ignore[no-untyped-call]
             yield
             return
         self.__exit__(None, None, None)

@@ -22,7 +22,7 @@ from lightning_parallel.techniques.observed.kept import in_place
 from lightning_parallel.techniques.observed.positions import Call
 from lightning_parallel.techniques.observed.refusals import UNDIVIDED
 from lightning_parallel.techniques.observed.shapes import ShapesOnly, zeros_for_shapes
-from lightning_parallel.techniques.pipeline_parallel.absent import AbsentReads, absent_in, mark_absent, mark_hidden
+from lightning_parallel.techniques.pipeline_parallel.absent import AbsentReads, mark_absent, mark_hidden
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut
 from lightning_parallel.techniques.pipeline_parallel.exchange import Unsent
 from lightning_parallel.techniques.pipeline_parallel.hooks import Hooks, PassingHooks, Taken
@@ -159,10 +159,7 @@ class Stages:
                     return self._carried(now, (name, 0))
                 return self._zeros(now.shapes[number], name)
             now.in_block = True
-            with (
-                self._hooks.noting(name, now.taken),
-                nullcontext() if absent_in((args, kwargs)) else self._reads.resting(),
-            ):
+            with self._hooks.noting(name, now.taken), self._reads.resting(args, kwargs):
                 now.result = call(*args, **kwargs)
             now.in_block = False
             self._keep(now, (name, 0), now.result)
