@@ -32,9 +32,10 @@ from lightning_parallel.strategies.data.randomness import RandomState
 from lightning_parallel.strategies.data.shares import Readers
 from lightning_parallel.strategies.logged.logging import reduce_tensor
 from lightning_parallel.strategies.ranks.agreement import gather_objects
-from lightning_parallel.strategies.ranks.failures import Failure, Failures, said_of, show_in_one_line, tell_torchrun
+from lightning_parallel.strategies.ranks.failures import Failure, Failures, said_of
 from lightning_parallel.strategies.ranks.launchers import Launcher, make_launcher
 from lightning_parallel.strategies.ranks.signals import die_with_parent, end_children, is_launched_child
+from lightning_parallel.strategies.ranks.tracebacks import show_in_one_line, show_own_frames, tell_torchrun
 from lightning_parallel.techniques.technique import Technique
 
 T = TypeVar("T")
@@ -241,10 +242,11 @@ class RankStrategy(ParallelStrategy):
         told = mine if self._failures is None else self._failures.end(exception, self._begun)
         if self._is_alone and isinstance(self._launcher, Launcher):
             end_children(self._launcher.procs, first=told.rank - self.node_rank * self.num_processes - 1)
-        if told.rank == self.global_rank:
-            tell_torchrun(exception)
+        if told.rank != self.global_rank:
+            show_in_one_line(exception, f"[rank{self.global_rank}]: {_because(told, mine)}")
         else:
-            show_in_one_line(exception, _ends_because(told, mine))
+            show_own_frames(exception)
+            tell_torchrun(exception)
 
     @property
     def _is_alone(self) -> bool:
@@ -289,7 +291,9 @@ def _host_group(timeout: timedelta | None) -> dist.ProcessGroup:
     return group
 
 
-def _ends_because(told: Failure, mine: Failure) -> str:
+def _because(told: Failure, mine: Failure) -> str:
     if told.error == mine.error:
-        return f"[rank{mine.rank}]: failed as rank {told.rank} did: {told.error}"
-    return f"[rank{mine.rank}]: ended ({mine.error[:100]}) because rank {told.rank} failed first: {told.error}"
+        return f"failed as rank {told.rank} did: {told.error}"
+    is_consequence = any(backend in mine.error.lower() for backend in ("gloo", "nccl", "connection closed"))
+    also = "" if is_consequence else f" (here afterwards: {mine.error[:100]})"
+    return f"rank {told.rank} failed first: {told.error}{also}"

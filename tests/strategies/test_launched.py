@@ -120,7 +120,15 @@ def test_one_failure_is_one_message(ended):
     assert ended.output.count("Traceback (most recent call last)") == 1, ended.output
     last = [line for line in ended.output.splitlines() if line.strip()][-1]
     assert "the user's code failed here" in last, ended.output
-    assert len(ended.output.splitlines()) < 160
+    began = next(n for n, line in enumerate(ended.output.splitlines()) if "Traceback" in line)
+    said = ended.output.splitlines()[began:]
+    assert len(said) < 20, ended.output
+    for line in (
+        "trainer.fit(module",
+        "EVENTS[self.event]()",
+        "[rank0]: rank 1 failed first: RuntimeError: the user's",
+    ):
+        assert any(line in found for found in said), ended.output
 
 
 @after(

@@ -7,23 +7,17 @@ timeout. See `docs/decisions/0017-ranks-that-handle-an-exception.md`.
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from lightning_parallel.collectives.functional import notes_under
 
 PATIENCE_SECONDS = 3.0
-TOGETHER, LINE = (
-    "_lightning_parallel_together",
-    "_lightning_parallel_line",
-)  # noted on exceptions: to keep one keeps memory
+TOGETHER = "_lightning_parallel_together"  # noted on exceptions: to keep one keeps memory
 
 Begun = Mapping[str, int]
 
@@ -129,24 +123,3 @@ def said_of(exception: BaseException) -> str:
     """An exception in one line."""
     first = next(iter(str(exception).splitlines()), "")
     return f"{type(exception).__name__}: {first[:200]}"
-
-
-def show_in_one_line(exception: BaseException, line: str) -> None:
-    """Should nobody catch the exception, Python shows this line instead of its traceback."""
-    shown = sys.excepthook
-
-    def show(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        if LINE in vars(value):
-            print(vars(value)[LINE], file=sys.stderr, flush=True)
-        else:
-            shown(kind, value, trace)
-
-    if LINE not in vars(exception):
-        vars(exception)[LINE] = line
-        sys.excepthook = show
-
-
-def tell_torchrun(exception: BaseException) -> None:
-    """Leaves the traceback where torchrun looks for the one that it shows at the end."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ and isinstance(exception, Exception):
-        get_error_handler().record_exception(exception)
