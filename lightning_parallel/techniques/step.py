@@ -10,6 +10,8 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor, nn
 from typing_extensions import Self
 
+from lightning_parallel.techniques.tools import microbatches
+
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -46,6 +48,19 @@ class Run(Generic[T_co]):
             targets: over how many of them all these are means; None where they are means over samples.
         """
 
+    def merged(
+        self, outputs: Sequence[Any], sizes: Sequence[int], shares: Sequence[float], means: Sequence[Sequence[Tensor]]
+    ) -> Any:
+        """What the step would return for the whole batch.
+
+        Args:
+            outputs: what it returned, in the order of the calls.
+            sizes: how many samples each call had.
+            shares: see `notes`.
+            means: see `notes`.
+        """
+        return microbatches.merge(outputs, sizes)
+
     def replay(self, notes: Any) -> None:
         """Does on this rank once what was noted, perhaps on another one."""
 
@@ -78,6 +93,12 @@ class WrappedRun(Run[T_co]):
     ) -> Any:
         """See `Run.notes`."""
         return self.inner.notes(shares, means, targets)
+
+    def merged(
+        self, outputs: Sequence[Any], sizes: Sequence[int], shares: Sequence[float], means: Sequence[Sequence[Tensor]]
+    ) -> Any:
+        """See `Run.merged`."""
+        return self.inner.merged(outputs, sizes, shares, means)
 
     def replay(self, notes: Any) -> None:
         """See `Run.replay`."""

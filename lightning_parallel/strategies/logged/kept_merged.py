@@ -49,7 +49,7 @@ class _Leaf:
         return self.part.size
 
     def tensor(self) -> Tensor:
-        value: Tensor = torch.as_tensor(self.value)
+        value: Tensor = self.value if isinstance(self.value, Tensor) else torch.as_tensor(self.value)
         return value.detach()
 
     def weight(self) -> float | None:
@@ -85,6 +85,13 @@ class Merging:
             value = first.value if len(self._parts) == 1 else self._merged(first, parts)
             found[self._path] = Change(map_leaves(_sent, value), grew=first.grew)
         return found
+
+    def value(self, path: Path) -> Any:
+        """What all parts have at a path, as one value for the whole batch."""
+        self._path = path
+        if len(self._parts) == 1:
+            return self._parts[0].changes[path].value
+        return self._value([part.leaves(path) for part in self._parts])
 
     def _merged(self, first: Change, parts: Sequence[Part]) -> Any:
         changes = [part.changes[self._path] for part in parts]
@@ -145,8 +152,8 @@ class Merging:
         numeric = isinstance(first, (Tensor, np.ndarray, np.generic, int, float, complex)) and not isinstance(
             first, bool
         )
-        if not numeric:
-            if any(leaf.value != first for leaf in leaves):
+        if not numeric or len({type(leaf.value) for leaf in leaves}) > 1:
+            if not all(_same(leaf.value, first) for leaf in leaves):
                 self._guess()
             return first
         if type(first) is int and kind is Kind.SUM and len({leaf.value for leaf in leaves}) == 1:
@@ -216,6 +223,14 @@ COMBINED: dict[Kind | None, Callable[[Tensor], Tensor]] = {
     Kind.MAX: lambda stacked: stacked.amax(0),
     Kind.MIN: lambda stacked: stacked.amin(0),
 }
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values are alike, as far as they know it."""
+    try:
+        return bool(one is other or (type(one) is type(other) and one == other))
+    except (ValueError, TypeError, RuntimeError):  # as tables of numbers, which compare entry by entry
+        return False
 
 
 def _common(leaves: Sequence[_Leaf]) -> Kind | None:

@@ -31,6 +31,11 @@ from lightning_parallel.techniques.tools.means import WatchedRun, is_among
 from lightning_parallel.values import batch_size, map_leaves
 
 T = TypeVar("T")
+RETURNED: Path = ("what the step returns",)
+GUESSED = (
+    "is put together from the parts of a batch as if its counts were sums and other values means over samples; whether "
+    "that is so could not be seen"
+)
 _Kinds = dict[Path, tuple[Kind | None, ...]]
 HOST = torch.device("cpu")
 
@@ -105,6 +110,7 @@ class PartsRun(Run[T]):
         self._watch = log.kinds.watch(self._hook)
         if self._watch is not None:
             self._watch.take_as_same((*self._before.tensors(), *module.buffers()))
+        self._returned: list[tuple[Kind | None, ...]] = []
         self._given: list[list[WeightedUpdates]] = []
         self._sizes: list[int] = []
         self._names = {id(part): name for name, part in module.named_modules() if isinstance(part, Metric)}
@@ -137,6 +143,7 @@ class PartsRun(Run[T]):
                 names_of(stay), "cannot be sent: what a step keeps in it stays on the rank of the last stage"
             )
             self._noted.append(noted)
+            self._returned.append(self._kinds_of(RETURNED, Change(output)))
             self._kept.append((changes, {path: self._kinds_of(path, change) for path, change in changes.items()}))
             self._given.append(given)
             self._sizes.append(size)
@@ -212,12 +219,21 @@ class PartsRun(Run[T]):
         ]
         merging = Merging(parts, self._log.kinds.adding)
         merged = merging.merged()
-        self._log.tell(
-            names_of(merging.guessed),
-            "is put together from the parts of a batch as if its counts were sums and other values means over samples; "
-            "whether that is so could not be seen",
-        )
+        self._log.tell(names_of(merging.guessed), GUESSED)
         return merged
+
+    def merged(
+        self, outputs: Sequence[Any], sizes: Sequence[int], shares: Sequence[float], means: Sequence[Sequence[Tensor]]
+    ) -> Any:
+        """See `Run.merged`."""
+        parts = [
+            Part(size, share, averaged, {RETURNED: Change(output)}, {RETURNED: kinds})
+            for output, size, share, averaged, kinds in zip(outputs, sizes, shares, means, self._returned, strict=True)
+        ]
+        merging = Merging(parts, set())
+        value = merging.value(RETURNED)
+        self._log.tell([f"what {self._hook} returns" for _ in merging.guessed], GUESSED)
+        return value
 
     def _count_by(self, shares: Sequence[float], means: Sequence[Sequence[Tensor]]) -> None:
         for size, share, averaged, given in zip(self._sizes, shares, means, self._given, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -128,7 +128,11 @@ class PipelineStep(WrappedStep):
             _require_all_or_none(outputs, work.backward)
             shares, correction = work.shares.final()
             means = {number: work.means_of(number) for number in work.outputs}
-            merged = map_tensors(Tensor.cpu, _merged(outputs, sizes, shares, means))
+            averaged = [means[number] for number in range(len(sizes))]
+            merged = run.merged(outputs, sizes, shares, averaged)
+            if work.backward:
+                merged = _with_loss_of_parts(merged, outputs, sizes, shares, averaged)
+            merged = map_tensors(Tensor.cpu, merged)
             notes = run.notes([shares[number] for number in means], list(means.values()), work.shares.targets)
             return merged, notes, correction
 
@@ -194,17 +198,19 @@ def _loss_of(output: Any) -> Tensor | None:
     return loss if isinstance(loss, Tensor) else None
 
 
-def _merged(
-    outputs: Sequence[Any], sizes: Sequence[int], shares: Sequence[float], means: Mapping[int, Sequence[Tensor]]
+def _with_loss_of_parts(
+    output: Any,
+    outputs: Sequence[Any],
+    sizes: Sequence[int],
+    shares: Sequence[float],
+    means: Sequence[Sequence[Tensor]],
 ) -> Any:
-    """The output for the batch; a loss in it counts by shares."""
-    output, losses = (
-        microbatches.merge(outputs, sizes),
-        [loss for each in outputs if (loss := _loss_of(each)) is not None],
-    )
-    if len(losses) < len(outputs) or not all(is_among(loss, means[number]) for number, loss in enumerate(losses)):
+    """The output with the loss whose gradient the parts have: it counts by shares, or by samples."""
+    losses = [loss for each in outputs if (loss := _loss_of(each)) is not None]
+    if len(losses) < len(outputs):
         return output
-    return _with_loss(output, microbatches.weighted_mean(losses, shares))
+    by_shares = all(is_among(loss, averaged) for loss, averaged in zip(losses, means, strict=True))
+    return _with_loss(output, microbatches.weighted_mean(losses, shares if by_shares else sizes))
 
 
 def _with_loss(output: Any, loss: Tensor) -> Any:

@@ -1,0 +1,100 @@
+"""What a step returns for a batch, a pipeline puts together from what it returns for the parts of it."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from tests.models import Plain, loaders, points
+from tests.ranks import run_on_ranks
+from tests.strategies.one_and_two import PIPELINE, MakeStrategy, made, on_one_and_two, require_like
+from tests.strategies.test_pipeline_run import Sees
+from tests.trainers import trainer
+
+
+class Table:
+    """Compares entry by entry, as tables of other libraries do."""
+
+    def __eq__(self, other: object) -> Any:
+        return np.array([True, False])
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Returning(Plain):
+    """Returns counts, texts, nothing, extremes and statistics, beside samples."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        output = super().training_step(batch, batch_idx)
+        return {**output, **self.about(batch, output["logits"])}
+
+    def predict_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        return self.about(batch, self(batch[0])[0])
+
+    def about(self, batch: tuple[Tensor, Tensor, Tensor], logits: Tensor) -> dict[str, Any]:
+        hit = logits.argmax(-1) == batch[1]
+        return {
+            "samples": len(logits),
+            "hits": int(hit.sum()),
+            "hit": hit.sum(),
+            "correct": hit.tolist(),
+            "highest": logits.max(),
+            "lowest": float(logits.min()),
+            "mean": logits.mean(0),
+            "accuracy": hit.float().mean().item(),
+            "classes": logits.shape[1],
+            "text": "of the step",
+            "nothing": None,
+            "pair": (logits, [hit.sum(), logits.amax(0)]),
+        }
+
+
+def returned(strategy: MakeStrategy | None) -> Any:
+    torch.manual_seed(0)
+    seen: list[Any] = []
+
+    class Outputs(Sees):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: dict[str, Any], *_: Any) -> None:
+            seen.append({name: value for name, value in outputs.items() if value is not None})
+
+    run = trainer(made(strategy), max_epochs=1, callbacks=[Outputs()])
+    module = Returning()
+    run.fit(module, *loaders("plain", 24, samples=48, val_samples=24))
+    predicted: Any = run.predict(module, DataLoader(points(48, seed=2), 24))
+    assert all(output.pop("nothing") is None and output.pop("text") == "of the step" for output in predicted)
+    assert all(output.pop("text") == "of the step" for output in seen)
+    return seen, predicted
+
+
+def test_what_a_step_returns_is_that_of_the_whole_batch() -> None:
+    expected, found = on_one_and_two(returned)
+    for rank in found:
+        require_like(expected, rank)
+
+
+class Unclear(Plain):
+    def predict_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        first = float(self(batch[0])[0][0, 0])
+        return {"text": f"begins with {first}", "table": Table(), "sometimes": None if first > 0 else first}
+
+
+def unclear() -> list[str]:
+    said: list[str] = []
+    import logging
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    logging.getLogger("lightning_parallel").addHandler(Keep())
+    torch.manual_seed(0)
+    run = trainer(PIPELINE(), max_epochs=1)
+    outputs: Any = run.predict(Unclear(), DataLoader(points(16, seed=1), 16))
+    assert outputs[0]["text"].startswith("begins with")
+    return [line for line in said if "what predict_step returns is put together" in line]
+
+
+def test_what_cannot_be_put_together_is_told() -> None:
+    assert [len(lines) for lines in run_on_ranks(2, unclear)] == [0, 1]
