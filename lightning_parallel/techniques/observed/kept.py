@@ -1,4 +1,4 @@
-"""The tensors of a model stay what they are while a step is observed."""
+"""The tensors of a model stay what they are while a step is observed, and nothing is compiled."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from torch import nn
 def tensors_kept(model: nn.Module) -> Iterator[dict[str, torch.dtype]]:
     """Afterwards buffers hold what they held, as a step may count in them, and the model's tensors are the same ones.
 
+    Compiled functions run as they are written meanwhile: `torch.compile` follows no modes.
+
     Returns:
         By the FQN of parameters that the step cast, their new dtype; known afterwards.
     """
@@ -22,7 +24,7 @@ def tensors_kept(model: nn.Module) -> Iterator[dict[str, torch.dtype]]:
     before = {name: parameter.dtype for name, parameter in model.named_parameters(remove_duplicate=False)}
     cast: dict[str, torch.dtype] = {}
     try:
-        with in_place(model):
+        with in_place(model), torch.compiler.set_stance("force_eager"):
             try:
                 yield cast
             finally:

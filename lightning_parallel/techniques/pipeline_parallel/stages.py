@@ -120,7 +120,11 @@ class Stages:
         given = received if stage else HandedOn()
         self._now = _Now(stage, given.result, given.carried, given.shapes, given.taken, means=means)
         try:
-            with self._passing.taken_back(StageEndedError), self._reads if watched else nullcontext():
+            with (
+                self._passing.taken_back(StageEndedError),
+                torch.compiler.set_stance("force_eager"),  # means and what is absent are not seen in compiled code
+                self._reads if watched else nullcontext(),
+            ):
                 output = step()
         except StageEndedError:
             carried = {c: value for c, value in self._now.carried.items() if self.cut.carried[c].last > stage}
@@ -159,7 +163,11 @@ class Stages:
                     return self._carried(now, (name, 0))
                 return self._zeros(now.shapes[number], name)
             now.in_block = True
-            with self._hooks.noting(name, now.taken), self._reads.resting(args, kwargs):
+            with (
+                self._hooks.noting(name, now.taken),
+                self._reads.resting(args, kwargs),
+                torch.compiler.set_stance("default"),
+            ):
                 now.result = call(*args, **kwargs)
             now.in_block = False
             self._keep(now, (name, 0), now.result)
