@@ -1,0 +1,131 @@
+"""Stages that are frozen, have no parameters or recompute train as on one device."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_parallel import (
+    ActivationCheckpoint,
+    HybridStrategy,
+    ParallelPlan,
+    PipelineParallel,
+    PipelineParallelStrategy,
+    Zero,
+)
+from tests.models import Plain, points
+from tests.ranks import run_on_ranks
+from tests.strategies.one_and_two import MakeStrategy, made, require_like
+from tests.trainers import trainer
+
+
+class Frozen(Plain):
+    """The blocks of the first stage, and the stem, do not learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for part in (self.stem, *self.blocks[:2]):
+            part.requires_grad_(False)
+        self.shift.requires_grad_(False)
+
+
+class FrozenEnd(Plain):
+    """The blocks of the last stage do not learn, nor do the heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for part in (*self.blocks[2:], *self.heads):
+            part.requires_grad_(False)
+        self.temperature.requires_grad_(False)
+
+
+class Without(nn.Module):
+    """A block without parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(x) * 0.1
+
+
+class Parameterless(Plain):
+    """The second of three stages has nothing to learn, and neither has what follows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[2], self.blocks[3] = Without(), Without()
+
+    def parallel_plan(self) -> ParallelPlan:
+        return ParallelPlan(blocks=("blocks.*",))
+
+
+class NothingAtTheEnd(Parameterless):
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        x = self.stem(batch[0])
+        for block in self.blocks:
+            x = block(x)
+        loss = (x.mean(-1) - batch[2]).square().mean()
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> None:
+        x = self.stem(batch[0])
+        for block in self.blocks:
+            x = block(x)
+        self.log("val_loss", x.abs().mean())
+
+
+MODELS: dict[str, Callable[[], Plain]] = {
+    "frozen": Frozen,
+    "frozen end": FrozenEnd,
+    "parameterless": Parameterless,
+    "nothing at the end": NothingAtTheEnd,
+    "recomputed": Plain,
+}
+PIPELINES: dict[str, Callable[[], Any]] = {
+    "1f1b": partial(PipelineParallelStrategy, 2, microbatches=2),
+    "zbv": partial(PipelineParallelStrategy, 2, schedule="zbv", microbatches=4),
+    "recomputed": lambda: HybridStrategy(PipelineParallel(2, microbatches=2), ActivationCheckpoint()),
+    "zero 3": lambda: HybridStrategy(PipelineParallel(2, microbatches=2), Zero(2)),
+}
+
+
+def trained(strategy: MakeStrategy | None, model: str, batch_size: int, **run: Any) -> Any:
+    torch.manual_seed(0)
+    losses: list[float] = []
+    module = MODELS[model]()
+
+    def note(*_: Any) -> None:
+        losses.append(float(module.trainer.callback_metrics["train_loss"]))
+
+    module.on_train_batch_end = note  # type: ignore[method-assign]
+    fitting = trainer(made(strategy), max_epochs=1, gradient_clip_val=0.5, **run)
+    fitting.fit(module, DataLoader(points(32, seed=1), batch_size), DataLoader(points(16, seed=2), batch_size))
+    metrics = {name: float(value) for name, value in fitting.callback_metrics.items()}
+    return losses, metrics, {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def compared(model: str, layout: str, n: int = 2, data_ranks: int = 1, **run: Any) -> None:
+    expected = run_on_ranks(1, trained, None, model, 8, **run)[0]
+    for found in run_on_ranks(n, trained, PIPELINES[layout], model, 8 // data_ranks, **run):
+        require_like(expected, found)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_pipeline_trains_them_as_one_device_does(model: str) -> None:
+    compared(model, "recomputed" if model == "recomputed" else "1f1b")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("layout", ["zbv", "recomputed"])
+def test_so_do_other_pipelines(model: str, layout: str) -> None:
+    compared(model, layout)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("model", MODELS)
+def test_so_does_one_whose_parameters_are_sharded(model: str) -> None:
+    compared(model, "zero 3", n=4, data_ranks=2)
