@@ -52,7 +52,7 @@ class KnownTensors:
         from here on the two have different ways to other stages.
         """
         if any(map(self._is_another, tensors_of(output))):
-            output = map_tensors(lambda tensor: _alias(tensor) if self._is_another(tensor) else tensor, output)
+            output = map_tensors(lambda tensor: alias_of(tensor) if self._is_another(tensor) else tensor, output)
         for number, tensor in enumerate(tensors_of(output)):
             if mark_of(tensor) is None and id(tensor) not in self._parameters:
                 self._made[tensor] = mark(number)
@@ -65,7 +65,8 @@ class KnownTensors:
         return made is None or bool(made.sources)
 
 
-def _alias(tensor: Tensor) -> Tensor:
+def alias_of(tensor: Tensor) -> Tensor:
+    """Another object in the same memory."""
     with _disable_current_modes(), torch.no_grad():
         alias = tensor.detach()
     vars(alias).update(vars(tensor))

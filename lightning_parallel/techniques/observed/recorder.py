@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.flop_counter import flop_registry
 
+from lightning_parallel.techniques.observed.given import GivenTensors
 from lightning_parallel.techniques.observed.hooked import WatchedHooks, owner_of_part
 from lightning_parallel.techniques.observed.kept import tensors_kept
 from lightning_parallel.techniques.observed.known import KnownTensors
@@ -70,6 +71,7 @@ class _Recorder(Watch):
         self._module_names = {id(module): name for name, module in model.named_modules()}
         self._kept_alive = list(model.modules())  # a block may replace modules, and new ones take the ids of freed ones
         self._known = KnownTensors(self._names)
+        self._arguments = GivenTensors(self._names, self._known)
         self._end, self._position = 2 * len(blocks), 0
         self._given: set[int] = set()  # ids of the tensors that the block which runs was given
         self._order: list[str] = []
@@ -153,7 +155,9 @@ class _Recorder(Watch):
             self._given = set(map(id, tensors_of((args, kwargs))))
             self._repeatable[name] = Repeatable(call, args, kwargs)
             self._hooks.enter(name)
+            args, kwargs = self._arguments.enter(args, kwargs, self._position)
             output = call(*args, **kwargs)
+            self._arguments.leave()
             self._hooks.leave()
             output = self._note_returned(output, Made(self._position, returned=True), (name, 0))
             self._position += 1
@@ -196,6 +200,7 @@ class _Recorder(Watch):
             self._read_at(tensor, self._position)
 
     def _read_at(self, tensor: Tensor, position: int) -> None:
+        tensor = self._arguments.original(tensor, position)
         made = self._known.made(tensor)
         for name in self._names.get(id(tensor), ()):
             self._uses.setdefault(name, set()).add(position)
@@ -292,7 +297,7 @@ class _Recorder(Watch):
         """Whether all that depends on a tensor so far lies where the step is now."""
         if id(tensor) in self._names:
             return all(self._uses.get(name, set()) <= {self._position} for name in self._names[id(tensor)])
-        made = mark_of(tensor)
+        made = mark_of(self._arguments.original(tensor, self._position))
         if made is not None:
             return bool(made.is_at_hand(self._position))
         return self._required.get(id(tensor), (0, tensor))[0] == self._position
