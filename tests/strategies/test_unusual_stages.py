@@ -129,3 +129,14 @@ def test_so_do_other_pipelines(model: str, layout: str) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_so_does_one_whose_parameters_are_sharded(model: str) -> None:
     compared(model, "zero 3", n=4, data_ranks=2)
+
+
+@pytest.mark.exhaustive
+def test_so_does_one_whose_shards_compute_in_half_precision() -> None:
+    expected = run_on_ranks(1, trained, None, "recomputed", 8, precision="bf16-mixed")[0]
+    found = run_on_ranks(4, trained, PIPELINES["zero 3"], "recomputed", 4, precision="bf16-mixed")
+    for losses, metrics, weights in found:
+        assert (losses, metrics) == (found[0][0], found[0][1])
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected[0]), rtol=1e-2, atol=1e-2)
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, expected[2][name], rtol=2e-2, atol=3e-2)
