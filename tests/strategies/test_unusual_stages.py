@@ -17,7 +17,7 @@ from lightning_parallel import (
     PipelineParallelStrategy,
     Zero,
 )
-from tests.models import Plain, points
+from tests.models import Plain, loaders, points
 from tests.ranks import run_on_ranks
 from tests.strategies.one_and_two import MakeStrategy, made, require_like
 from tests.trainers import trainer
@@ -75,6 +75,13 @@ class NothingAtTheEnd(Parameterless):
         for block in self.blocks:
             x = block(x)
         self.log("val_loss", x.abs().mean())
+
+
+class Skipping(Plain):
+    """Skips a batch before its blocks."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Any:
+        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
 
 
 MODELS: dict[str, Callable[[], Plain]] = {
@@ -140,3 +147,12 @@ def test_so_does_one_whose_shards_compute_in_half_precision() -> None:
         torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected[0]), rtol=1e-2, atol=1e-2)
         for name, weight in weights.items():
             torch.testing.assert_close(weight, expected[2][name], rtol=2e-2, atol=3e-2)
+
+
+def skipped() -> None:
+    trainer(PIPELINES["1f1b"](), max_epochs=1).fit(Skipping(), *loaders("plain", 8, samples=16, val_samples=8))
+
+
+def test_a_step_that_ends_before_its_blocks_says_how_to_skip_a_batch() -> None:
+    with pytest.raises(AssertionError, match="to skip a batch, run them and return the loss times zero"):
+        run_on_ranks(2, skipped, timeout=8.0)

@@ -138,7 +138,7 @@ class Stages:
             missing = self.cut.seen.blocks[position // 2]
             raise RuntimeError(
                 f"the step ended before block {missing} was called, though it was in the sample that was looked at; a "
-                "pipeline needs steps that run all blocks"
+                "pipeline needs steps that run all blocks; to skip a batch, run them and return the loss times zero"
             )
         return output
 
