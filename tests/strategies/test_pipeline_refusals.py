@@ -172,6 +172,17 @@ class CallsInSecret(Handwritten):
         self.calls[0]()
 
 
+class AsksAModule(Handwritten):
+    """Asks a module that is never called for the place of its parameters."""
+
+    def make(self) -> None:
+        super().make()
+        self.unused = nn.Linear(7, 7)
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss([each.to(next(self.unused.parameters()).device) for each in batch])
+
+
 def run(make: Any, strategy: Any, **options: Any) -> None:
     data = DataLoader(points(32, seed=1), 8)
     trainer(strategy(), **({"max_epochs": 1} | options)).fit(make(), data, data)
@@ -242,6 +253,11 @@ def test_calls_between_steps() -> None:
 def test_during_a_step() -> None:
     with pytest.raises(RanksFailed, match=r"block blocks\.3 was called where blocks\.0 was in the sample"):
         run_on_ranks(2, run, Sometimes, PP2)
+
+
+def test_no_rank_takes_a_missing_parameter_for_the_end_of_the_data() -> None:
+    with pytest.raises(RanksFailed, match=r"raised StopIteration on stage 0: .* ask a tensor that the step has"):
+        run_on_ranks(2, run, AsksAModule, PP2)
 
 
 @pytest.mark.parametrize(
