@@ -132,9 +132,9 @@ class Stages:
             return HandedOn(self._now.result, carried, self._now.shapes, taken)
         except StopIteration as error:  # Lightning would take it for the end of the data, on this rank alone
             raise RuntimeError(
-                f"the step raised StopIteration on stage {stage}: code that asks a module for the first of its parameters, "
-                "as `module.device` of transformers does, finds none where another stage has them all; ask a tensor that "
-                f"the step has, or {UNDIVIDED}"
+                f"the step raised StopIteration on stage {stage}: code that asks a module for the first of its "
+                "parameters, as `module.device` of transformers does, finds none where another stage has them all; ask "
+                f"a tensor that the step has, or {UNDIVIDED}"
             ) from error
         finally:
             if means is not None:
