@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 import lightning_parallel
 from lightning_parallel import DataParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy, ZeroStrategy
+from lightning_parallel.techniques.tools.elsewhere import unshown
 from tests.compatibility.architectures import Architecture
 from tests.curves import Curve, curve
 from tests.rank_process import leave_group
@@ -98,8 +99,13 @@ class Watch(Callback):
         self.total, self.kept, self.steps = total, total, 0
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
+        """Looks at what the optimizer was given, but for what this hook is shown of other stages."""
         self.steps += 1
-        self.kept = sum(local(parameter).numel() for parameter in module.parameters())
+        absent = set(module.parameters())
+        with unshown(module):
+            absent -= set(module.parameters())
+        given = [parameter for group in trainer.optimizers[0].param_groups for parameter in group["params"]]
+        self.kept = sum(local(parameter).numel() for parameter in given if parameter not in absent)
 
 
 def local(parameter: Tensor) -> Tensor:
@@ -120,7 +126,7 @@ def train(architecture: Architecture, technique: str | None, padded: bool, accum
 
 def _train(architecture: Architecture, technique: Technique | None, padded: bool, accumulate: int) -> Trained:
     model = Model(architecture)
-    watch = Watch(sum(parameter.numel() for parameter in model.parameters()))
+    watch = Watch(sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad))
     size = BATCH // accumulate // (technique.readers if technique else 1)
     data = DataLoader(architecture.data(model.config, padded), size)
 
