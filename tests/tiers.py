@@ -14,16 +14,33 @@ import pytest
 Cell = tuple[int, ...]  # for each factor, the number of its value
 
 
-def covering(**factors: Iterable[Any]) -> pytest.MarkDecorator:
-    """Marks the cells that a covering choice can do without; in ids, values look as `parametrize` shows them."""
+def covering(keep: int | None = None, **factors: Iterable[Any]) -> pytest.MarkDecorator:
+    """Marks the cells that a covering choice can do without; in ids, values look as `parametrize` shows them.
+
+    Args:
+        keep: where a cell takes long, only so many of the covering choice run by default.
+        factors: the values of each.
+    """
     values = [list(choices) for choices in factors.values()]
     sizes = [len(choices) for choices in values]
-    default = set(cover(sizes, min(2, len(sizes) - 1)))
+    default = set(cover(sizes, min(2, len(sizes) - 1))[:keep])
     rows = []
     for cell in itertools.product(*map(range, sizes)):
         marks = () if cell in default else (pytest.mark.exhaustive,)
         rows.append(pytest.param(*(choices[k] for choices, k in zip(values, cell, strict=True)), marks=marks))
     return pytest.mark.parametrize(tuple(factors), rows)
+
+
+def sampled(keep: int, names: Any, values: Iterable[Any], ids: Sequence[str] | None = None) -> pytest.MarkDecorator:
+    """Stands for `parametrize`: so many of the values run by default, spread evenly over them."""
+    given = list(values)
+    places = {round(k * (len(given) - 1) / max(keep - 1, 1)) for k in range(min(keep, len(given)))}
+    rows = []
+    for number, value in enumerate(given):
+        row = value if isinstance(value, tuple) and not isinstance(names, str) else (value,)
+        marks = () if number in places else (pytest.mark.exhaustive,)
+        rows.append(pytest.param(*row, marks=marks, id=ids[number] if ids else None))
+    return pytest.mark.parametrize(names, rows)
 
 
 def cover(sizes: Sequence[int], strength: int) -> list[Cell]:

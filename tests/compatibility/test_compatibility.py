@@ -22,7 +22,7 @@ FEW = {
 }
 
 
-@covering(architecture=FEW, technique=("dp2", "zero3", "pp2"))
+@covering(keep=3, architecture=FEW, technique=("dp2", "zero3", "pp2"))
 def test_an_architecture_trains_as_in_one_process(architecture, technique):
     known = architectures()[architecture]
     assert known.family == FEW[architecture]

@@ -13,6 +13,7 @@ from hydra.utils import instantiate
 from recipes import resolvers
 from recipes.report import read_curve
 from tests.ranks import ranks
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 SCRIPT = Path(__file__).parents[2] / "recipes" / "train.py"
@@ -118,7 +119,8 @@ def fit(out, texts, steps, *overrides, **resume):
     return {name: weight.clone() for name, weight in module.state_dict().items()}
 
 
-@pytest.mark.parametrize(
+@sampled(
+    2,
     ("strategy", "validate_every"),  # resumed at the step after a validation, or at the one at which it happens
     [("zero", 2), ("zero", 3), ("pipeline_parallel", 3)],
 )

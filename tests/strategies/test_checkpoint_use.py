@@ -219,7 +219,7 @@ class Failing(Callback):
             raise ValueError("a user's mistake")
 
 
-@covering(layout=LAYOUTS, kind=("OnExceptionCheckpoint", "ModelCheckpoint"))
+@covering(keep=1, layout=LAYOUTS, kind=("OnExceptionCheckpoint", "ModelCheckpoint"))
 def test_saving_while_one_rank_fails_waits_for_nobody(layout: str, kind: str, tmp_path: Path) -> None:
     (tmp_path / "before").touch()
     if kind == "OnExceptionCheckpoint":

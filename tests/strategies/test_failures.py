@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel import DataParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy, ZeroStrategy
 from tests.ranks import run_on_ranks
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 LAYOUTS: dict[str, Callable[[], Any]] = {
@@ -107,7 +108,7 @@ def resumed_from(make: Callable[[], Any], path: Path) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
-@pytest.mark.parametrize("layout", ["data_parallel", "zero_3", "pipeline"])
+@sampled(1, "layout", ["data_parallel", "zero_3", "pipeline"])
 def test_what_one_rank_saves_while_it_handles_an_exception_is_an_error_there(layout: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError) as failure:
         run_on_ranks(

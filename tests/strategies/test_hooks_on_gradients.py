@@ -21,6 +21,7 @@ from tests.curves import Curve, Recorder, compare
 from tests.models import Plain, loaders
 from tests.ranks import run_on_ranks
 from tests.strategies.one_and_two import made, require_like
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 PIPELINE = partial(PipelineParallelStrategy, 2, microbatches=2)
@@ -87,7 +88,7 @@ def looking(strategy: Any, batch_size: int) -> Any:
     return fitted(model, strategy, batch_size, max_epochs=2), model.largest
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@sampled(3, "layout", LAYOUTS)
 def test_gradients_look_whole_to_hooks(layout: str) -> None:
     check(looking, layout)
 
@@ -114,7 +115,7 @@ def unfreezing(strategy: Any, batch_size: int) -> Any:
     return (fitted(small(Tunable), strategy, batch_size, [Unfreezing()], max_epochs=3),)
 
 
-@pytest.mark.parametrize("layout", ["tensor parallel", "pipeline", "zero 2 beside"])
+@sampled(2, "layout", ["tensor parallel", "pipeline", "zero 2 beside"])
 def test_parameters_are_added_to_the_optimizer_on_all_ranks(layout: str) -> None:
     check(unfreezing, layout)
 

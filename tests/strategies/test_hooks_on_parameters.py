@@ -4,7 +4,6 @@ import copy
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LearningRateMonitor
@@ -14,6 +13,7 @@ from lightning_parallel.strategies.model.whole_parameters import _looks
 from tests.models import Plain, loaders
 from tests.ranks import run_on_ranks
 from tests.strategies.one_and_two import made, require_like
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 LAYOUTS: dict[str, Any] = {
@@ -70,7 +70,7 @@ def looked(strategy: Any, batch_size: int) -> Any:
     return module.seen, float(run.callback_metrics["norm"]), state, averaging.copy
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@sampled(2, "layout", LAYOUTS)
 def test_hooks_find_and_change_the_parameters_of_one_device(layout: str) -> None:
     n, data_ranks, strategy = LAYOUTS[layout]
     expected = run_on_ranks(1, looked, None, 8)[0]

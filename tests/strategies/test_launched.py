@@ -19,6 +19,7 @@ pytestmark = pytest.mark.launched
 
 
 AT_ONCE = 3
+ENDED_WITHIN = 15.0  # seconds on two busy cores; three runs start at once
 
 
 class Launch(NamedTuple):
@@ -110,7 +111,7 @@ def test_so_it_is_under_zero(ended):
 def require_the_cause_on_screen(ended: Ended) -> None:
     assert ended.code != 0
     assert "the user's code failed here" in ended.output
-    assert ended.seconds_after_event < 10
+    assert ended.seconds_after_event < ENDED_WITHIN
     require_nobody_left(ended.folder)
     assert list(ended.folder.glob("*.ckpt")) == []  # half a checkpoint is none
 
@@ -136,13 +137,13 @@ def test_one_failure_is_one_message(ended):
 )  # rank 1 ends as one that raises does; rank 0 launched the others
 def test_a_killed_rank_takes_the_others_down(ended):
     assert ended.code != 0
-    assert ended.seconds_after_event < 10
+    assert ended.seconds_after_event < ENDED_WITHIN
     require_nobody_left(ended.folder)
 
 
 @after(Launch(event="terminate", rank=1))  # `test_signals.py` has both
 def test_sigterm_to_one_rank_stops_all_after_the_same_step_with_a_checkpoint(ended):
     assert ended.code == 143, ended.output
-    assert ended.seconds_after_event < 10
+    assert ended.seconds_after_event < ENDED_WITHIN
     assert len(list(ended.folder.glob("*.ckpt"))) == 1
     require_nobody_left(ended.folder)

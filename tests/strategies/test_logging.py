@@ -24,6 +24,7 @@ from tests.models import Plain, loaders
 from tests.ranks import RanksFailed, run_on_ranks
 from tests.strategies.one_and_two import made
 from tests.strategies.runs import loader, on_device, on_ranks
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(No (positive|negative) samples|before the ..update)")
@@ -158,7 +159,8 @@ def plain(metrics: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if not name.startswith("mine")}
 
 
-@pytest.mark.parametrize(
+@sampled(
+    2,
     ("strategy", "n", "size", "val_sizes"),
     [
         (DataParallelStrategy, 2, 11, (5,)),

@@ -13,6 +13,7 @@ from lightning_parallel import Compile, DataParallel, HybridStrategy, PipelinePa
 from tests.models import Plain, loaders
 from tests.ranks import run_on_ranks
 from tests.strategies.one_and_two import MakeStrategy, made, require_like
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 pytestmark = [  # Dynamo's own
@@ -64,7 +65,7 @@ LAYOUTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@sampled(2, "layout", LAYOUTS)
 def test_values_of_compiled_steps_are_those_of_one_device(layout: str) -> None:
     data_ranks, strategy, compiled = LAYOUTS[layout]
     expected = run_on_ranks(1, logged, None, 8, compiled)[0]

@@ -6,11 +6,9 @@ final weights.
 
 from functools import partial
 
-import pytest
-
 from lightning_parallel import ActivationCheckpoint, DataParallelStrategy, HybridStrategy, Zero, ZeroStrategy
 from tests.curves import check_parity
-from tests.tiers import covering
+from tests.tiers import covering, sampled
 
 COLUMNS = ("gpt", "llama", "gpt2", "plain")
 LAYOUTS = {
@@ -32,13 +30,13 @@ STEPS = {
 }
 
 
-@covering(layout=LAYOUTS, column=COLUMNS)
+@covering(keep=5, layout=LAYOUTS, column=COLUMNS)
 def test_a_layout_trains_as_one_process_does(layout, column):
     ranks, strategy = LAYOUTS[layout]
     check_parity(column, ranks, strategy, data_ranks=ranks, model=TWO_BLOCKS[column], **STEPS)
 
 
-@covering(layout=("zero3", "dp2", "zero1", "zero2"), column=COLUMNS)
+@covering(keep=1, layout=("zero3", "dp2", "zero1", "zero2"), column=COLUMNS)
 def test_in_double_precision_only_rounding_differs(layout, column):
     ranks, strategy = LAYOUTS[layout]
     # Hugging Face's own loss turns logits into single precision, whatever the model computes in.
@@ -46,7 +44,7 @@ def test_in_double_precision_only_rounding_differs(layout, column):
     check_parity(column, ranks, strategy, data_ranks=ranks, rtol=rtol, precision="64-true", max_epochs=1)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@sampled(1, "stage", [1, 2])
 def test_replicas_of_shards_in_the_lower_stages(stage):
     check_parity("llama", 4, partial(ZeroStrategy, 2, replicate=2, stage=stage), data_ranks=4, **STEPS)
 

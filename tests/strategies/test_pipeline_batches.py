@@ -3,7 +3,6 @@
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
@@ -13,6 +12,7 @@ from torchmetrics import MeanMetric, SumMetric
 from lightning_parallel import PipelineParallelStrategy
 from tests.models import Plain, build, loaders
 from tests.strategies.one_and_two import MakeStrategy, made, on_one_and_two, require_like
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 
@@ -45,7 +45,7 @@ def ragged(strategy: MakeStrategy | None) -> Any:
     return losses.losses, float(run.callback_metrics["val_loss"]), {n: v.clone() for n, v in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("microbatches", [2, 4, 8])
+@sampled(2, "microbatches", [2, 4, 8])
 def test_other_lengths_and_fewer_samples_than_microbatches(microbatches: int) -> None:
     expected, found = on_one_and_two(ragged, partial(PipelineParallelStrategy, 2, microbatches=microbatches))
     for losses, val_loss, weights in found:

@@ -241,6 +241,7 @@ def fitted(layout: str, folder: Path, resume: Path | None) -> Any:
     return recorder.curve
 
 
+@pytest.mark.exhaustive
 def test_files_of_every_layout_resume_in_every_other(tmp_path: Path) -> None:
     def run(layout: str, resume: Path | None = None) -> Any:
         return run_on_ranks(LAYOUTS[layout][0], fitted, layout, tmp_path / layout, resume)[0]

@@ -115,7 +115,7 @@ def stop_and_go_on(
             assert torch.equal(value, rest.state_dict()[name]), f"from {file}: {name}"
 
 
-@covering(layout=LAYOUTS, accumulate=(1, 2))
+@covering(keep=3, layout=LAYOUTS, accumulate=(1, 2))
 def test_resumed_runs_are_identical(layout: str, accumulate: int) -> None:
     n, make = LAYOUTS[layout]
     stops = {1: [2, 6, 9], 2: [2, 6]}[accumulate]

@@ -20,6 +20,7 @@ from lightning_parallel import (
 from tests.models import Plain, loaders, points
 from tests.ranks import run_on_ranks
 from tests.strategies.one_and_two import MakeStrategy, made, require_like
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 
@@ -120,7 +121,7 @@ def compared(model: str, layout: str, n: int = 2, data_ranks: int = 1, **run: An
         require_like(expected, found)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@sampled(3, "model", MODELS)
 def test_a_pipeline_trains_them_as_one_device_does(model: str) -> None:
     compared(model, "recomputed" if model == "recomputed" else "1f1b")
 

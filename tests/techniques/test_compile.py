@@ -18,6 +18,7 @@ from lightning_parallel.techniques.zero import Zero
 from tests.curves import check_parity
 from tests.grounds import ground
 from tests.models import build, loaders
+from tests.tiers import sampled
 
 pytestmark = [  # Dynamo's own
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
@@ -34,7 +35,7 @@ LAYOUTS: dict[str, tuple[str, Callable[[], list[Any]]]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@sampled(2, "layout", LAYOUTS)
 def test_parity(layout: str) -> None:
     column, techniques = LAYOUTS[layout]
     make = partial(HybridStrategy, *techniques())

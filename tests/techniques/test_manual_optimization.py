@@ -20,6 +20,7 @@ from lightning_parallel.techniques.data_parallel import DataParallel
 from lightning_parallel.techniques.zero import parameters as zero_parameters
 from tests.curves import compare_weights
 from tests.ranks import run_on_ranks
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 LAYOUTS: dict[str, Callable[[], Any]] = {
@@ -292,7 +293,7 @@ def expected() -> dict[str, Any]:
     return run_on_ranks(1, fit_all, KINDS)[0]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@sampled(3, "layout", LAYOUTS)
 def test_all_kinds_of_steps(layout: str, expected: dict[str, Any]) -> None:
     kinds = BESIDE_OFFLOAD if layout in ("offload_1", "offload_2") else KINDS
     for rank, found in enumerate(run_on_ranks(2, fit_all, kinds, LAYOUTS[layout], 2)):

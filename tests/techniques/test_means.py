@@ -23,6 +23,7 @@ from lightning_parallel.techniques.tools.means import Means
 from tests.curves import check_parity, reference, train
 from tests.models import IGNORED
 from tests.ranks import run_on_ranks
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 PADDED = {"samples": 44, "val_samples": 12, "ignored": 0.6}  # 44 in batches of 8 end with 4
@@ -243,7 +244,8 @@ def train_sums(way: str, strategy: Any, ranks: int, **run: Any) -> tuple[list[di
 
 
 @pytest.mark.filterwarnings("ignore:.*overridden.*")
-@pytest.mark.parametrize(
+@sampled(
+    3,
     ("way", "run"),
     [
         ("loss", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),

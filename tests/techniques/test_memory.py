@@ -21,6 +21,7 @@ from lightning_parallel.techniques.technique import Technique
 from lightning_parallel.techniques.zero.parameters import UNIT_BYTES
 from tests.models import build, loaders
 from tests.ranks import POOL, run_on_ranks
+from tests.tiers import covering, sampled
 from tests.trainers import trainer
 
 Counts = dict[str, float]
@@ -138,7 +139,7 @@ ONE = [("one device", 1, 1), ("one device", 1, 2)]
 CELLS = [*ONE, *((row, d, accumulate) for row in AFTER_STEP for d, accumulate in ((2, 2), (4, 1)) if row != ONE[0][0])]
 
 
-@pytest.mark.parametrize(("row", "d", "accumulate"), CELLS)
+@sampled(6, ("row", "d", "accumulate"), CELLS)
 def test_after_a_step(row: str, d: int, accumulate: int) -> None:
     technique, table = AFTER_STEP[row]
     for counts in run_on_ranks(d, held, technique(d), accumulate):
@@ -154,8 +155,7 @@ BETWEEN: dict[str, tuple[Technique, Callable[[int], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("d", [2, 4])
-@pytest.mark.parametrize("row", BETWEEN)
+@covering(keep=3, d=(2, 4), row=BETWEEN)
 def test_while_gradients_accumulate(row: str, d: int) -> None:
     technique, table = BETWEEN[row]
     for counts in run_on_ranks(d, held, technique, 3):

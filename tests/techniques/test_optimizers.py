@@ -19,6 +19,7 @@ from lightning_parallel.techniques.gradients.stored_optimizer import is_elementw
 from tests.curves import Curve, Recorder, compare, compare_weights, train
 from tests.models import build, loaders
 from tests.ranks import run_on_ranks
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 LAYOUTS: dict[str, Callable[[], Any]] = {
@@ -143,7 +144,7 @@ def expected(name: str) -> Curve:
     return run_on_ranks(1, train_all, [name])[0][name]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@sampled(2, "layout", LAYOUTS)
 def test_optimizers_of_each_kind_train_as_on_one_device(layout: str) -> None:
     check_all(COVERED[layout], layout)
 
@@ -180,7 +181,7 @@ def halves(name: str, first: Callable[[], Any], then: Callable[[], Any], data_ra
     return recorder.curve
 
 
-@pytest.mark.parametrize(("first", "then"), [("zero_3", "zero_1"), ("zero_2", "data_parallel"), ("zero_1", "zero_3")])
+@sampled(1, ("first", "then"), [("zero_3", "zero_1"), ("zero_2", "data_parallel"), ("zero_1", "zero_3")])
 def test_state_goes_on_in_another_layout(first: str, then: str) -> None:
     names = ["momentum", "Adam fused", "Adagrad", "LBFGS", "TensorRatio", "MuonAndAdamW"]
     for rank, curves in enumerate(run_on_ranks(2, train_on, names, LAYOUTS[first], LAYOUTS[then], data_ranks=2)):

@@ -22,7 +22,7 @@ from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import S
 from tests.curves import check_parity
 from tests.further import handwritten, hooked, libraries
 from tests.models import COLUMNS, adamw
-from tests.tiers import covering
+from tests.tiers import covering, sampled
 
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 
@@ -33,13 +33,13 @@ def beside(ranks: int, other: Any) -> HybridStrategy:
     return HybridStrategy(PipelineParallel(ranks), other)
 
 
-@covering(schedule=SCHEDULES, ranks=(2, 4))
+@covering(keep=3, schedule=SCHEDULES, ranks=(2, 4))
 def test_every_schedule(schedule, ranks):
     model = {"n_layers": 2 * ranks, "tied_head": ranks == 2, "optimizer": adamw}
     check_parity("gpt", ranks, partial(PipelineParallelStrategy, ranks, schedule=schedule), model=model, **SHORT)
 
 
-@pytest.mark.parametrize("column", ["gpt", "llama", "gpt2", "plain"])
+@sampled(1, "column", ["gpt", "llama", "gpt2", "plain"])
 def test_in_double_precision_only_rounding_differs(column):
     # Hugging Face's own loss turns logits into single precision, whatever the model computes in.
     rtol = 1e-6 if column == "gpt2" else 1e-10
@@ -55,7 +55,7 @@ LAYOUTS = {
 }
 
 
-@covering(layout=LAYOUTS, column=("gpt2", "plain"))
+@covering(keep=3, layout=LAYOUTS, column=("gpt2", "plain"))
 def test_every_layout(layout, column):
     ranks, strategy, data_ranks = LAYOUTS[layout]
     check_parity(column, ranks, strategy, data_ranks=data_ranks, **SHORT)
@@ -64,7 +64,7 @@ def test_every_layout(layout, column):
 # ---------------------------------------------------------------- models of many kinds
 
 
-@pytest.mark.parametrize("name", [*libraries.MODELS, "qwen3", "phi3", "gpt_neox"])
+@sampled(3, "name", [*libraries.MODELS, "qwen3", "phi3", "gpt_neox"])
 def test_models_of_libraries(name):
     model = {"late": name == "opt"} | ({"num_hidden_layers": 4} if name in COLUMNS else {})
     check_parity(name, 2, partial(PipelineParallelStrategy, 2), model=model, **SHORT)
@@ -77,7 +77,7 @@ def test_losses_of_routers_on_other_stages(name):
     check_parity(name, 2, strategy, rtol=1e-6, precision="64-true", **SHORT)
 
 
-@pytest.mark.parametrize("name", handwritten.MODELS)
+@sampled(9, "name", handwritten.MODELS)
 def test_models_written_by_hand(name):
     """With the blocks of one rank not beside each other, and its backwards in halves."""
     strategy = partial(PipelineParallelStrategy, 2, schedule="zbv", microbatches=4)
@@ -93,7 +93,8 @@ def test_stages_of_given_sizes():
     check_parity("Direct", 2, partial(PipelineParallelStrategy, 2, split=(1, 3)), **SHORT)
 
 
-@pytest.mark.parametrize(
+@sampled(
+    1,
     ("column", "ranks", "strategy"),
     [
         ("llama", 2, partial(PipelineParallelStrategy, 2, microbatches=8)),

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
@@ -28,6 +27,7 @@ from tests.models import PlainBlock
 from tests.ranks import ranks, run_on_ranks
 from tests.strategies.test_deferred_init import LiveBytes
 from tests.techniques.test_wire import group_size
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 BLOCKS = 8
@@ -105,7 +105,7 @@ def most_alive(schedule: str, ranks: int, microbatches: int) -> int:
     return Held.most
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@sampled(3, "schedule", SCHEDULES)
 def test_as_many_microbatches_live_as_the_schedule_promises(schedule: str) -> None:
     ranks, microbatches = 4, 8
     promised = simulate(make_schedule(schedule, ranks, microbatches)).peak_activations
@@ -159,7 +159,7 @@ def single() -> str:
     return "auto"
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"])
+@sampled(2, "schedule", ["1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"])
 def test_halves_of_a_backward_are_as_much_work_as_a_whole_one(schedule: str) -> None:
     [(expected, _)] = run_on_ranks(1, worked, single, 1)
     found = run_on_ranks(2, worked, partial(PipelineParallelStrategy, 2, schedule=schedule, microbatches=4), 4)
@@ -170,7 +170,7 @@ def beside(technique: Any, microbatches: int) -> HybridStrategy:
     return HybridStrategy(PipelineParallel(2, microbatches=microbatches), technique)
 
 
-@pytest.mark.parametrize("technique", [DataParallel(3), Zero(3, stage=2), Zero(3, stage=3)], ids=["dp", "2", "3"])
+@sampled(1, "technique", [DataParallel(3), Zero(3, stage=2), Zero(3, stage=3)], ids=["dp", "2", "3"])
 def test_other_techniques_talk_once_for_a_batch_not_for_a_microbatch(technique: Any) -> None:
     few, many = (run_on_ranks(6, worked, partial(beside, technique, m), m) for m in (1, 4))
     for (_, one), (_, four) in zip(few, many, strict=True):
