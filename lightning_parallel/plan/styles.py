@@ -186,7 +186,7 @@ def _vocabulary(model: nn.Module, plan: ParallelPlan, styles: Mapping[str, str])
         for name, module in embeddings.items()
         if id(module.weight) in weights or (module.weight.shape in shapes and module.num_embeddings > 1)
     }
-    return {starred(name): "vocabulary" for name in (*chosen, *heads)}
+    return {starred(name): "vocabulary" for name in (*sorted(chosen), *sorted(heads))}  # alike on all ranks
 
 
 def _embeddings(model: nn.Module) -> Iterator[tuple[str, nn.Embedding]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, cast
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 from lightning_parallel.arguments import one_of, true_or_false
 from lightning_parallel.mesh import Axis, Size
+from lightning_parallel.techniques.divided.boundary import across
 from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools.redirect import Forward, redirect_forward
@@ -64,11 +66,9 @@ class Compile(Technique):
     def divide(self, model: nn.Module, ground: Ground, seen: None) -> Division:
         """Leads the forward of every block through its compiled form."""
         for block in ground.plan.require_blocks(model, repr(self)).values():
-            redirect_forward(block, self._compiled)
+            redirect_forward(block, partial(self._compiled, block))
         return Division(model)
 
-    def _compiled(self, forward: Forward) -> Forward:
-        compile_forward = cast(Callable[..., Forward], torch.compile)
-        return compile_forward(
-            forward, backend=self.backend, fullgraph=self.fullgraph, dynamic=self.dynamic, mode=self.mode
-        )
+    def _compiled(self, block: nn.Module, forward: Forward) -> Forward:
+        options = {"backend": self.backend, "fullgraph": self.fullgraph, "dynamic": self.dynamic, "mode": self.mode}
+        return across(block, forward, partial(cast(Callable[..., Forward], torch.compile), **options))

@@ -23,6 +23,7 @@ from lightning_parallel import (
     Zero,
 )
 from lightning_parallel.collectives import overlap
+from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.technique import Technique
 from tests import models
 from tests.curves import Curve, check_parity, compare, reference, train
@@ -192,6 +193,11 @@ class Masks(models.Optimized):
         return x.square().mean()
 
 
+def own(tensor: Tensor) -> Tensor:
+    """What this rank has of it."""
+    return tensor.own if isinstance(tensor, Divided) else tensor
+
+
 class Dropping(nn.Module):
     def __init__(self, inner: float, outer: float) -> None:
         super().__init__()
@@ -203,8 +209,8 @@ class Dropping(nn.Module):
         inner = self.inner(torch.ones_like(hidden := self.up(x)))
         outer = self.outer(torch.ones_like(result := self.down(hidden * inner)))
         if not x.is_meta:
-            self.kept["inner"].append(inner.detach() > 0)
-            self.kept["outer"].append(outer.detach() > 0)
+            self.kept["inner"].append(own(inner.detach() > 0))
+            self.kept["outer"].append(own(outer.detach() > 0))
         return x + result * outer
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_parallel import HybridStrategy, TensorParallel
+from lightning_parallel.techniques.divided.tensor import Divided
 from tests.models import adamw, build, loaders
 from tests.techniques.test_wire import RING, bytes_of, world
 from tests.trainers import trainer
@@ -122,6 +123,8 @@ class Kept:
 
 
 def _local(parameter: Tensor) -> Tensor:
+    if isinstance(parameter, Divided):
+        return parameter.own
     return parameter._local_tensor if isinstance(parameter, torch.distributed.tensor.DTensor) else parameter
 
 

@@ -56,7 +56,7 @@ class Style:
 
 
 @dataclass(frozen=True)
-class Divided:
+class DividedModule:
     """A module and how it is divided.
 
     Args:
@@ -73,7 +73,7 @@ class Divided:
     features: int
     head: int = 1
 
-    def on(self, module: nn.Module) -> Divided:
+    def on(self, module: nn.Module) -> DividedModule:
         """The same for a copy of the module."""
         return replace(self, module=module)
 
@@ -130,19 +130,19 @@ def _dim(module: nn.Module, style: Style) -> int:
     return int(style.kind.startswith("rowwise") != is_transposed(module))
 
 
-def find_divided(model: nn.Module, styles: Mapping[str, str]) -> list[Divided]:
+def find_divided(model: nn.Module, styles: Mapping[str, str]) -> list[DividedModule]:
     """The modules that the styles name; a stage of a pipeline may have none of them.
 
     Raises:
         ValueError: a style that is unknown, or a module that is no linear map or embedding.
     """
-    named: dict[str, Divided] = {}
+    named: dict[str, DividedModule] = {}
     for pattern, text in styles.items():
         style = Style.parse(text)
         for name, module in matching(model, pattern):
             if any(True for _ in module.parameters(recurse=False)):  # stand-ins of other stages have none
                 weight = _require_weight(name, module, text)
-                named[name] = Divided(name, module, style, weight.shape[_dim(module, style)])
+                named[name] = DividedModule(name, module, style, weight.shape[_dim(module, style)])
     return [replace(each, head=_head_width(model, each, named.values())) for each in named.values()]
 
 
@@ -162,7 +162,7 @@ def parent_of(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _head_width(model: nn.Module, each: Divided, all_: Iterable[Divided]) -> int:
+def _head_width(model: nn.Module, each: DividedModule, all_: Iterable[DividedModule]) -> int:
     """The width of a head, where the module is a projection of attention: its parent knows heads.
 
     A parent that holds more than one region does not say which of them its heads are in.
@@ -184,7 +184,7 @@ def _numbers(module: nn.Module, names: tuple[str, ...]) -> Iterator[int]:
             yield value
 
 
-def divide_parameters(model: nn.Module, divided: list[Divided], mesh: DeviceMesh) -> None:
+def divide_parameters(model: nn.Module, divided: list[DividedModule], mesh: DeviceMesh) -> None:
     """Replaces every parameter that is divided by this rank's part, as a DTensor; tied ones stay tied."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():

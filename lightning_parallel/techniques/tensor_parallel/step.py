@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_parallel.techniques.step import Step, WrappedStep
+from lightning_parallel.techniques.divided.functions import functions_get_wholes
+from lightning_parallel.techniques.step import Run, Step, WrappedStep
 from lightning_parallel.techniques.tensor_parallel.partition import Partition
 from lightning_parallel.techniques.tools.shards import local
+
+T = TypeVar("T")
 
 
 class TensorParallelStep(WrappedStep):
     """Runs a step on divided modules.
 
-    Each rank has a summand of the gradient of parameters that are whole but met divided activations, such as norms
-    between regions while the sequence is split. They are summed in one message, after all other reductions.
+    Each rank has a summand of the gradient of parameters that are whole but met divided tensors, such as norms between
+    regions while the sequence is split. Summands are added up in one message, after all other reductions.
 
     Args:
         inner: the step to wrap.
@@ -26,20 +30,24 @@ class TensorParallelStep(WrappedStep):
 
     def __init__(self, inner: Step, partition: Partition) -> None:
         super().__init__(inner)
-        self._partition, self._parameters = partition, partition.block_parameters()  # as they are kept between steps
+        self._partition, self._parameters = partition, partition.parameters()  # as they are kept between steps
         self._set_aside: dict[nn.Parameter, Tensor] = {}
         self._unsummed: set[nn.Parameter] = set()
+        self._unsynced = False
+
+    def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
+        """See `Step.forward`."""
+        if not self._unsynced:  # else gradients that nobody has averaged yet are sums already
+            self._partition.begin()
+        return self.inner.forward(run, *args, **kwargs)
 
     def backward(self, run: Callable[[], None]) -> None:
         """See `Step.backward`."""
         self._put_aside()
-        self.inner.backward(run)
+        with self._partition.shown(), functions_get_wholes():  # for what is recomputed
+            self.inner.backward(run)
         self._settle()
-
-    def close(self) -> None:
-        """See `Step.close`."""
-        self._partition.close()
-        self.inner.close()
+        self._unsynced = not self.synced
 
     # ---------------------------------------------------------------- summands
 
@@ -84,7 +92,7 @@ class TensorParallelStep(WrappedStep):
                 flags[unused] = 0
             pieces = [torch.zeros_like(k) if i in unused else k for i, k in enumerate(kept)]
             message = torch.cat([*(piece.reshape(-1) for piece in pieces), flags])
-            dist.all_reduce(message, group=self._partition.group)
+            dist.all_reduce(message, group=self._partition.ranks.group)
             sizes = [piece.numel() for piece in pieces]
             *sums, flags = torch.split(message, [*sizes, len(same)])
             for index, (parameter, total) in enumerate(zip(same, sums, strict=True)):

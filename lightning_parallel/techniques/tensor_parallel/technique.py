@@ -7,25 +7,29 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.arguments import true_or_false
+from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.mesh import Axis, Size
-from lightning_parallel.plan.plan import ParallelPlan, starred
+from lightning_parallel.plan.plan import ParallelPlan
 from lightning_parallel.plan.styles import find_styles
+from lightning_parallel.techniques.divided.functions import functions_get_wholes
+from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.division import Division, Ground
-from lightning_parallel.techniques.step import Step
+from lightning_parallel.techniques.step import Run, Step, WrappedRun
 from lightning_parallel.techniques.technique import Phase, Technique
-from lightning_parallel.techniques.tensor_parallel.layout import Divided, divide_parameters, find_divided
-from lightning_parallel.techniques.tensor_parallel.partition import BLOCK_STYLES, Partition
+from lightning_parallel.techniques.tensor_parallel.layout import DividedModule, divide_parameters, find_divided
+from lightning_parallel.techniques.tensor_parallel.partition import Partition
 from lightning_parallel.techniques.tensor_parallel.step import TensorParallelStep
-from lightning_parallel.techniques.tensor_parallel.whole.divided_tensor import whole_tensors
-from lightning_parallel.techniques.tools.boundaries import ends_stage
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -91,13 +95,11 @@ class TensorParallel(Technique):
         """Keeps this rank's part of every weight that the styles name."""
         if not seen:
             return Division(model)
-        mesh, plan, divided = ground.mesh, ground.plan, find_divided(model, seen)
-        runs = list(_runs_of_blocks(model, plan))
-        runs += _other_blocks(model, divided, {name for run in runs for name in run})
-        group, options = mesh["tp"].get_group(), (self.sequence_parallel, self.regather, self.overlap)
-        partition = Partition(divided, runs, group, plan.sequence_dim, *options)
+        mesh, divided = ground.mesh, find_divided(model, seen)
         divide_parameters(model, divided, mesh["tp"])
-        return DividedFeatures(model, partition)
+        sequence_dim = ground.plan.sequence_dim if self.sequence_parallel else None
+        ranks = Ranks(mesh["tp"].get_group(), sequence_dim, self.regather, self.overlap)
+        return DividedFeatures(model, Partition(model, _blocks(model, ground.plan, divided), ranks))
 
 
 @dataclass(eq=False)
@@ -107,36 +109,39 @@ class DividedFeatures(Division):
     partition: Partition
 
     def outputs(self, outputs: Any) -> Any:
-        """Makes logits whole that the step returned."""
-        return whole_tensors(outputs)
+        """Makes whole what ranks have parts of."""
+        return tree_map_only(Divided, lambda each: each.whole("what a step returns"), outputs)
+
+    def run(self, run: Run[T]) -> Run[T]:
+        """Shows the user's own code whole parameters."""
+        return WholeLooking(run, self.partition)
 
     def settle(self, step: Step) -> Step:
         """Adds the sum of what ranks have summands of."""
         return TensorParallelStep(step, self.partition)
 
 
-def _runs_of_blocks(model: nn.Module, plan: ParallelPlan) -> Iterator[dict[str, nn.Module]]:
-    """This rank's blocks, those of a stage together; other stages of a pipeline have those without parameters."""
-    run: dict[str, nn.Module] = {}
-    for name, block in plan.find_blocks(model).items():
-        here = any(True for _ in block.parameters())
-        if here:
-            run[name] = block
-        if run and (not here or ends_stage(block)):
-            yield run
-            run = {}
-    if run:
-        yield run
+class WholeLooking(WrappedRun[T]):
+    """A run in which parameters look whole."""
+
+    def __init__(self, inner: Run[T], partition: Partition) -> None:
+        super().__init__(inner)
+        self._partition = partition
+
+    def __call__(self, *args: Any, **kwargs: Any) -> T:
+        """See `Run.__call__`."""
+        with self._partition.shown(), functions_get_wholes():
+            return self.inner(*args, **kwargs)
 
 
-def _other_blocks(model: nn.Module, divided: Iterable[Divided], known: set[str]) -> list[dict[str, nn.Module]]:
-    """Layers with divided modules that the plan does not name, such as those of a second model; a list together."""
-    runs: dict[str, dict[str, nn.Module]] = {}
+def _blocks(model: nn.Module, plan: ParallelPlan, divided: Iterable[DividedModule]) -> dict[str, nn.Module]:
+    """The plan's blocks that this rank has, and layers with divided modules that it does not name: a second model's."""
+    found = {name: block for name, block in plan.find_blocks(model).items() if any(True for _ in block.parameters())}
     for each in divided:
-        block = re.match(r"(.+?\.)?\d+(?=\.)", each.name)
-        if each.style.kind in BLOCK_STYLES and block and not any(each.name.startswith(f"{name}.") for name in known):
-            runs.setdefault(starred(block[0]), {}).setdefault(block[0], model.get_submodule(block[0]))
-    return list(runs.values())
+        layer = re.match(r"(.+?\.)?\d+(?=\.)", each.name)
+        if layer and not any(each.name.startswith(f"{name}.") for name in found):
+            found[layer[0]] = model.get_submodule(layer[0])
+    return found
 
 
 def _nothing_to_divide(technique: TensorParallel, model: nn.Module, plan: ParallelPlan) -> str:

@@ -7,6 +7,7 @@ Source: V. Korthikanti et al., Reducing Activation Recomputation in Large Transf
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,7 +15,10 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_parallel.collectives.conjugate import gather_parts_again
+from lightning_parallel.collectives.by_elements import gathered_again
+
+KEY = "_regathered"
+"""The attribute that marks a gathered tensor."""
 
 
 class _Note:
@@ -33,18 +37,16 @@ class Regathered:
     """One gathered input, which several maps share.
 
     Args:
-        gathered: what `gather_parts` returned when told to keep the part.
+        whole: what `gathered` returned when told to keep the part.
     """
 
-    def __init__(self, gathered: Tensor) -> None:
-        self._storage, self._node = gathered.untyped_storage().data_ptr(), gathered.grad_fn
+    def __init__(self, whole: Tensor) -> None:
+        self._storage, self._node = whole.untyped_storage().data_ptr(), whole.grad_fn
         self._again: Tensor | None = None
         self.users = 0
 
     def lightly_kept(self) -> AbstractContextManager[Any]:
-        """Inside, autograd keeps notes. A checkpoint keeps nothing anyway: there this does nothing."""
-        if self._node is None or _in_checkpoint():
-            return nullcontext()
+        """Inside, autograd keeps notes of the whole and of its views."""
         return saved_tensors_hooks(self._pack, lambda kept: kept.value() if isinstance(kept, _Note) else kept)
 
     def _pack(self, tensor: Tensor) -> Any:
@@ -52,11 +54,28 @@ class Regathered:
         return _Note(self, tensor.shape) if same else tensor
 
     def value(self) -> Tensor:
-        """Gathers, once for all users."""
-        again = gather_parts_again(self._node) if self._again is None else self._again
+        """The whole, gathered once for all users; the last of them lets go of it."""
+        again = gathered_again(self._node) if self._again is None else self._again
         self.users -= 1
         self._again = again if self.users else None
         return again
+
+
+def to_be_regathered(whole: Tensor) -> Tensor:
+    """Marks a gathered tensor: its readers need not keep it. A checkpoint keeps nothing anyway."""
+    if whole.grad_fn is not None and not _in_checkpoint():
+        vars(whole)[KEY] = Regathered(whole)
+    return whole
+
+
+def lightly_kept(tensors: Iterable[Tensor]) -> AbstractContextManager[Any]:
+    """Inside, autograd keeps notes in place of tensors that will be gathered again.
+
+    Args:
+        tensors: what a product reads; at most one of them was marked by `to_be_regathered`.
+    """
+    found = next((vars(tensor)[KEY] for tensor in tensors if KEY in vars(tensor)), None)
+    return nullcontext() if found is None else found.lightly_kept()
 
 
 def _in_checkpoint() -> bool:

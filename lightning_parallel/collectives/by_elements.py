@@ -1,0 +1,225 @@
+"""Pairs of collectives that are each other's gradient, between whole tensors and the elements that ranks have of them.
+
+One law holds for all that ranks have: the gradient of a tensor that they have alike is complete on each of them; that
+of elements which they have divided is complete when it is added up over the ranks that have copies of them.
+
+| of the first of each pair | forward | backward |
+|---|---|---|
+| `entered` ⇄ `total` | nothing | all_reduce |
+| `part` ⇄ `joined` | nothing | all_gather |
+| `gathered` ⇄ `total_part` | all_gather | reduce_scatter |
+
+Source: M. Shoeybi et al., Megatron-LM, 2019 (f and g); V. Korthikanti et al., MLSys 2023 (with a split sequence).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+
+from lightning_parallel.collectives.conjugate import require_first_order
+from lightning_parallel.collectives.elements import Elements, Ranks
+from lightning_parallel.collectives.functional import parts_of_all, scattered, summed
+
+
+def entered(x: Tensor, ranks: Ranks) -> Tensor:
+    """The tensor itself, alike on all, from which each computes another part of what follows. Gradients are summed."""
+    return _apply(_Enter, x, ranks)
+
+
+def shared(x: Tensor, ranks: Ranks) -> Tensor:
+    """The tensor itself, used alike by all, where gradients are added up later: each rank passes on one `count`th."""
+    return _apply(_Share, x, ranks)
+
+
+def total(x: Tensor, ranks: Ranks) -> Tensor:
+    """The sum of what ranks computed, used alike by all. Gradients pass. ⇄ `entered`."""
+    return _apply(_Total, x, ranks)
+
+
+def part(x: Tensor, dim: int, elements: Elements) -> Tensor:
+    """This rank's elements of a tensor that all have alike. ⇄ `joined`."""
+    return _apply(_Part, x, dim, elements)
+
+
+def joined(own: Tensor, dim: int, elements: Elements) -> Tensor:
+    """The whole of what ranks have divided, used alike by all. ⇄ `part`."""
+    return _apply(_Joined, own, dim, elements)
+
+
+def gathered(own: Tensor, dim: int, elements: Elements, keep: bool = False) -> Tensor:
+    """The whole of what ranks have divided, of which each computes another part of what follows. ⇄ `total_part`.
+
+    Args:
+        own: this rank's elements.
+        dim: the dimension that is divided.
+        elements: which they are.
+        keep: whether backward keeps them, for `gathered_again`.
+
+    Raises:
+        ValueError: an element that several ranks have.
+    """
+    return _apply(_Gathered, own, dim, elements, keep)
+
+
+def gathered_again(node: Any) -> Tensor:
+    """The whole that `gathered(..., keep=True)` returned, gathered anew from the node that it left in the graph."""
+    (own,) = node.saved_tensors
+    return whole_of(own, node.dim, node.elements)
+
+
+def total_part(x: Tensor, dim: int, elements: Elements) -> Tensor:
+    """This rank's elements of the sum of what ranks computed. ⇄ `gathered`.
+
+    Raises:
+        ValueError: an element that several ranks have.
+    """
+    return _apply(_TotalPart, x, dim, elements)
+
+
+def _apply(function: Any, *args: Any) -> Tensor:
+    result: Tensor = function.apply(*args)
+    return result
+
+
+class _Enter(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        require_first_order()
+        return summed(gradient, ctx.ranks.group), None
+
+
+class _Share(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.count = ranks.count
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient / ctx.count, None
+
+
+class _Total(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        return summed(x, ranks.group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        require_first_order()
+        return gradient, None
+
+
+class _Part(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, elements: Elements) -> Tensor:
+        ctx.dim, ctx.elements = dim, elements
+        return elements.take(x, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        require_first_order()
+        return sum_of_copies(gradient, ctx.dim, ctx.elements), None, None
+
+
+class _Joined(Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, dim: int, elements: Elements) -> Tensor:
+        ctx.dim, ctx.elements = dim, elements
+        return whole_of(own, dim, elements)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        require_first_order()
+        elements, dim = ctx.elements, ctx.dim
+        own = elements.take(gradient, dim)
+        if not elements.disjoint:
+            shape = [1] * own.dim()
+            shape[dim] = -1
+            own = own / elements.copies(own.device).view(shape)
+        return own.contiguous(), None, None
+
+
+class _Gathered(Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, dim: int, elements: Elements, keep: bool) -> Tensor:
+        _require_disjoint(elements)
+        ctx.dim, ctx.elements = dim, elements
+        if keep:
+            ctx.save_for_backward(own)
+        return whole_of(own, dim, elements)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        require_first_order()
+        return part_of_sum(gradient, ctx.dim, ctx.elements), None, None, None
+
+
+class _TotalPart(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, elements: Elements) -> Tensor:
+        _require_disjoint(elements)
+        ctx.dim, ctx.elements = dim, elements
+        return part_of_sum(x, dim, elements)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        require_first_order()
+        return whole_of(gradient, ctx.dim, ctx.elements), None, None
+
+
+def _require_disjoint(elements: Elements) -> None:
+    if not elements.disjoint:
+        raise ValueError(f"ranks have copies of the elements {elements}; only elements on one rank each can be summed")
+
+
+# ---------------------------------------------------------------- without gradients of their own
+
+
+def whole_of(own: Tensor, dim: int, elements: Elements) -> Tensor:
+    """The whole of what ranks have divided."""
+    rows = _parts(own, dim, elements)  # (ranks x longest, ...)
+    if elements.even:
+        return rows.view(elements.size, *rows.shape[1:]).movedim(0, dim).contiguous()
+    return rows.index_select(0, elements.order(own.device)).movedim(0, dim).contiguous()
+
+
+def sum_of_copies(own: Tensor, dim: int, elements: Elements) -> Tensor:
+    """The whole of what ranks have divided; of an element that several have, the sum of their copies."""
+    if elements.disjoint:
+        return whole_of(own, dim, elements)
+    rows = _parts(own, dim, elements)
+    sums = rows.new_zeros(elements.size + 1, *rows.shape[1:])  # one more, for padding
+    sums.index_add_(0, elements.of_all(own.device), rows)
+    return sums[: elements.size].movedim(0, dim).contiguous()
+
+
+def part_of_sum(x: Tensor, dim: int, elements: Elements) -> Tensor:
+    """This rank's elements of the sum of what ranks computed."""
+    rows, ranks = x.movedim(dim, 0), elements.ranks
+    if not elements.even:
+        rows = rows.index_select(0, elements.of_all(x.device).clamp(max=elements.size - 1))
+    own = scattered(rows.reshape(ranks.count, -1, *rows.shape[1:]), ranks.group)
+    return own[: elements.length].movedim(0, dim).contiguous()
+
+
+def _parts(own: Tensor, dim: int, elements: Elements) -> Tensor:
+    rows, missing = own.movedim(dim, 0), elements.longest - elements.length
+    if missing:
+        rows = _with_zeros(rows, missing)
+    return parts_of_all(rows, elements.ranks.group).flatten(0, 1)
+
+
+def _with_zeros(rows: Tensor, missing: int) -> Tensor:
+    """The rows, and as many of zeros."""
+    padded = rows.new_zeros(rows.shape[0] + missing, *rows.shape[1:])
+    padded[: rows.shape[0]] = rows
+    return padded

@@ -1,0 +1,250 @@
+"""Which elements of a dimension each rank of a group has, and which they are after the dimension changed its form.
+
+Example: 2 ranks have 2 heads each of a dimension of 4 heads of width 8. `Elements` of the merged dimension are 0-15 on
+rank 0 and 16-31 on rank 1; `shrunk(8)` gives those of the heads, 0-1 and 2-3, and `grown(8)` leads back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from math import ceil
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+Span = tuple[int, int]
+"""Indices that follow each other: the first, and the one after the last."""
+
+Runs = tuple[Span, ...]
+"""The spans of one rank, in ascending order; no two touch."""
+
+KEPT = 1000
+"""How many forms of a division are remembered: lengths of sequences may change with every batch."""
+
+
+class Ranks:
+    """The ranks that divide something among them.
+
+    Args:
+        group: the process group.
+        sequence_dim: the dimension of a hidden state, (batch, sequence, features), that runs along the sequence, where
+            these ranks keep their parts of it between the layers that they divide; None where they keep the whole.
+        regathers: whether backward gathers the inputs of products again, to keep only parts of them.
+        overlaps: whether products overlap with the collectives of a split sequence.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        sequence_dim: int | None = None,
+        regathers: bool = False,
+        overlaps: bool = False,
+    ) -> None:
+        self.group, self.sequence_dim = group, sequence_dim
+        self.regathers, self.overlaps = regathers, overlaps
+        self.rank, self.count = group.rank(), group.size()
+        self._chunks: dict[tuple[int, ...], Elements] = {}
+        self.gathered: Counter[tuple[str, str]] = Counter()
+        """How often each operation gathered a tensor of which shape, for want of a rule."""
+        self.met: dict[int, Tensor] = {}
+        """Parameters that met divided tensors, by their `id`, which nobody else gets while they are held here."""
+        self.last_entered: tuple[Any, Any, Tensor] | None = None
+        """The tensor that entered last (a weak reference), its version and dtype then, and what stands for it since."""
+        self.last_in_graph: tuple[Tensor, Any, Tensor] | None = None
+        """The same while a compiler reads a graph; None before and after."""
+
+    def tell(self, reader: str, what: str) -> None:
+        """Counts that something was gathered for an operation, and says so the first time.
+
+        Args:
+            reader: the operation.
+            what: was gathered, such as "shape (2, 8)".
+        """
+        if (reader, what) not in self.gathered and self.rank == 0:
+            log.info("Gathered from %s ranks for %s: a tensor of %s", self.count, reader, what)
+        self.gathered[reader, what] += 1
+
+    def forget(self, gone: Any) -> None:
+        """Lets go of what stands for the tensor of this weak reference, which is no more."""
+        if self.last_entered is not None and self.last_entered[0] is gone:
+            self.last_entered = None
+
+    def elements(self, size: int, runs: Iterable[Iterable[Span]]) -> Elements:
+        """The elements of a dimension of `size`, from the spans that each rank has."""
+        return Elements(self, size, tuple(_joined(each) for each in runs))
+
+    def chunks(self, *sizes: int) -> Elements:
+        """Consecutive elements for each rank: of a whole dimension, or of each of the parts that it consists of.
+
+        Args:
+            sizes: of the parts; `chunks(4, 2)` gives two ranks the elements 0-1, 4 and 2-3, 5.
+        """
+        if sizes not in self._chunks:
+            if len(self._chunks) > KEPT:
+                self._chunks.clear()
+            starts = list(accumulate(sizes, initial=0))
+            runs = [self._chunks_of(starts, sizes, rank) for rank in range(self.count)]
+            self._chunks[sizes] = self.elements(starts[-1], runs)
+        return self._chunks[sizes]
+
+    def _chunks_of(self, starts: Sequence[int], sizes: Sequence[int], rank: int) -> list[Span]:
+        chunks = [_chunk(size, self.count, rank) for size in sizes]
+        return [(start + low, start + high) for start, (low, high) in zip(starts, chunks, strict=False)]
+
+
+def _chunk(size: int, ranks: int, rank: int) -> Span:
+    chunk = ceil(size / ranks)
+    return min(rank * chunk, size), min((rank + 1) * chunk, size)
+
+
+def _joined(runs: Iterable[Span]) -> Runs:
+    """Spans without empty ones; spans that touch become one."""
+    found: list[Span] = []
+    for start, stop in runs:
+        if start < stop and found and found[-1][1] == start:
+            found[-1] = found[-1][0], stop
+        elif start < stop:
+            found.append((start, stop))
+    return tuple(found)
+
+
+class Elements:
+    """The indices of a dimension of `size` that each of the ranks has, ascending.
+
+    Several ranks may have the same element, as where there are fewer heads of keys than ranks; each has a copy then.
+
+    Args:
+        ranks: among which the dimension is divided.
+        size: of the whole dimension.
+        runs: for each rank, its spans.
+    """
+
+    def __init__(self, ranks: Ranks, size: int, runs: tuple[Runs, ...]) -> None:
+        self.ranks, self.size, self.runs = ranks, size, runs
+        self.lengths = [sum(stop - start for start, stop in each) for each in runs]
+        self.length = self.lengths[ranks.rank]
+        self.own = runs[ranks.rank]
+        self.disjoint = sum(self.lengths) == size
+        """Whether no element is on two ranks; together they always have all."""
+        self.even = self.disjoint and runs == tuple(_joined([_chunk(size, ranks.count, r)]) for r in range(ranks.count))
+        self.even = self.even and size % ranks.count == 0
+        """Whether each rank has one chunk, all of the same length, in the order of the ranks."""
+        self._derived: dict[tuple[str, int, int], Elements] = {}
+        self._index: dict[tuple[str, torch.device], Tensor] = {}
+
+    def same(self, other: Elements | None) -> bool:
+        """Whether the same ranks have the same elements; compilers compare objects by identity."""
+        if other is None or self is other:
+            return self is other
+        return self.ranks is other.ranks and self.size == other.size and self.runs == other.runs
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{start}-{stop - 1}" for start, stop in self.own) or "none"
+        return f"{shown} of {self.size}"
+
+    # ---------------------------------------------------------------- the same elements in another form
+
+    def grown(self, k: int) -> Elements:
+        """The elements after the dimension took in the next one, of size `k`: (n, k) -> (n * k)."""
+        return self._map("grown", k, 0, self.size * k, lambda runs: [(a * k, b * k) for a, b in runs])
+
+    def shrunk(self, k: int) -> Elements | None:
+        """Elements after groups of `k` became a dimension: (n) -> (n / k, k); None if ranks have parts of groups."""
+        if self.size % k or any(a % k or b % k for runs in self.runs for a, b in runs):
+            return None
+        return self._map("shrunk", k, 0, self.size // k, lambda runs: [(a // k, b // k) for a, b in runs])
+
+    def tiled(self, m: int) -> Elements:
+        """The elements after the dimension was taken in by the one before it, of size `m`: (m, n) -> (m * n)."""
+        n = self.size
+        return self._map("tiled", m, 0, n * m, lambda runs: [(i * n + a, i * n + b) for i in range(m) for a, b in runs])
+
+    def untiled(self, m: int) -> Elements | None:
+        """The elements of one of `m` parts: (n) -> (m, n / m); None unless a rank has the same of every part."""
+        if self.size % m:
+            return None
+        part = self.cut(0, self.size // m)
+        return part if part.tiled(m).same(self) else None
+
+    def cut(self, start: int, stop: int) -> Elements:
+        """The elements from `start` to before `stop`, numbered from `start`."""
+        return self._map(
+            "cut", start, stop, stop - start,
+            lambda runs: [(max(a, start) - start, min(b, stop) - start) for a, b in runs if a < stop and b > start],
+        )  # fmt: skip
+
+    def before(self, index: int) -> int:
+        """How many of this rank's elements lie before an index."""
+        return sum(min(b, index) - a for a, b in self.own if a < index)
+
+    def _map(self, how: str, x: int, y: int, size: int, change: Callable[[Runs], Sequence[Span]]) -> Elements:
+        key = how, x, y
+        if key not in self._derived:
+            if len(self._derived) > KEPT:
+                self._derived.clear()
+            self._derived[key] = self.ranks.elements(size, [change(runs) for runs in self.runs])
+        return self._derived[key]
+
+    # ---------------------------------------------------------------- in tensors
+
+    def take(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's elements of a tensor that has all, differentiable; one span of them is a view."""
+        if len(self.own) == 1:
+            return whole.narrow(dim, self.own[0][0], self.length)
+        return whole.index_select(dim, self.index(whole.device))
+
+    def index(self, device: torch.device) -> Tensor:
+        """This rank's indices, (length,)."""
+        return self._kept("index", device, lambda: _indices(self.own))
+
+    def order(self, device: torch.device) -> Tensor:
+        """For each element its row where the ranks' parts, padded to the longest, lie one after the other, (size,)."""
+        return self._kept("order", device, self._places)
+
+    def of_all(self, device: torch.device) -> Tensor:
+        """For each of these rows its element, `size` for padding: the opposite of `order`, (count * longest,)."""
+        return self._kept("of_all", device, lambda: torch.cat([self._padded(runs) for runs in self.runs]))
+
+    def copies(self, device: torch.device) -> Tensor:
+        """On how many ranks each of this rank's elements is, (length,)."""
+        return self._kept("copies", device, self._count)
+
+    @property
+    def longest(self) -> int:
+        """The length of the longest part."""
+        return max(self.lengths)
+
+    def _kept(self, name: str, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
+        if torch.compiler.is_compiling():  # where a function of autograd must not change anything else
+            return make().to(device)
+        found = self._index.get((name, device))
+        if found is None:
+            found = self._index[name, device] = make().to(device)
+        return found
+
+    def _places(self) -> Tensor:
+        places = torch.empty(self.size, dtype=torch.long)
+        for rank in reversed(range(self.ranks.count)):  # of copies the first counts
+            indices = _indices(self.runs[rank])
+            places[indices] = torch.arange(len(indices)) + rank * self.longest
+        return places
+
+    def _padded(self, runs: Runs) -> Tensor:
+        indices = _indices(runs)
+        return torch.cat([indices, indices.new_full((self.longest - len(indices),), self.size)])
+
+    def _count(self) -> Tensor:
+        return torch.bincount(torch.cat([_indices(runs) for runs in self.runs]), minlength=self.size)[
+            _indices(self.own)
+        ]
+
+
+def _indices(runs: Runs) -> Tensor:
+    return torch.cat([torch.arange(start, stop) for start, stop in runs]) if runs else torch.empty(0, dtype=torch.long)

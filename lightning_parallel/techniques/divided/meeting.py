@@ -1,0 +1,209 @@
+"""Tensors that meet in one operation: what each rank computes with, and which elements of the result it then has.
+
+Where a result is divided among some ranks in one of its dimensions, a tensor that meets in it
+
+| has this dimension | and is | gives |
+|---|---|---|
+| yes | divided alike | its own elements |
+| yes | plain | the elements at the same places (`part`, where it learns) |
+| yes | divided otherwise | the same, of the whole (`joined`) |
+| no, or broadcast | plain | itself; it enters where it learns (`entered`) |
+| no | divided by these ranks in another one | the whole, of which each uses another part (`gathered`) |
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel.collectives.by_elements import entered, gathered, joined, part, total, total_part
+from lightning_parallel.collectives.elements import Elements, Ranks
+from lightning_parallel.techniques.divided.regather import to_be_regathered
+from lightning_parallel.techniques.divided.tensor import Cuts, Divided, is_divided, version_of
+
+Label = Hashable
+"""A dimension's name where tensors meet: dimensions of the same name run along each other."""
+
+
+def in_step(tensors: Sequence[Any], dims: int) -> tuple[list[Any], Cuts] | None:
+    """What each rank computes with where tensors meet element by element, broadcast as torch does.
+
+    Args:
+        tensors: what meets; what is no tensor stays as it is.
+        dims: how many dimensions the result has.
+
+    Returns:
+        What stands for each of them, and the cuts of the result; None if they cannot meet.
+    """
+    named = [range(dims - t.dim(), dims) if isinstance(t, Tensor) else () for t in tensors]
+    names = [[n if t.shape[k] != 1 else None for k, n in enumerate(name)] if isinstance(t, Tensor) else []
+             for t, name in zip(tensors, named, strict=True)]  # fmt: skip
+    return brought_together(tensors, names)
+
+
+def brought_together(
+    tensors: Sequence[Any], names: Sequence[Sequence[Label]], dtype: torch.dtype | None = None
+) -> tuple[list[Any], dict[Any, Elements]] | None:
+    """What each rank computes with where dimensions of the same name run along each other.
+
+    Where the same ranks divide two dimensions, or one dimension is divided in two ways, the last tensor that is divided
+    (a product's weight) stays as it is, and what does not go with it is gathered.
+
+    Args:
+        tensors: what meets; what is no tensor stays as it is.
+        names: of the dimensions of each; None for one that is broadcast.
+        dtype: to which tensors of single precision are turned before they are sent, as autocast would do afterwards;
+            None leaves them.
+
+    Returns:
+        What stands for each tensor, and the elements by the names of dimensions; None if they cannot meet.
+    """
+    cuts: dict[Any, Elements] = {}
+    divides: dict[Ranks, Label] = {}
+    for tensor, own in zip(reversed(tensors), reversed(names), strict=True):
+        if is_divided(tensor):
+            for dim, elements in tensor.cuts.items():
+                if own[dim] is None:
+                    return None
+                if own[dim] not in cuts and elements.ranks not in divides:
+                    cuts[own[dim]], divides[elements.ranks] = elements, own[dim]
+    found = [own_part(t, n, cuts, dtype) if isinstance(t, Tensor) else t for t, n in zip(tensors, names, strict=True)]
+    return found, cuts
+
+
+def own_part(
+    tensor: Tensor, names: Sequence[Label], cuts: Mapping[Any, Elements], dtype: torch.dtype | None = None
+) -> Tensor:
+    """What a rank computes with of one tensor.
+
+    Args:
+        tensor: plain or divided.
+        names: of its dimensions; None for one that is broadcast.
+        cuts: by the names of dimensions, the elements of all that meets.
+        dtype: see `brought_together`.
+
+    Raises:
+        ValueError: a dimension that has not the size of the elements it meets.
+    """
+    if isinstance(tensor, Divided) and not tensor.cuts:
+        return _summand(tensor, names, cuts)
+    mine: Cuts = tensor.cuts if is_divided(tensor) else {}
+    made: Tensor = tensor.own if is_divided(tensor) else tensor
+    elsewhere = {elements.ranks for name, elements in cuts.items() if name not in names}
+    stays = {dim for dim, elements in mine.items() if elements.same(cuts.get(names[dim]))}
+    has_entered: set[Ranks] = set()
+    for dim, elements in mine.items():
+        if dim not in stays and elements.ranks in elsewhere and elements.disjoint:
+            made = _gathered(tensor, made, dim, elements, dtype)
+            has_entered.add(elements.ranks)
+        elif dim not in stays:
+            made = joined(made, dim, elements)
+    for name, elements in cuts.items():
+        if name not in names:
+            made = made if elements.ranks in has_entered else met(made, elements.ranks, dtype)
+        elif (place := names.index(name)) not in stays:
+            made = _part_of_whole(made, place, elements)
+    return made
+
+
+def _part_of_whole(whole: Tensor, dim: int, elements: Elements) -> Tensor:
+    if whole.shape[dim] != elements.size:
+        raise ValueError(f"a tensor of shape {tuple(whole.shape)} meets {elements!r} in dimension {dim}")
+    if not learns(whole):
+        return elements.take(whole, dim)
+    _note(whole, elements.ranks)
+    return part(whole, dim, elements)
+
+
+def _note(tensor: Tensor, ranks: Ranks) -> None:
+    """Notes that a parameter met divided tensors: from the next batch on its gradients travel once a step."""
+    if type(tensor) is nn.Parameter and not torch.compiler.is_compiling():
+        ranks.met[id(tensor)] = tensor
+
+
+def _summand(parameter: Divided, names: Sequence[Label], cuts: Mapping[Any, Elements]) -> Tensor:
+    """What a rank uses of an alike parameter: a summand of its gradient travels when the step ends."""
+    made = parameter.own if any(e.ranks is parameter.ranks for e in cuts.values()) else parameter.whole()
+    for name, elements in cuts.items():
+        if elements.ranks is not parameter.ranks:
+            made = part(made, names.index(name), elements) if name in names else met(made, elements.ranks)
+        elif name in names:
+            made = elements.take(made, names.index(name))
+    return made
+
+
+def _gathered(divided: Any, own: Tensor, dim: int, elements: Elements, dtype: torch.dtype | None) -> Tensor:
+    """The elements of all ranks, from which each computes another part; gathered once for all who read the tensor."""
+    if own is not divided.own:
+        return gathered(in_dtype(own, dtype), dim, elements)
+    kept: dict[Any, Tensor] = divided.gathers
+    key = dim, torch.is_grad_enabled(), dtype, version_of(own)
+    if key not in kept:
+        again = elements.ranks.regathers and not torch.compiler.is_compiling()
+        made = gathered(in_dtype(own, dtype), dim, elements, keep=again)
+        kept[key] = to_be_regathered(made) if again else made
+    return kept[key]
+
+
+def in_dtype(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """The tensor as a product under autocast would take it, before it travels rather than after: half the bytes."""
+    return tensor if dtype is None or tensor.dtype != torch.float32 else tensor.to(dtype)
+
+
+def learns(tensor: Tensor) -> bool:
+    """Whether gradients will flow to it."""
+    return tensor.requires_grad and torch.is_grad_enabled()
+
+
+def met(tensor: Tensor, ranks: Ranks, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor that all ranks have alike, as each uses it for its own elements: it enters, and its gradient is summed.
+
+    Maps that read the same tensor one after the other, as those of queries, keys and values do, share one entrance, and
+    so one sum in backward.
+    """
+    if not learns(tensor):
+        return tensor
+    if torch.compiler.is_compiling():
+        return _met_in_graph(tensor, ranks, dtype)
+    _note(tensor, ranks)
+    last: Any = ranks.last_entered
+    if last is not None and last[0]() is tensor and last[1] == (tensor._version, dtype):
+        again: Tensor = last[2]
+        return again
+    made = entered(in_dtype(tensor, dtype), ranks)
+    ranks.last_entered = weakref.ref(tensor, ranks.forget), (tensor._version, dtype), made
+    return made
+
+
+def _met_in_graph(tensor: Tensor, ranks: Ranks, dtype: torch.dtype | None) -> Tensor:
+    last = ranks.last_in_graph
+    if last is None or last[0] is not tensor or last[1] != dtype:
+        last = ranks.last_in_graph = tensor, dtype, entered(in_dtype(tensor, dtype), ranks)
+    return last[2]
+
+
+def as_divided(own: Tensor, cuts: Cuts) -> Tensor:
+    """A result of which ranks have these elements; without cuts the plain tensor, which all have alike."""
+    return Divided(own, cuts) if cuts else own
+
+
+def summed_up(summand: Tensor, ranks: Ranks, cuts: Cuts) -> Tensor:
+    """The sum of what ranks computed, of which each keeps its part of the sequence if these ranks split it.
+
+    Args:
+        summand: what this rank computed.
+        ranks: over which is summed.
+        cuts: of the summand's dimensions that are divided already.
+
+    Returns:
+        The whole sum where it is no hidden state (batch, sequence, features), or has fewer positions than ranks.
+    """
+    dim = ranks.sequence_dim
+    if dim is None or summand.dim() != 3 or dim in cuts or summand.shape[dim] < ranks.count:
+        return as_divided(total(summand, ranks), cuts)
+    elements = ranks.chunks(summand.shape[dim])
+    return Divided(total_part(summand, dim, elements), {**cuts, dim: elements})

@@ -1,0 +1,13 @@
+"""The rules of operations on divided tensors; importing this package enters all of them in the table."""
+
+from lightning_parallel.techniques.divided.rules import (
+    attention,
+    indexing,
+    losses,
+    products,
+    reductions,
+    shapes,
+    single,
+)
+
+__all__ = ["attention", "indexing", "losses", "products", "reductions", "shapes", "single"]

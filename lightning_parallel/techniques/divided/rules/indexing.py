@@ -1,0 +1,122 @@
+"""Slices, and elements chosen by number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_parallel.techniques.divided.meeting import as_divided, brought_together
+from lightning_parallel.techniques.divided.rules.shapes import sliced
+from lightning_parallel.techniques.divided.tensor import NAMES, Divided, is_divided, operations, rule
+
+
+@rule(Tensor.__getitem__)
+def _item(func: Any, args: Any, kwargs: Any) -> Any:
+    divided, index = args
+    if not is_divided(divided):
+        return NotImplemented  # a divided index
+    index = list(index) if isinstance(index, tuple) else [index]
+    if any(is_divided(each) or isinstance(each, (list, bool)) for each in index):
+        return NotImplemented
+    spelled = _spelled_out(index, divided.dim())
+    chosen = [each for each in spelled if isinstance(each, Tensor)]
+    if spelled is None or (chosen and not _leading(spelled)):
+        return NotImplemented
+    return _chosen(divided, spelled)
+
+
+def _spelled_out(index: list[Any], dims: int) -> list[Any]:
+    """The index without an ellipsis: an entry for every dimension, and None for each new one."""
+    used = sum(each.dim() if _is_mask(each) else 1 for each in index if each is not None and each is not Ellipsis)
+    place = next((k for k, each in enumerate(index) if each is Ellipsis), None)
+    free = [slice(None)] * (dims - used)
+    return [*index, *free] if place is None else [*index[:place], *free, *index[place + 1 :]]
+
+
+def _is_mask(each: Any) -> bool:
+    return isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8)
+
+
+def _leading(index: list[Any]) -> bool:
+    """Whether one tensor stands first and nothing but whole dimensions follow: what it chooses comes first then."""
+    return (
+        isinstance(index[0], Tensor)
+        and all(each == slice(None) for each in index[1:] if not isinstance(each, Tensor))
+        and (sum(isinstance(each, Tensor) for each in index) == 1)
+    )
+
+
+def _chosen(divided: Divided, index: list[Any]) -> Any:
+    """The result of slices, numbers and None: divided dimensions are sliced here, torch does the rest."""
+    if isinstance(index[0], Tensor):
+        return _by_tensor(divided, index)
+    made, cuts, dim, place, own_index = divided, {}, 0, 0, []
+    for each in index:
+        if each is None:
+            place += 1
+        elif dim in divided.cuts:
+            span = _span(each, divided.shape[dim])
+            if span is None:
+                return NotImplemented
+            made = made if span == (0, divided.shape[dim]) else sliced(made, dim, *span)
+            cuts[place] = made.cuts[dim]
+            each, dim, place = slice(None), dim + 1, place + 1
+        else:
+            dim, place = dim + 1, place + isinstance(each, slice)
+        own_index.append(each)
+    return Divided(made.own[tuple(own_index)], cuts)
+
+
+def _span(each: Any, size: int) -> tuple[int, int] | None:
+    if not isinstance(each, slice):
+        return None
+    start, stop, step = each.indices(size)
+    return (start, max(start, stop)) if step == 1 else None
+
+
+def _by_tensor(divided: Divided, index: list[Any]) -> Any:
+    """The rows that a mask or numbers choose, which all ranks have alike, in dimensions that are not divided."""
+    chooser = index[0]
+    used = chooser.dim() if _is_mask(chooser) else 1
+    if any(dim < used for dim in divided.cuts):
+        return NotImplemented
+    made = divided.own[chooser]
+    shift = made.dim() - divided.dim()
+    return Divided(made, {dim + shift: elements for dim, elements in divided.cuts.items()})
+
+
+@rule(*operations("index_select"))
+def _selected(func: Any, args: Any, kwargs: Any) -> Any:
+    divided, dim, index = (*args, kwargs.get("dim"), kwargs.get("index"))[:3]
+    if not is_divided(divided) or kwargs or is_divided(index) or dim % divided.dim() in divided.cuts:
+        return NotImplemented
+    return Divided(func(divided.own, dim, index), divided.cuts)
+
+
+@rule(*operations("gather", "take_along_dim"))
+def _gathered_by_place(func: Any, args: Any, kwargs: Any) -> Any:
+    """Each element of the result comes from the same place, but for one dimension."""
+    if kwargs or len(args) != 3 or not isinstance(args[0], Tensor):
+        return NotImplemented
+    tensor, dim, index = args if NAMES[func] == "gather" else (args[0], args[2], args[1])
+    if not isinstance(dim, int) or tensor.dim() != index.dim():
+        return NotImplemented
+    dim %= tensor.dim()
+    alike = all(k == dim or tensor.shape[k] == index.shape[k] for k in range(tensor.dim()))
+    if not alike or any(is_divided(each) and dim in each.cuts for each in (tensor, index)):
+        return NotImplemented
+    names = [k if k != dim else None for k in range(tensor.dim())]
+    mine = brought_together((tensor, index), (names, names))
+    if mine is None:
+        return NotImplemented
+    return as_divided(torch.gather(mine[0][0], dim, mine[0][1]), mine[1])
+
+
+@rule(*operations("triu", "tril"))
+def _triangle(func: Any, args: Any, kwargs: Any) -> Any:
+    divided = args[0]
+    if not is_divided(divided) or any(dim >= divided.dim() - 2 for dim in divided.cuts):
+        return NotImplemented
+    return Divided(func(divided.own, *args[1:], **kwargs), divided.cuts)

@@ -1,0 +1,247 @@
+"""Losses from logits of which each rank has some classes, or some positions: the whole logits never exist.
+
+With x the logits of a token and y its label, cross-entropy is log sum exp(x) - x[y]: two numbers a token, each a sum
+over the ranks' classes (after the maximum, taken out so that nothing overflows).
+Source: M. Shoeybi et al., Megatron-LM, 2019.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from lightning_parallel.collectives.by_elements import total
+from lightning_parallel.collectives.elements import Elements
+from lightning_parallel.techniques.divided.meeting import as_divided, brought_together, met
+from lightning_parallel.techniques.divided.rules.products import require_numbers
+from lightning_parallel.techniques.divided.tensor import NAMES as OPERATION_NAMES
+from lightning_parallel.techniques.divided.tensor import Divided, is_divided, operations, rule
+from lightning_parallel.techniques.tools.means import mean_over
+
+NAMES = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+
+
+@rule(F.cross_entropy)
+def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
+    given = {**dict(zip(NAMES, args, strict=False)), **kwargs}
+    logits, target, weight = given["input"], given["target"], given.get("weight")
+    old_style = given.get("size_average") is not None or given.get("reduce") is not None
+    if not is_divided(logits) or target.is_floating_point() or old_style or is_divided(weight):
+        return NotImplemented
+    classes = 1 if logits.dim() > 1 else 0
+    positions = [dim for dim in range(logits.dim()) if dim != classes]
+    if [logits.shape[dim] for dim in positions] != list(target.shape):
+        return NotImplemented  # torch says what is wrong
+    columns = logits.cuts.get(classes)
+    if columns is not None and not columns.disjoint:
+        return NotImplemented
+    mine = brought_together((target, logits), (positions, range(logits.dim())))
+    if mine is None or (columns is not None and not columns.same(mine[1].get(classes))):
+        return NotImplemented
+    own_target, own = mine[0]
+    over = {positions.index(dim): elements for dim, elements in mine[1].items() if dim != classes}
+    if not all(elements.disjoint for elements in over.values()):
+        return NotImplemented
+    ignored, smoothing = given.get("ignore_index", -100), given.get("label_smoothing", 0.0)
+    loss, weights = _of_positions(own, own_target, classes, columns, logits.shape[classes], weight, ignored, smoothing)
+    return _reduced(loss, weights, over, given.get("reduction", "mean"), target, logits.own)
+
+
+def _reduced(
+    loss: Tensor, weights: Tensor, over: dict[int, Elements], reduction: str, target: Tensor, own: Tensor
+) -> Tensor:
+    """The loss as torch returns it: of each position, their sum, or their mean.
+
+    Args:
+        loss: of this rank's positions.
+        weights: of these positions in a mean.
+        over: the dimensions of positions that are divided.
+        reduction: "none", "sum" or "mean".
+        target: the labels of all positions, by which a mean over all ranks counts.
+        own: this rank's logits, whose dtype the loss gets.
+    """
+    if reduction == "none":
+        return as_divided(_as_torch(loss, own), over)
+    summed, count = loss.sum(), weights.sum()
+    for elements in over.values():
+        summed, count = total(summed, elements.ranks), total(count, elements.ranks)
+    if reduction == "sum":
+        return _as_torch(summed, own)
+    return mean_over(summed, count, _as_torch(loss, own).dtype, of=target)
+
+
+def _of_positions(
+    own: Tensor, target: Tensor, dim: int, columns: Elements | None, size: int, weight: Tensor | None, ignored: int,
+    smoothing: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The loss of each position, and its weight in a mean.
+
+    Args:
+        own: this rank's logits.
+        target: the labels of its positions.
+        dim: the dimension of classes.
+        columns: the classes that ranks have; None where each has all.
+        size: how many classes there are.
+        weight: of each class.
+        ignored: the label of positions that do not count.
+        smoothing: how much of a label all classes share.
+
+    Raises:
+        IndexError: a label that is no class.
+    """
+    counted = target != ignored
+    require_numbers(target, size, "Target", "classes", counted)
+    label, own = target.masked_fill(~counted, 0), own.movedim(dim, -1)
+    classes = own.new_ones(size, dtype=_exact(own)) if weight is None else weight.to(_exact(own))
+    mine = classes if columns is None else columns.take(classes, 0)
+    whole, at_label, weighted = _sums(own, label, columns, mine if smoothing else None)
+    label_weight = classes[label] * counted
+    loss = (1 - smoothing) * (whole - at_label) * label_weight
+    if smoothing:
+        loss = loss + smoothing / size * (whole * classes.sum() - weighted) * counted
+    return loss, label_weight
+
+
+@rule(*operations("logsumexp"))
+def _log_sum_exp(func: Any, args: Any, kwargs: Any) -> Any:
+    given = {**dict(zip(("input", "dim", "keepdim"), args, strict=False)), **kwargs}
+    divided, dim, keepdim = args[0], given["dim"], given.get("keepdim", False)
+    dims = dim if isinstance(dim, (tuple, list)) else (dim,)
+    if not is_divided(divided) or len(dims) != 1 or "out" in kwargs:
+        return NotImplemented
+    dim = dims[0] % divided.dim()
+    columns = divided.cuts.get(dim)
+    cuts = {k - (k > dim and not keepdim): each for k, each in divided.cuts.items() if k != dim}
+    if columns is None:
+        return Divided(func(divided.own, dim, keepdim), cuts)
+    if not columns.disjoint:
+        return NotImplemented
+    made = _sums(divided.own.movedim(dim, -1), None, columns, None)[0].to(divided.dtype)
+    return as_divided(made.unsqueeze(dim) if keepdim else made, cuts)
+
+
+@rule(*operations("log_softmax", "softmax"))
+def _normalised(func: Any, args: Any, kwargs: Any) -> Any:
+    divided, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
+    dtype = kwargs.get("dtype")
+    if not is_divided(divided) or not isinstance(dim, int):
+        return NotImplemented
+    dim %= divided.dim()
+    if dim not in divided.cuts:
+        return Divided(func(divided.own, *args[1:], **kwargs), divided.cuts)
+    columns = divided.cuts[dim]
+    if not columns.disjoint:
+        return NotImplemented
+    own = divided.own if dtype is None else divided.own.to(dtype)
+    whole = _sums(own.movedim(dim, -1), None, columns, None)[0].unsqueeze(dim)
+    made = own.to(whole.dtype) - met(whole, columns.ranks)
+    made = made if OPERATION_NAMES[func] == "log_softmax" else made.exp()
+    return Divided(made.to(own.dtype), divided.cuts)
+
+
+@rule(*operations("argmax"))
+def _arg_max(func: Any, args: Any, kwargs: Any) -> Any:
+    given = {**dict(zip(("input", "dim", "keepdim"), args, strict=False)), **kwargs}
+    divided, dim, keepdim = args[0], given.get("dim", given.get("axis")), given.get("keepdim", False)
+    if not is_divided(divided) or not isinstance(dim, int) or "out" in kwargs:
+        return NotImplemented
+    dim %= divided.dim()
+    columns = divided.cuts.get(dim)
+    cuts = {k - (k > dim and not keepdim): each for k, each in divided.cuts.items() if k != dim}
+    if columns is None:
+        return Divided(divided.own.argmax(dim, keepdim), cuts)
+    made = _largest(divided.own.detach().movedim(dim, -1), columns)
+    return as_divided(made.unsqueeze(dim) if keepdim else made, cuts)
+
+
+@torch.no_grad()
+def _largest(own: Tensor, columns: Elements) -> Tensor:
+    """The index of the largest element in the last dimension of the whole, the first of equal ones."""
+    group = columns.ranks.group
+    if own.shape[-1]:
+        value, place = own.max(-1)
+        index = columns.index(own.device)[place]
+    else:
+        value, index = own.new_full(own.shape[:-1], -torch.inf), own.new_full(own.shape[:-1], columns.size).long()
+    largest = value.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    winner = torch.where(value == largest, index, columns.size)
+    dist.all_reduce(winner, dist.ReduceOp.MIN, group=group)
+    return winner.clamp(max=columns.size - 1)
+
+
+# ---------------------------------------------------------------- sums over the classes of all ranks
+
+
+def _sums(own: Tensor, label: Tensor | None, columns: Elements | None, weights: Tensor | None) -> Any:
+    """Log-sum-exp, the logit at the label, and a weighted sum of logits, over the classes of all ranks.
+
+    Args:
+        own: this rank's logits, (..., classes).
+        label: the class of each position, (...); None leaves out the second result.
+        columns: the classes that ranks have; None where each has all.
+        weights: of this rank's classes; None leaves out the third result.
+    """
+    return _Sums.apply(own, label, columns, weights)  # type: ignore[no-untyped-call]
+
+
+class _Sums(Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, label: Tensor | None, columns: Elements | None, weights: Tensor | None) -> Any:
+        exact = own.to(_exact(own))
+        largest = exact.amax(-1) if own.shape[-1] else exact.new_full(own.shape[:-1], -torch.inf)
+        if columns is not None:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=columns.ranks.group)
+        exponentials = (exact - largest[..., None]).exp_()
+        place, here = (None, None) if label is None else _place(label, columns)
+        at_label = None if place is None or here is None else _at(exact, place, here)
+        weighted = exact @ weights if weights is not None else None
+        message = torch.stack([each for each in (exponentials.sum(-1), at_label, weighted) if each is not None])
+        if columns is not None:
+            dist.all_reduce(message, group=columns.ranks.group)
+        sums = list(message.unbind())
+        whole = sums.pop(0)
+        ctx.save_for_backward(exponentials.div_(whole[..., None]), place, here, weights)
+        ctx.dtype = own.dtype
+        at_label = sums.pop(0) if at_label is not None else None
+        return whole.log() + largest, at_label, sums.pop(0) if weighted is not None else None
+
+    @staticmethod
+    def backward(ctx: Any, of_whole: Tensor, of_label: Tensor | None, of_weighted: Tensor | None) -> Any:
+        probabilities, place, here, weights = ctx.saved_tensors
+        gradient = probabilities * of_whole[..., None]
+        if place is not None and of_label is not None and gradient.shape[-1]:
+            gradient.scatter_add_(-1, place[..., None], (of_label * here)[..., None])
+        if weights is not None and of_weighted is not None:
+            gradient += of_weighted[..., None] * weights
+        return gradient.to(ctx.dtype), None, None, None
+
+
+def _place(label: Tensor, columns: Elements | None) -> tuple[Tensor, Tensor]:
+    """Where the label's class is among this rank's, and whether it is there at all."""
+    if columns is None:
+        return label, torch.ones_like(label, dtype=torch.bool)
+    index = columns.index(label.device)
+    place = torch.searchsorted(index, label).clamp(max=max(columns.length - 1, 0))
+    here = index[place] == label if columns.length else torch.zeros_like(label, dtype=torch.bool)
+    return place, here
+
+
+def _at(x: Tensor, place: Tensor, here: Tensor) -> Tensor:
+    if not x.shape[-1]:
+        return x.new_zeros(x.shape[:-1])
+    return x.gather(-1, place[..., None]).squeeze(-1).masked_fill(~here, 0)
+
+
+def _exact(own: Tensor) -> torch.dtype:
+    return torch.promote_types(own.dtype, torch.float32)
+
+
+def _as_torch(loss: Tensor, own: Tensor) -> Tensor:
+    """The loss in the dtype that torch gives it: autocast leaves losses in single precision."""
+    return loss if torch.is_autocast_enabled(own.device.type) else loss.to(own.dtype)

@@ -1,0 +1,223 @@
+"""Products: linear maps, matrix products, einsum, embeddings."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_parallel.collectives.overlap import gather_and_multiply, multiply_and_scatter
+from lightning_parallel.techniques.divided.meeting import (
+    as_divided,
+    brought_together,
+    in_dtype,
+    met,
+    own_part,
+    summed_up,
+)
+from lightning_parallel.techniques.divided.regather import lightly_kept
+from lightning_parallel.techniques.divided.tensor import Divided, is_divided, rule, version_of
+
+
+@rule(F.linear, torch._C._nn.linear)
+def _linear(func: Any, args: Any, kwargs: Any) -> Any:
+    x, weight, bias = (
+        (*args, kwargs.get("bias"))[:3] if len(args) > 1 else (args[0], kwargs["weight"], kwargs.get("bias"))
+    )
+    if is_divided(weight):
+        if is_divided(x) and weight.only.ranks.overlaps and (made := _overlapping(x, weight)) is not None:
+            return made if bias is None else made + bias
+        if bias is None and (made := _known(x, weight)) is not None:
+            return made
+    lead = list(range(x.dim() - 1))
+    return _product(F.linear, (x, weight), ([*lead, "in"], ["out", "in"]), [*lead, "out"], bias)
+
+
+def _known(x: Tensor, weight: Divided) -> Tensor | None:
+    """The usual maps, as `_product` would compute them: into features, from the whole, and out of the same features."""
+    (dim, rows), *more = weight.cuts.items()
+    dtype, last = autocast_dtype(x), x.dim() - 1
+    if more:
+        return None
+    if dim == 0 and not isinstance(x, Divided):
+        return Divided(F.linear(met(x, rows.ranks, dtype), weight.own), {last: rows})
+    if dim == 1 and is_divided(x) and len(x.cuts) == 1 and rows.disjoint and rows.same(x.cuts.get(last)):
+        return summed_up(F.linear(in_dtype(x.own, dtype), weight.own), rows.ranks, {})
+    return None
+
+
+def _overlapping(x: Divided, weight: Divided) -> Tensor | None:
+    """The product together with the collective before or after it, of a split sequence; None where it cannot be."""
+    (dim, rows), *more = weight.cuts.items()
+    ranks, sequence = rows.ranks, rows.ranks.sequence_dim
+    if more or not ranks.overlaps or sequence is None or x.dim() != 3 or torch.compiler.is_compiling():
+        return None
+    if set(x.cuts) == {sequence} and x.cuts[sequence].ranks is ranks and dim == 0:
+        return _after_gathering(x, weight, sequence)
+    if set(x.cuts) == {2} and x.cuts[2].same(rows) and dim == 1 and x.shape[sequence] % ranks.count == 0:
+        own, matrix = _in_autocast(x.own, weight.own)
+        parts = ranks.chunks(x.shape[sequence])
+        return Divided(multiply_and_scatter(own, matrix, sequence, ranks.group), {sequence: parts})
+    return None
+
+
+def _after_gathering(x: Divided, weight: Divided, sequence: int) -> Tensor | None:
+    elements, rows = x.cuts[sequence], weight.cuts[0]
+    if not elements.even or rows.ranks.regathers or x.gathers:
+        return None
+    own, matrix = _in_autocast(x.own, weight.own)
+    whole, product = gather_and_multiply(own, matrix, sequence, rows.ranks.group)
+    dtype = None if own is x.own else own.dtype
+    x.gathers[sequence, torch.is_grad_enabled(), dtype, version_of(x.own)] = whole
+    return Divided(product, {2: rows})
+
+
+def _in_autocast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    dtype = autocast_dtype(x)
+    own = in_dtype(x, dtype)
+    return own, weight.to(own.dtype)
+
+
+def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """The dtype in which autocast has products computed; None outside of it."""
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+@rule(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm)
+def _matmul(func: Any, args: Any, kwargs: Any) -> Any:
+    if kwargs or len(args) != 2:
+        return NotImplemented
+    a, b = args
+    if min(a.dim(), b.dim()) < 2:
+        return NotImplemented
+    dims = max(a.dim(), b.dim()) - 2
+    leads = [
+        [k if size != 1 else None for k, size in zip(range(dims - t.dim() + 2, dims), t.shape, strict=False)]
+        for t in args
+    ]
+    return _product(
+        torch.matmul, args, ([*leads[0], "row", "in"], [*leads[1], "in", "out"]), [*range(dims), "row", "out"]
+    )
+
+
+@rule(Tensor.__rmatmul__)
+def _reflected(func: Any, args: Any, kwargs: Any) -> Any:
+    return torch.matmul(args[1], args[0])
+
+
+@rule(torch.addmm, Tensor.addmm)
+def _addmm(func: Any, args: Any, kwargs: Any) -> Any:
+    if kwargs or len(args) != 3:
+        return NotImplemented
+    return _product(torch.mm, args[1:], (["row", "in"], ["in", "out"]), ["row", "out"], args[0])
+
+
+@rule(torch.einsum)
+def _einsum(func: Any, args: Any, kwargs: Any) -> Any:
+    equation, *tensors = args
+    if len(tensors) == 1 and isinstance(tensors[0], (list, tuple)):
+        tensors = list(tensors[0])
+    if not isinstance(equation, str) or "->" not in equation or "." in equation or len(tensors) > 2:
+        return NotImplemented
+    inputs, output = equation.replace(" ", "").split("->")
+    names = [list(each) for each in inputs.split(",")]
+    if any(len(set(each)) < len(each) for each in names):
+        return NotImplemented
+    return _product(lambda *own: torch.einsum(equation, *own), tensors, names, list(output))
+
+
+def _product(run: Any, tensors: Any, names: Any, out: list[Any], bias: Any = None) -> Any:
+    """A sum of products over the dimensions that the result does not have.
+
+    Args:
+        run: the operation, for plain tensors.
+        tensors: what is multiplied.
+        names: of the dimensions of each; over a name that `out` lacks is summed.
+        out: the names of the result's dimensions.
+        bias: added to the result.
+
+    Returns:
+        The result, summed over the ranks that divide what is summed over; NotImplemented if the tensors cannot meet.
+    """
+    mine = brought_together(tensors, names, autocast_dtype(tensors[0]))
+    if mine is None:
+        return NotImplemented
+    own, elements = mine
+    over = [each for name, each in elements.items() if name not in out]
+    if not all(each.disjoint for each in over):
+        return NotImplemented
+    cuts = {out.index(name): each for name, each in elements.items() if name in out}
+    added = _bias_of(bias, cuts, len(out)) if run is F.linear and bias is not None and not over else None
+    with nullcontext() if torch.compiler.is_compiling() else lightly_kept(own):
+        made = run(*own) if added is None else F.linear(own[0], own[1], added)
+    made = as_divided(made, cuts)
+    for each in over:
+        summand, rest = (made.own, made.cuts) if isinstance(made, Divided) else (made, {})
+        made = summed_up(summand, each.ranks, rest)
+    return made if bias is None or added is not None else made + bias
+
+
+def _bias_of(bias: Tensor, cuts: dict[int, Any], dims: int) -> Tensor | None:
+    """This rank's elements of a bias, where the product can add it by itself; else None."""
+    found = brought_together([bias], [[dims - 1]])
+    assert found is not None
+    if set(cuts) != {dims - 1} or (found[1] and not found[1][dims - 1].same(cuts[dims - 1])):
+        return None
+    return own_part(bias, [dims - 1], {dims - 1: cuts[dims - 1]})
+
+
+NAMES = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+
+
+@rule(F.embedding)
+def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
+    given = {**dict(zip(NAMES, args, strict=False)), **kwargs}
+    ids, weight, padding = given["input"], given["weight"], given.get("padding_idx")
+    if given.get("max_norm") is not None or given.get("scale_grad_by_freq") or given.get("sparse"):
+        return NotImplemented
+    rows = weight.cuts.get(0) if is_divided(weight) else None
+    if rows is None:
+        mine = brought_together((ids, weight), (range(ids.dim()), ["rows", ids.dim()]))
+        if mine is None:
+            return NotImplemented
+        own_ids, own_weight = mine[0]
+        return as_divided(F.embedding(own_ids, own_weight, padding), mine[1])
+    if is_divided(ids) or not rows.disjoint or len(rows.own) > 1 or set(weight.cuts) != {0}:
+        return NotImplemented
+    return _own_rows(ids, weight.own, rows, None if padding is None else padding % rows.size)
+
+
+def _own_rows(ids: Tensor, weight: Tensor, rows: Any, padding: int | None) -> Tensor:
+    """The rows that ids name: each rank looks up those that it has, zeros stand for others, and ranks sum."""
+    require_numbers(ids, rows.size, "The id", "rows in the embedding")
+    start, stop = rows.own[0] if rows.own else (0, 0)
+    here = (ids >= start) & (ids < stop)
+    if start == stop:
+        found = weight.sum() * 0 + weight.new_zeros(*ids.shape, weight.shape[1])
+    else:
+        own_padding = padding - start if padding is not None and start <= padding < stop else None
+        found = F.embedding((ids - start).masked_fill(~here, 0), weight, own_padding)
+    return summed_up(found.masked_fill(~here[..., None], 0), rows.ranks, {})
+
+
+def require_numbers(numbers: Tensor, size: int, what: str, among: str, counted: Tensor | None = None) -> None:
+    """Raises IndexError for a number that is not one of `size`; on a GPU the process ends, as with torch's own check.
+
+    Args:
+        numbers: of classes or rows.
+        size: how many there are.
+        what: the numbers are.
+        among: what there are `size` of.
+        counted: which of the numbers count, by default all.
+    """
+    wrong = (numbers < 0) | (numbers >= size)
+    if counted is not None:
+        wrong &= counted
+    if numbers.device.type == "cpu" and bool(wrong.any()):
+        raise IndexError(f"{what} {int(numbers[wrong][0])} is out of bounds: there are {size} {among}")
+    if numbers.device.type != "cpu":
+        torch._assert_async(~wrong.any())

@@ -1,0 +1,122 @@
+"""Operations along some dimensions: sums, maxima, softmax, norms."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_parallel.collectives.by_elements import total
+from lightning_parallel.techniques.divided.meeting import as_divided, brought_together
+from lightning_parallel.techniques.divided.tensor import NAMES, Divided, is_divided, operations, rule
+
+
+def _dims(divided: Divided, dim: Any) -> tuple[int, ...]:
+    """The dimensions that an argument names; all for None."""
+    if dim is None or (isinstance(dim, Sequence) and not len(dim)):
+        return tuple(range(divided.dim()))
+    return tuple(each % divided.dim() for each in ((dim,) if isinstance(dim, int) else dim))
+
+
+def _left(divided: Divided, gone: Sequence[int], keepdim: bool) -> dict[int, Any]:
+    """The cuts of what a reduction leaves."""
+    return {
+        dim if keepdim else dim - sum(each < dim for each in gone): elements
+        for dim, elements in divided.cuts.items()
+        if dim not in gone
+    }
+
+
+@rule(*operations("sum", "mean"))
+def _added_up(func: Any, args: Any, kwargs: Any) -> Any:
+    given = {**dict(zip(("input", "dim", "keepdim"), args, strict=False)), **kwargs}
+    divided, dim, keepdim = args[0], given.get("dim", given.get("axis")), given.get("keepdim", False)
+    if not is_divided(divided) or "out" in kwargs or len(args) > 3:
+        return NotImplemented
+    gone = _dims(divided, dim)
+    summed = [divided.cuts[each] for each in gone if each in divided.cuts]
+    if not all(elements.disjoint for elements in summed):
+        return NotImplemented
+    made = torch.sum(divided.own, gone, keepdim, dtype=kwargs.get("dtype"))
+    if NAMES[func] == "mean":
+        if not made.is_floating_point():
+            return NotImplemented
+        made = made / math.prod([divided.shape[each] for each in gone])
+    for elements in summed:
+        made = total(made, elements.ranks)
+    return as_divided(made, _left(divided, gone, keepdim))
+
+
+@rule(*operations("amax", "amin", "max", "min", "argmin", "prod", "all", "any", "var", "std", "var_mean", "std_mean",
+                  "median", "mode", "norm", "count_nonzero", "nanmean", "nansum", "kthvalue"),
+      torch.linalg.vector_norm)  # fmt: skip
+def _of_each(func: Any, args: Any, kwargs: Any) -> Any:
+    """Reductions over dimensions that are not divided."""
+    divided = args[0]
+    if not is_divided(divided) or "out" in kwargs or any(isinstance(each, Tensor) for each in args[1:]):
+        return NotImplemented
+    # On a tensor whose dimensions have different sizes one sees which are left; torch reads the arguments.
+    sizes = [dim + 2 for dim in range(divided.dim())]
+    left = func(torch.ones(sizes, dtype=divided.dtype, device="meta"), *args[1:], **kwargs)
+    shape = list((left if isinstance(left, Tensor) else left[0]).shape)
+    if any(dim + 2 not in shape for dim in divided.cuts):
+        return NotImplemented
+    cuts = {shape.index(dim + 2): elements for dim, elements in divided.cuts.items()}
+    made = func(divided.own, *args[1:], **kwargs)
+    if isinstance(made, Tensor):
+        return Divided(made, cuts)
+    return (
+        type(made)([Divided(each, cuts) for each in made])
+        if type(made) is not tuple
+        else tuple(Divided(each, cuts) for each in made)
+    )
+
+
+@rule(*operations("_softmax", "_log_softmax", "cumsum", "cumprod", "flip", "roll", "sort", "argsort", "topk", "softmin",
+                  "normalize", "logcumsumexp", "glu"))  # fmt: skip
+def _along(func: Any, args: Any, kwargs: Any) -> Any:
+    """Operations along one dimension, which must not be divided, and which they may give another size."""
+    divided = args[0]
+    if not is_divided(divided) or "out" in kwargs:
+        return NotImplemented
+    dim = _dim_of(NAMES[func], args, kwargs)
+    if not isinstance(dim, int) or dim % divided.dim() in divided.cuts:
+        return NotImplemented
+    made = func(divided.own, *args[1:], **kwargs)
+    if isinstance(made, Tensor):
+        return Divided(made, divided.cuts)
+    return type(made)([Divided(each, divided.cuts) for each in made])
+
+
+PLACES = {"topk": (2, -1), "sort": (1, -1), "argsort": (1, -1), "normalize": (2, 1), "glu": (1, -1), "roll": (2, None),
+          "flip": (1, None)}  # fmt: skip
+"""Where the dimension stands among the arguments, and which one it is by default; for others (1, None)."""
+
+
+def _dim_of(name: str, args: Any, kwargs: Any) -> Any:
+    place, default = PLACES.get(name, (1, None))
+    dim = kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else default))
+    return dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
+
+
+@rule(F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm)
+def _normed(func: Any, args: Any, kwargs: Any) -> Any:
+    """Norms over the last dimensions; weights that meet other positions on every rank enter."""
+    names = ("normalized_shape", "weight", "bias") if "layer" in NAMES[func] else ("normalized_shape", "weight")
+    given = {**dict(zip(names, args[1:], strict=False)), **kwargs}
+    rest, normed = args[1 + len(names) :], len(given["normalized_shape"])
+    divided, dims = args[0], args[0].dim()
+    if not is_divided(divided) or any(dim >= dims - normed for dim in divided.cuts):
+        return NotImplemented
+    over = list(range(dims - normed, dims))
+    affine = [name for name in names[1:] if given.get(name) is not None]
+    mine = brought_together([divided, *(given[name] for name in affine)], [range(dims), *[over] * len(affine)])
+    if mine is None:
+        return NotImplemented
+    (own, *weights), cuts = mine
+    given.update(zip(affine, weights, strict=True))
+    return as_divided(func(own, *(given.pop(name, None) for name in names), *rest, **given), cuts)

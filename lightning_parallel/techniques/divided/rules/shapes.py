@@ -1,0 +1,215 @@
+"""Operations that give a tensor another shape, or order its dimensions anew."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_parallel.collectives.elements import Elements
+from lightning_parallel.techniques.divided.meeting import as_divided, brought_together
+from lightning_parallel.techniques.divided.tensor import NAMES, Divided, is_divided, operations, rule
+
+# ---------------------------------------------------------------- one shape into another
+
+
+SHAPED = frozenset((Tensor.view, Tensor.reshape))
+
+
+@rule(*operations("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "_unsafe_view"))
+def _reshaped(func: Any, args: Any, kwargs: Any) -> Any:
+    divided = args[0]
+    if not is_divided(divided) or (len(args) > 1 and isinstance(args[1], torch.dtype)):
+        return NotImplemented
+    given = args[1] if len(args) == 2 and isinstance(args[1], tuple) else args[1:]
+    if func in SHAPED and not kwargs and math.prod(given) == divided.numel() and -1 not in given:
+        return reshaped(divided, given)
+    # Torch itself says what shape comes out, and what is wrong with the arguments.
+    return reshaped(divided, func(torch.empty(divided.shape, device="meta"), *map(_like, args[1:]), **kwargs).shape)
+
+
+def _like(value: Any) -> Any:
+    return torch.empty(value.shape, device="meta") if isinstance(value, Tensor) else value
+
+
+def reshaped(divided: Divided, shape: Sequence[int]) -> Any:
+    """The tensor with another shape of the whole.
+
+    Args:
+        divided: the tensor.
+        shape: of the whole.
+
+    Returns:
+        The tensor, or NotImplemented where what a rank has would not be some elements of one new dimension, as where
+        ranks have parts of heads.
+    """
+    cuts: dict[int, Elements] = {}
+    for dim, elements in divided.cuts.items():
+        found = _moved(divided.shape, dim, elements, shape)
+        if found is None or found[0] in cuts:
+            return NotImplemented
+        cuts[found[0]] = found[1]
+    own = [cuts[dim].length if dim in cuts else size for dim, size in enumerate(shape)]
+    return Divided(divided.own.reshape(own), cuts)
+
+
+def _moved(old: Sequence[int], dim: int, elements: Elements, new: Sequence[int]) -> tuple[int, Elements] | None:
+    """The dimension of the new shape in which the divided one ends up, and the elements there; None if in none."""
+    before, after = math.prod(old[:dim]), math.prod(old[dim + 1 :])
+    first = 1
+    for place, size in enumerate(new):
+        rest = math.prod(new[place + 1 :])
+        if size > 1 or elements.size == 1:
+            found = _regrouped(elements, before, after, first, size, rest)
+            if found is not None:
+                return place, found
+        first *= size
+    return None
+
+
+def _regrouped(elements: Elements, before: int, after: int, first: int, size: int, rest: int) -> Elements | None:
+    """The elements that ranks have of a new dimension, where they have these of an old one; None if it is not that one.
+
+    Args:
+        elements: of the old dimension.
+        before: the product of the sizes before the old one.
+        after: the product of the sizes after it: how far apart its elements lie in memory.
+        first: the product of the sizes before the new one.
+        size: of the new one.
+        rest: the product of the sizes after it.
+    """
+    if after % rest == 0:
+        found: Elements | None = elements.grown(after // rest)
+    elif rest % after == 0:
+        found = elements.shrunk(rest // after)
+    else:
+        return None
+    if found is None or not found.size:
+        return None
+    if size % found.size == 0 and first * (size // found.size) == before:
+        return found.tiled(size // found.size)
+    if found.size % size == 0 and first == before * (found.size // size):
+        return found.untiled(found.size // size)
+    return None
+
+
+# ---------------------------------------------------------------- the order of dimensions
+
+
+@rule(*operations("transpose"))
+def _transposed(func: Any, args: Any, kwargs: Any) -> Any:
+    if kwargs or len(args) != 3 or not is_divided(args[0]):
+        return _ordered(func, args, kwargs)
+    divided, one, other = args[0], args[1] % args[0].dim(), args[2] % args[0].dim()
+    places = {one: other, other: one}
+    return Divided(func(divided.own, one, other), {places.get(dim, dim): each for dim, each in divided.cuts.items()})
+
+
+@rule(*operations("swapaxes", "swapdims", "permute", "movedim", "moveaxis", "squeeze", "unsqueeze", "t",
+                  "adjoint"), Tensor.T.__get__, Tensor.mT.__get__)  # type: ignore[attr-defined]  # fmt: skip
+def _ordered(func: Any, args: Any, kwargs: Any) -> Any:
+    divided = args[0]
+    if not is_divided(divided):
+        return NotImplemented
+    # In a tensor of the same number of dimensions, each of another size, one sees where they go.
+    sizes = [dim + 2 if size != 1 or dim in divided.cuts else 1 for dim, size in enumerate(divided.shape)]
+    places = list(func(torch.empty(sizes, device="meta"), *args[1:], **kwargs).shape)
+    cuts = {places.index(dim + 2): elements for dim, elements in divided.cuts.items()}
+    if any(elements.size == 1 or elements.length == 1 for elements in cuts.values()) and "squeeze" in NAMES[func]:
+        return _squeezed(func, divided, args, kwargs, cuts)
+    return Divided(func(divided.own, *args[1:], **kwargs), cuts)
+
+
+def _squeezed(func: Any, divided: Divided, args: Any, kwargs: Any, cuts: dict[int, Elements]) -> Any:
+    """A squeezed tensor that keeps a divided dimension of which this rank has one element, but the whole has more."""
+    shape = list(func(torch.empty(divided.shape, device="meta"), *args[1:], **kwargs).shape)
+    if any(elements.size == 1 for elements in cuts.values()):
+        return NotImplemented
+    for dim, elements in cuts.items():
+        shape[dim] = elements.length
+    return Divided(divided.own.reshape(shape), cuts)
+
+
+@rule(*operations("expand", "expand_as", "broadcast_to"))
+def _expanded(func: Any, args: Any, kwargs: Any) -> Any:
+    divided = args[0]
+    if not is_divided(divided):
+        return NotImplemented
+    shape = func(torch.empty(divided.shape, device="meta"), *map(_like, args[1:]), **kwargs).shape
+    added = len(shape) - divided.dim()
+    cuts = {dim + added: elements for dim, elements in divided.cuts.items()}
+    if any(shape[dim] != elements.size for dim, elements in cuts.items()):
+        return NotImplemented
+    return Divided(divided.own.expand([-1 if dim in cuts else size for dim, size in enumerate(shape)]), cuts)
+
+
+@rule(*operations("repeat_interleave"))
+def _repeated(func: Any, args: Any, kwargs: Any) -> Any:
+    divided, times, dim = (*args, kwargs.get("repeats"), kwargs.get("dim"))[:3]
+    dim = kwargs.get("dim", dim)
+    if not is_divided(divided) or not isinstance(times, int) or not isinstance(dim, int) or "output_size" in kwargs:
+        return NotImplemented
+    dim %= divided.dim()
+    cuts = {k: elements.grown(times) if k == dim else elements for k, elements in divided.cuts.items()}
+    return Divided(torch.repeat_interleave(divided.own, times, dim), cuts)
+
+
+# ---------------------------------------------------------------- several tensors, and pieces of one
+
+
+@rule(*operations("cat", "concat", "concatenate"))
+def _one_after_the_other(func: Any, args: Any, kwargs: Any) -> Any:
+    tensors, dim = (*args, 0)[:2]
+    dim = kwargs.get("dim", kwargs.get("axis", dim))
+    tensors = [each for each in tensors if each.dim() != 1 or each.numel()] or tensors  # torch leaves out [] too
+    if "out" in kwargs or not isinstance(dim, int) or len({tensor.dim() for tensor in tensors}) > 1:
+        return NotImplemented
+    if len(tensors) == 1:
+        return tensors[0].clone()
+    dim %= tensors[0].dim()
+    mine = brought_together(tensors, [[k if k != dim else None for k in range(tensors[0].dim())]] * len(tensors))
+    return NotImplemented if mine is None else as_divided(torch.cat(mine[0], dim), mine[1])
+
+
+@rule(*operations("stack"))
+def _stacked(func: Any, args: Any, kwargs: Any) -> Any:
+    tensors, dim = (*args, 0)[:2]
+    dim = kwargs.get("dim", dim)
+    if "out" in kwargs or len({tensor.dim() for tensor in tensors}) > 1:
+        return NotImplemented
+    dim %= tensors[0].dim() + 1
+    mine = brought_together(tensors, [range(tensors[0].dim())] * len(tensors))
+    if mine is None:
+        return NotImplemented
+    return as_divided(torch.stack(mine[0], dim), {k + (k >= dim): elements for k, elements in mine[1].items()})
+
+
+@rule(*operations("split", "split_with_sizes", "chunk", "unbind", "tensor_split", "unsafe_chunk", "unsafe_split"))
+def _pieces(func: Any, args: Any, kwargs: Any) -> Any:
+    divided = args[0]
+    if not is_divided(divided):
+        return NotImplemented
+    at = 1 if NAMES[func] == "unbind" else 2
+    dim = kwargs.get("dim", args[at] if len(args) > at else 0) % divided.dim()
+    if dim not in divided.cuts:
+        lost = NAMES[func] == "unbind"
+        cuts = {k - (lost and k > dim): elements for k, elements in divided.cuts.items()}
+        return tuple(Divided(piece, cuts) for piece in func(divided.own, *args[1:], **kwargs))
+    if NAMES[func] == "unbind":
+        return NotImplemented
+    pieces, start = [], 0
+    for shape in (piece.shape for piece in func(torch.empty(divided.shape, device="meta"), *args[1:], **kwargs)):
+        pieces.append(sliced(divided, dim, start, start + shape[dim]))
+        start += shape[dim]
+    return tuple(pieces)
+
+
+def sliced(divided: Divided, dim: int, start: int, stop: int) -> Divided:
+    """The elements from `start` to `stop` of a dimension that is divided."""
+    elements = divided.cuts[dim]
+    first, last = elements.before(start), elements.before(stop)
+    cuts = {k: each.cut(start, stop) if k == dim else each for k, each in divided.cuts.items()}
+    return Divided(divided.own.narrow(dim, first, last - first), cuts)

@@ -1,0 +1,163 @@
+"""Operations on elements by themselves, and those that only ask or only change how a tensor is kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lightning_parallel.techniques.divided.meeting import as_divided, in_step
+from lightning_parallel.techniques.divided.randomness import drawn_apart
+from lightning_parallel.techniques.divided.tensor import (
+    Divided,
+    is_divided,
+    is_in_place,
+    operations,
+    own_of,
+    rule,
+    same_cuts,
+)
+
+ARITHMETIC = ("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "floor_divide",
+              "remainder", "fmod", "pow", "rsub", "maximum", "minimum", "fmax", "fmin", "atan2", "lerp", "addcmul",
+              "addcdiv", "where", "xlogy", "copysign", "hypot", "logaddexp", "bitwise_and", "bitwise_or",
+              "bitwise_xor")  # fmt: skip
+COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "not_equal", "greater", "less", "greater_equal", "less_equal",
+               "isclose", "logical_and", "logical_or", "logical_xor", "logical_not", "isnan", "isinf",
+               "isfinite")  # fmt: skip
+FUNCTIONS = ("abs", "neg", "negative", "positive", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt",
+             "rsqrt", "square", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "sigmoid",
+             "logit", "erf", "erfc", "reciprocal", "sign", "floor", "ceil", "round", "trunc", "frac", "clamp",
+             "clip", "clamp_min", "clamp_max", "nan_to_num", "masked_fill", "relu", "relu6", "elu", "selu", "celu",
+             "gelu", "silu", "mish", "softplus", "softsign", "leaky_relu", "logsigmoid", "hardtanh", "hardswish",
+             "hardsigmoid", "hardshrink", "softshrink", "tanhshrink", "threshold", "bitwise_not", "sgn", "expit",
+             "i0", "sinc", "lgamma", "digamma")  # fmt: skip
+KEEPING = ("clone", "detach", "float", "double", "half", "bfloat16", "long", "int", "bool", "short", "byte",
+           "type_as", "contiguous", "zeros_like", "ones_like", "full_like", "empty_like", "zero_", "fill_",
+           "requires_grad_", "detach_", "cuda")  # fmt: skip
+OPERATORS = ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__",
+             "__rdiv__", "__div__", "__floordiv__", "__rfloordiv__", "__mod__", "__rmod__", "__pow__", "__rpow__",
+             "__neg__", "__pos__", "__abs__", "__invert__", "__and__", "__or__", "__xor__", "__rand__", "__ror__",
+             "__rxor__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__iadd__", "__isub__",
+             "__imul__", "__itruediv__", "__idiv__", "__ipow__", "__iand__", "__ior__", "__ixor__")  # fmt: skip
+CHANGING = (*(f"{name}_" for name in (*ARITHMETIC, *COMPARISONS, *FUNCTIONS)), "copy_")
+ONE_BY_ONE = operations(*ARITHMETIC, *COMPARISONS, *FUNCTIONS, *KEEPING, *OPERATORS, *CHANGING)
+DRAWN = operations("dropout", "alpha_dropout", "feature_alpha_dropout", "rand_like", "randn_like", "bernoulli", "rrelu",
+                   "bernoulli_", "uniform_", "normal_", "dropout_", "exponential_")  # fmt: skip
+IN_PLACE = frozenset(each for each in (*ONE_BY_ONE, *DRAWN) if is_in_place(each.__name__))
+
+
+@rule(*ONE_BY_ONE)
+def _element_by_element(func: Any, args: Any, kwargs: Any) -> Any:
+    first = args[0]
+    if len(args) == 1 and not kwargs and is_divided(first):
+        return NotImplemented if func is torch.where else _of_one(func, first)
+    if len(args) == 2 and not kwargs and (made := _of_two(func, *args)) is not None:
+        return made
+    leaves, form = tree_flatten((args, kwargs))
+    if "out" in kwargs:
+        return NotImplemented
+    dims = max([leaf.dim() for leaf in leaves if isinstance(leaf, Tensor)])
+    mine = in_step(leaves, dims)
+    if mine is None:
+        return NotImplemented
+    own, cuts = mine
+    changes = func in IN_PLACE
+    if changes and not (is_divided(first) and same_cuts(first.cuts, cuts)):
+        return NotImplemented
+    own_args, own_kwargs = tree_unflatten(own, form)
+    return _result(func, first, func(*own_args, **own_kwargs), cuts, changes)
+
+
+def _of_one(func: Any, divided: Divided) -> Any:
+    return _result(func, divided, func(divided.own), divided.cuts, func in IN_PLACE)
+
+
+def _of_two(func: Any, one: Any, other: Any) -> Any:
+    """Of two that are divided alike, or of one and a number; None for the rest."""
+    if is_divided(one) and isinstance(other, (int, float)):
+        return _result(func, one, func(one.own, other), one.cuts, func in IN_PLACE)
+    if is_divided(one) and is_divided(other) and one.shape == other.shape and same_cuts(one.cuts, other.cuts):
+        return _result(func, one, func(one.own, other.own), one.cuts, func in IN_PLACE)
+    return None
+
+
+def _result(func: Any, first: Any, made: Any, cuts: Any, changes: bool) -> Any:
+    if changes:
+        first.forget()
+        return first
+    return as_divided(made, cuts)
+
+
+@rule(*operations("to", "type"))
+def _to(func: Any, args: Any, kwargs: Any) -> Any:
+    divided, *rest = args
+    if not is_divided(divided) or not (rest or kwargs):
+        return NotImplemented
+    rest = [other.own if is_divided(other) else other for other in rest]
+    made = func(divided.own, *rest, **kwargs)
+    if not isinstance(made, Tensor):
+        return NotImplemented
+    if made.device.type != divided.own.device.type and made.device.type == "cpu":
+        return NotImplemented  # there the ranks' collectives may not reach
+    return divided if made is divided.own else Divided(made, divided.cuts)
+
+
+@rule(*DRAWN)
+def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
+    divided = args[0] if args else None
+    if not is_divided(divided) or any(isinstance(leaf, Tensor) for leaf in (*args[1:], *kwargs.values())):
+        return NotImplemented
+    with drawn_apart(divided.own.device, divided.cuts.values()):
+        made = func(divided.own, *args[1:], **kwargs)
+    return _result(func, divided, made, divided.cuts, func in IN_PLACE)
+
+
+@rule(*operations("register_hook"))
+def _hooked(func: Any, args: Any, kwargs: Any) -> Any:
+    divided, hook = args
+
+    def on_own(gradient: Tensor) -> Any:
+        changed = hook(Divided(gradient, divided.cuts))
+        return None if changed is None else own_of(changed, divided.cuts)
+
+    return func(divided.own, on_own)
+
+
+@rule(Tensor.retain_grad)
+def _retained(func: Any, args: Any, kwargs: Any) -> None:
+    func(args[0].own)
+
+
+@rule(torch.autograd.grad)
+def _differentiated(func: Any, args: Any, kwargs: Any) -> Any:
+    outputs, inputs, *rest = args
+    many = not isinstance(inputs, Tensor)
+    inputs = list(inputs) if many else [inputs]
+    if any(is_divided(each) for each in ([outputs] if isinstance(outputs, Tensor) else outputs)):
+        return NotImplemented
+    found = func(outputs, [each.own if is_divided(each) else each for each in inputs], *rest, **kwargs)
+    return tuple(
+        Divided(gradient, each.cuts) if is_divided(each) and gradient is not None else gradient
+        for gradient, each in zip(found, inputs, strict=True)
+    )
+
+
+ASKED = ("is_floating_point", "is_complex", "element_size", "get_device", "__hash__", "is_pinned", "result_type")
+PROPERTIES = ("is_cuda", "is_cpu", "is_sparse", "is_meta", "layout", "is_quantized", "itemsize", "is_nested",
+              "is_mkldnn", "output_nr", "grad_dtype", "_version", "is_mps", "is_xpu", "is_sparse_csr")  # fmt: skip
+
+
+@rule(*operations(*ASKED), *(getattr(Tensor, name).__get__ for name in PROPERTIES if name in dir(Tensor)))
+def _asked(func: Any, args: Any, kwargs: Any) -> Any:
+    if func is Tensor.__hash__:
+        return id(args[0])
+    return func(*(each.own if is_divided(each) else each for each in args), **kwargs)
+
+
+@rule(Tensor.stride, Tensor.is_contiguous, torch.numel, Tensor.nelement, Tensor.ndimension, Tensor.storage_offset)
+def _asked_of_the_whole(func: Any, args: Any, kwargs: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)

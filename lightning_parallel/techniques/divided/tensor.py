@@ -1,0 +1,366 @@
+"""A tensor that looks whole, and of which each rank has and computes some elements.
+
+The user's model sees the shape of the whole. Operations of which a rule is known act on a rank's own elements; a plain
+tensor that meets them gives the elements at the same places. Everything else gets the whole, gathered, with the right
+gradient: what is not known is slower, never wrong.
+
+All ranks of a group must take the same way: rules decide by shapes, and by which elements ranks have, never by values.
+
+| a rank has | what it is | its gradient |
+|---|---|---|
+| a plain tensor | the same on all ranks | complete on each |
+| a `Divided` | its own elements of some dimensions | complete, added up over the ranks that have copies |
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import Any, TypeGuard, cast
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_parallel.collectives.by_elements import joined, part, shared
+from lightning_parallel.collectives.elements import Elements, Ranks
+
+aten = torch.ops.aten
+
+Cuts = Mapping[int, Elements]
+"""Which dimensions are divided, by their number from the left, and which elements ranks have of them."""
+
+Rule = Callable[..., Any]
+RULES: dict[Any, Rule] = {}
+"""What each operation does with divided tensors: `rule(func, args, kwargs)` returns the result, or NotImplemented for a
+form of the arguments in which the operation gets the whole. The folder `rules/` fills the table."""
+
+NAMES: dict[Any, str] = {}
+"""The name of each of these operations. (A compiler that reads the rules can look a name up, but not ask for it.)"""
+
+
+def rule(*operations: Any) -> Callable[[Rule], Rule]:
+    """Enters a rule in the table.
+
+    Args:
+        operations: functions and methods of torch that the rule is for.
+    """
+
+    def enter(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(operations, function))
+        NAMES.update({operation: getattr(operation, "__name__", "") for operation in operations})
+        return function
+
+    return enter
+
+
+class Divided(Tensor):
+    """The whole tensor for whoever looks at it; on this rank some elements of it.
+
+    There are two forms. As a rule it is a wrapper without memory, and code that goes around Python is caught. What
+    `torch.compile` traces cannot make one; there it is another name for the rank's own elements.
+
+    Args:
+        own: this rank's elements, a plain tensor with its history.
+        cuts: which they are; none for a parameter that all ranks have alike, see `alike`.
+    """
+
+    own: Tensor
+    cuts: Cuts
+    ranks: Ranks
+    """Of an alike parameter only: the ranks that add up its gradients."""
+    gathers: dict[Any, Tensor]
+    """What was gathered for products that read it: by dimension, whether with gradients, and dtype."""
+    _shape: torch.Size
+
+    @staticmethod
+    def __new__(cls, own: Tensor, cuts: Cuts) -> Divided:  # noqa: D102
+        shape = list(own.shape)
+        for dim, elements in cuts.items():
+            shape[dim] = elements.size
+        if torch.compiler.is_compiling():
+            made: Divided = own.as_subclass(_Traced)
+        else:
+            made = _make(_Wrapper, shape, dtype=own.dtype, device=own.device)
+        made.own, made.cuts, made._shape = own, cuts, torch.Size(shape)
+        made.gathers = {}
+        return made
+
+    def whole(self, reader: str = "") -> Tensor:
+        """The gathered tensor, plain, used alike by all ranks; all ranks that divide it must call this.
+
+        Args:
+            reader: the operation that needs it, for the log; nothing is told without one.
+        """
+        if not self.cuts:
+            return shared(self.own, self.ranks)
+        key = "whole", torch.is_grad_enabled(), version_of(self.own)
+        if key in self.gathers:
+            return self.gathers[key]
+        made = self.own
+        for dim, elements in self.cuts.items():
+            if reader:
+                elements.ranks.tell(reader, f"shape {tuple(self._shape)}")
+            made = joined(made, dim, elements)
+        self.gathers[key] = made
+        return made
+
+    def forget(self) -> None:
+        """Lets go of what was gathered, after an operation changed the elements in place."""
+        self.gathers.clear()
+
+    @property
+    def only(self) -> Elements:
+        """The elements of the first dimension that is divided, mostly the only one."""
+        return next(iter(self.cuts.values()))
+
+    # ---------------------------------------------------------------- what it looks like
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """The shape of the whole."""
+        return self._shape
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        """How many dimensions."""
+        return len(self._shape)
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """The dtype of its elements."""
+        return self.own.dtype
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The device on which this rank has its elements."""
+        return self.own.device
+
+    @property
+    def requires_grad(self) -> bool:  # type: ignore[override]
+        """Whether gradients flow to it."""
+        return self.own.requires_grad
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        """Whether it has no history."""
+        return self.own.is_leaf
+
+    @property
+    def grad_fn(self) -> Any:  # type: ignore[override]
+        """The end of its history."""
+        return self.own.grad_fn
+
+    @property
+    def grad(self) -> Tensor | None:
+        """Its gradient, divided alike."""
+        return None if self.own.grad is None else Divided(self.own.grad, self.cuts)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self.own.grad = None if value is None else own_of(value, self.cuts)
+
+    def dim(self) -> int:
+        """How many dimensions."""
+        return len(self._shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        """The size of the whole, or of one dimension of it."""
+        return self._shape if dim is None else self._shape[dim]
+
+    def numel(self) -> int:
+        """How many elements the whole has."""
+        return self._shape.numel()
+
+    def __len__(self) -> int:
+        return self._shape[0]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Without a collective: ranks may print alone."""
+        if not self.cuts:
+            return repr(self.own)
+        here = ", ".join(f"dim {dim}: {elements!r}" for dim, elements in self.cuts.items())
+        return f"Divided(shape={tuple(self._shape)}, dtype={self.dtype}, this rank has {here})"
+
+    # ---------------------------------------------------------------- what becomes of it
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        known = RULES.get(func)
+        if known is not None:
+            result = known(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        elif (body := body_of(func)) is not None:
+            return body(*args, **kwargs)
+        return of_wholes(func, args, kwargs)
+
+
+class _Wrapper(Divided):
+    """The form that has a shape, but no memory."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Gives wholes to code that `__torch_function__` does not see; it is reached below autograd.
+
+        Raises:
+            RuntimeError: a gradient would be lost here.
+        """
+        divided = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Divided)]
+        if func in (aten.detach.default, aten.alias.default):
+            return Divided(divided[0].own.detach(), divided[0].cuts)
+        if torch.is_grad_enabled() and any(each.own.requires_grad for each in divided):
+            raise RuntimeError(
+                f"{func} is called below Python on a tensor that ranks have divided, where its gradient cannot be "
+                "followed; call it from a torch.autograd.Function, or give it tensor.clone() under torch.no_grad()"
+            )
+        args, kwargs = tree_map_only(Divided, lambda each: each.whole(str(func)).detach(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class _Traced(Divided):
+    """The form within graphs: a name for the rank's own elements that tells the shape of the whole.
+
+    Compilers read through methods that torch has written in Python, without asking for rules, but ask for functions; so
+    these methods call the functions.
+    """
+
+    def split(self, split_size: Any, dim: int = 0) -> Any:
+        """See `torch.split`."""
+        return torch.split(self, split_size, dim)
+
+    def norm(self, p: Any = "fro", dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Any:
+        """See `torch.norm`."""
+        return torch.norm(self, p, dim, keepdim, dtype=dtype)
+
+    def unflatten(self, dim: int, sizes: Any) -> Any:
+        """See `torch.unflatten`."""
+        return torch.unflatten(self, dim, sizes)
+
+    def __pow__(self, other: Any) -> Any:
+        return torch.pow(self, other)
+
+    def __rpow__(self, other: Any) -> Any:
+        return torch.pow(other, self)
+
+    def __rsub__(self, other: Any) -> Any:
+        return torch.rsub(self, other)
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return torch.div(other, self)
+
+    def __iter__(self) -> Any:
+        return iter(torch.unbind(self))
+
+
+class InGraph(TorchFunctionMode):
+    """Asks for rules in place of compilers, which do not look for divided tensors in tuples: `torch.cat((a, b))`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(leaf, Divided) for leaf in tree_leaves((args, kwargs))):
+            return Divided.__torch_function__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+_make = cast(Callable[..., Divided], Tensor._make_wrapper_subclass)
+
+
+def is_divided(value: Any) -> TypeGuard[Divided]:
+    """Whether a value is a tensor of which ranks have different elements; an alike parameter is none."""
+    return isinstance(value, Divided) and bool(value.cuts)
+
+
+def alike(parameter: Tensor, ranks: Ranks) -> Divided:
+    """A parameter that all ranks have alike, whose gradients they add up once a step, and not wherever it is used.
+
+    Where it meets divided tensors a rank computes a summand of its gradient. Where it does not, all compute the whole
+    gradient, of which each takes its share, so that the sum is right for any mixture of uses.
+    """
+    made = Divided(parameter, {})
+    made.ranks = ranks
+    return made
+
+
+def of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of an operation on gathered tensors, told in the log.
+
+    A divided tensor that the operation changes, in place or as `out`, then takes its own elements of what came out.
+    """
+    name = getattr(func, "__name__", str(func))
+    changed = [args[0]] if args and isinstance(args[0], Divided) and is_in_place(name) else []
+    changed += [leaf for leaf in tree_leaves(kwargs.get("out")) if isinstance(leaf, Divided)]
+    if not changed:
+        args, kwargs = tree_map_only(Divided, lambda each: each.whole(name), (tuple(args), kwargs))
+        return func(*args, **kwargs)
+    wholes = {id(each): each.whole(name).clone() for each in changed}
+    args, kwargs = tree_map_only(
+        Divided, lambda each: wholes[id(each)] if id(each) in wholes else each.whole(name), (tuple(args), kwargs)
+    )
+    result = func(*args, **kwargs)
+    for each in changed:
+        each.own.copy_(own_of(wholes[id(each)], each.cuts))
+        each.forget()
+    return tree_map_only(
+        Tensor, lambda leaf: next((each for each in changed if wholes[id(each)] is leaf), leaf), result
+    )
+
+
+@functools.cache
+def body_of(func: Any) -> Callable[..., Any] | None:
+    """What torch has written in Python for an operation made of others, which then meet their own rules; else None.
+
+    Torch's functionals first ask whether a tensor has rules of its own (`has_torch_function`), and then compute. The
+    body is the same code in a namespace where the answer is no.
+    """
+    inside = getattr(func, "__module__", None) in ("torch.nn.functional", "torch.functional")
+    if not inside or not isinstance(func, FunctionType) or "handle_torch_function" not in func.__code__.co_names:
+        return None
+    unasked = dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _no)
+    body = FunctionType(
+        func.__code__, {**func.__globals__, **unasked}, func.__name__, func.__defaults__, func.__closure__
+    )
+    body.__kwdefaults__ = func.__kwdefaults__
+    return body
+
+
+def _no(*_: Any) -> bool:
+    return False
+
+
+def own_of(tensor: Tensor, cuts: Cuts) -> Tensor:
+    """This rank's elements of a tensor, plain or divided in any way."""
+    if is_divided(tensor):
+        if same_cuts(tensor.cuts, cuts):
+            return tensor.own
+        tensor = tensor.whole("another division")
+    for dim, elements in cuts.items():
+        tensor = part(tensor, dim, elements)
+    return tensor
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often its memory was changed in place; within graphs, where versions are no constants, unknown."""
+    return 0 if torch.compiler.is_compiling() else tensor._version
+
+
+def same_cuts(one: Cuts, other: Cuts) -> bool:
+    """Whether ranks have the same elements."""
+    return len(one) == len(other) and all(elements.same(other.get(dim)) for dim, elements in one.items())
+
+
+def is_in_place(name: str) -> bool:
+    """Whether an operation of this name changes its first argument."""
+    operator = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
+    return name == "__setitem__" or operator or (name.endswith("_") and not name.endswith("__"))
+
+
+def operations(*names: str) -> list[Any]:
+    """The functions and methods of torch with these names, as far as this version of torch has them."""
+    owners = (torch, Tensor, torch.nn.functional, torch.special)
+    found = [getattr(owner, name, None) for owner in owners for name in names]
+    return [each for each in found if callable(each)]  # torch.float and the like are none

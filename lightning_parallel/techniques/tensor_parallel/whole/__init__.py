@@ -1,1 +1,0 @@
-"""Tensors of which a rank has a part, and that look whole."""

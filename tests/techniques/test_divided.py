@@ -1,0 +1,263 @@
+"""Whatever is done with a divided tensor, ranks get the values and gradients of the whole one."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_parallel.collectives.elements import Elements, Ranks
+from lightning_parallel.techniques.divided import rules  # noqa: F401
+from lightning_parallel.techniques.divided.functions import functions_get_wholes
+from lightning_parallel.techniques.divided.tensor import Divided, InGraph, alike
+from tests.ranks import ranks
+
+SHAPE = (2, 6, 4, 8)
+
+
+def zigzag(size: int) -> Callable[[Ranks], Elements]:
+    """Uneven: of 8 elements the first rank has 0, 1, 6 and 7, the other four; of 6 it has two."""
+    quarter = size // 4
+    return lambda among: among.elements(size, [[(0, quarter), (size - quarter, size)], [(quarter, size - quarter)]])
+
+
+def halves(size: int) -> Callable[[Ranks], Elements]:
+    return lambda among: among.chunks(size)
+
+
+class Swish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * torch.sigmoid(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        s = torch.sigmoid(x)
+        return gradient * (s + x * s * (1 - s))
+
+
+swish = Swish.apply  # kept before anything is divided
+
+
+def changed_in_place(x, w):
+    y = x * 2
+    y[:, 1] = 0.5
+    y += w
+    y.mul_(3).clamp_(max=2.0)
+    return y
+
+
+def normed_by_hand(x, w):
+    return w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+def attention_by_hand(x, w):
+    q, k = x.transpose(1, 2), (x * 2).transpose(1, 2)
+    scores = (q @ k.transpose(-2, -1)) / 3 + torch.ones(6, 6).triu(1) * -5
+    return (scores.softmax(-1) @ k).transpose(1, 2).reshape(2, 6, 32)
+
+
+def multi_head(x, w):
+    generator = torch.Generator().manual_seed(1)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64) / 3  # noqa: E731
+    h = x.flatten(2)
+    out, _ = F.multi_head_attention_forward(
+        h, h, h, 32, 4, draw(96, 32), draw(96), None, None, False, 0.0, draw(32, 32), draw(32), need_weights=False
+    )
+    return out
+
+
+def with_hook(x, w):
+    y = x * w
+    y.register_hook(lambda gradient: gradient * 2 + gradient.mean())
+    return y
+
+
+def inner_gradient(x, w):
+    y = x * 1
+    (gradient,) = torch.autograd.grad((y * y * w).sum(), y)
+    return y + gradient.detach()
+
+
+class Pair(nn.Module):
+    def forward(self, x, w):
+        return x.mean((1, 2)) * w
+
+
+OPERATIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "weighted": lambda x, w: x * w + 1,
+    "operators": lambda x, w: (2 - x) / (w**2 + 1) - x.detach() // 3 + (-x).abs() ** 1.5,
+    "compared": lambda x, w: torch.where(x > w, x, w.expand_as(x)).masked_fill(x < -1, 0.0),
+    "functions": lambda x, w: F.gelu(x) + F.silu(x) + x.tanh() + torch.sigmoid(w) * F.softplus(x),
+    "cast": lambda x, w: x.float().double() + x.to(w.dtype) + x.type_as(w),
+    "in place": changed_in_place,
+    "rms by hand": normed_by_hand,
+    "layer norm": lambda x, w: F.layer_norm(x, (8,), w, w * 2),
+    "layer norm of two": lambda x, w: F.layer_norm(x, (4, 8)),
+    "rms norm": lambda x, w: F.rms_norm(x, (8,), w),
+    "sum": lambda x, w: (x * w).sum() + x.sum(1, keepdim=True) + x.sum((0, 2), keepdim=True),
+    "mean": lambda x, w: (x * w).mean(-1, keepdim=True) - x.mean(),
+    "moments": lambda x, w: torch.var_mean(x, 1)[0] + x.std(1) * w,
+    "extremes": lambda x, w: x.amax(-1, keepdim=True) + x.max(1, keepdim=True).values * w,
+    "norm": lambda x, w: x.norm(dim=-1, keepdim=True) * w + torch.linalg.vector_norm(x),
+    "softmax": lambda x, w: x.softmax(-1) * w + F.softmax(x, 1) + F.log_softmax(x, -1, dtype=torch.float64),
+    "log sum exp": lambda x, w: torch.logsumexp(x * w, -1) + x.logsumexp(1)[:, :1, :1].sum(),
+    "sorted": lambda x, w: x.sort(-1).values * w + x.topk(8, dim=-1).values,
+    "running": lambda x, w: x.cumsum(1) * w + x.flip(1) + torch.roll(x, 1, 1),
+    "normalised": lambda x, w: F.normalize(x, dim=-1) * w,
+    "heads": lambda x, w: (x * w).flatten(2).view(2, 6, 4, 8).transpose(1, 2).reshape(2, 4, 48),
+    "heads joined": lambda x, w: (x * w).permute(0, 2, 1, 3).contiguous().view(8, 6, 8),
+    "positions joined": lambda x, w: (x * w).reshape(12, 32),
+    "all joined": lambda x, w: (x * w).reshape(-1),
+    "split heads": lambda x, w: (x * w).view(2, 6, 4, 2, 4).movedim(3, 1),
+    "fused": lambda x, w: torch.cat([t * k for k, t in enumerate((x * w).reshape(2, 6, 2, 16).unbind(2))], -1),
+    "axes": lambda x, w: x.unsqueeze(1).squeeze(1).swapaxes(1, 2).mT * 2 + (w.sum() * x).permute(0, 2, 3, 1),
+    "expanded": lambda x, w: (x * w)[:, :, None].expand(2, 6, 3, 4, 8).reshape(2, 18, 4, 8),
+    "repeated": lambda x, w: torch.repeat_interleave(x * w, 2, dim=2) + (x * w).repeat(1, 1, 2, 1),
+    "stacked": lambda x, w: torch.stack([x, x * w, w.expand_as(x)], dim=1),
+    "joined": lambda x, w: torch.cat([x, w.expand(2, 6, 4, 8), x * 2], dim=1),
+    "rotated": lambda x, w: torch.cat((-x[..., 4:], x[..., :4]), dim=-1) * w,
+    "pieces": lambda x, w: sum(k * p.sum() for k, p in enumerate(x.split([1, 5], 1))) + x.chunk(2, -1)[1] * w[4:],
+    "sliced": lambda x, w: (x * w)[:, 1:5, ..., 2:7] + x[:, :-2, :, 1:6],
+    "every other": lambda x, w: (x * w)[:, ::2] + x[:, 1::2, :, :],
+    "one": lambda x, w: (x * w)[:, 0] + x[:, -1] + x[0, 2][None],
+    "masked": lambda x, w: (x * w)[torch.tensor([True, False])] + x[torch.tensor([1])],
+    "chosen": lambda x, w: x.index_select(1, torch.tensor([3, 1])) * w + x[:, [0, 5]],
+    "taken": lambda x, w: x.gather(1, torch.arange(6).view(1, 6, 1, 1).expand(2, 6, 4, 8).flip(1)) * w,
+    "linear": lambda x, w: F.linear(x, w.outer(w), w),
+    "linear of all": lambda x, w: F.linear((x * w).flatten(2), torch.arange(96.0).double().view(3, 32) / 96),
+    "products": lambda x, w: x @ w.outer(w) + torch.matmul(x, w.outer(w) * 2),
+    "einsum": lambda x, w: torch.einsum("bthd,de->bthe", x, w.outer(w)) + torch.einsum("bthd,bshd->bhts", x, x).sum(),
+    "attention by hand": attention_by_hand,
+    "attention": lambda x, w: F.scaled_dot_product_attention(*(((x * w).transpose(1, 2),) * 3), is_causal=True),
+    "masked attention": lambda x, w: F.scaled_dot_product_attention(
+        *(((x * w).transpose(1, 2),) * 3), attn_mask=torch.ones(6, 6, dtype=torch.bool).tril()
+    ),
+    "grouped attention": lambda x, w: F.scaled_dot_product_attention(
+        (x * w).transpose(1, 2), x[:, :, :2].transpose(1, 2), x[:, :, 1:3].transpose(1, 2), enable_gqa=True
+    ),
+    "multi-head attention": multi_head,
+    "cross-entropy": lambda x, w: F.cross_entropy((x * w).reshape(-1, 8), torch.arange(48) % 8 - 1, ignore_index=-1),
+    "cross-entropy of classes": lambda x, w: F.cross_entropy(
+        (x * w).movedim(-1, 1), torch.arange(48).view(2, 6, 4) % 8, weight=w.detach().abs(), label_smoothing=0.1
+    ),
+    "each cross-entropy": lambda x, w: F.cross_entropy((x * w).reshape(48, 8), torch.arange(48) % 8, reduction="none"),
+    "squared error": lambda x, w: F.mse_loss(x * w, torch.ones(2, 6, 4, 8).double()),
+    "fourier": lambda x, w: torch.fft.fft(x, dim=1).real * w + torch.fft.rfft(x).abs().sum(),
+    "turned": lambda x, w: torch.rot90(x, 1, (1, 2)).sum(2) * w,
+    "lengths": lambda x, w: x * x.shape[1] + x.size(-1) * w + x.numel() / len(x) + x.dim(),
+    "convolved": lambda x, w: F.conv1d(x.flatten(2).mT, w.view(1, 1, 8).expand(32, 1, 8), groups=32, padding=4),
+    "of a function": lambda x, w: swish(x * w),
+    "of a recomputed function": lambda x, w: checkpoint(lambda y: swish(y * w), x * 2, use_reentrant=False),
+    "of a reentrant checkpoint": lambda x, w: checkpoint(lambda y, w: swish(y * 3) * w, x * 2, w, use_reentrant=True),
+    "of a hook": with_hook,
+    "of a gradient": inner_gradient,
+    "of a module": Pair(),
+}
+
+
+def outcome(operation: Callable[[Tensor, Tensor], Any], x: Tensor, w: Tensor) -> Tensor:
+    made = operation(x, w)
+    made = made.whole() if isinstance(made, Divided) else made
+    (made * torch.linspace(1, 2, made.numel(), dtype=made.dtype).view(made.shape)).sum().backward()
+    return made.detach()
+
+
+def values() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return (
+        torch.randn(SHAPE, generator=generator, dtype=torch.float64),
+        torch.randn(8, generator=generator, dtype=torch.float64),
+    )
+
+
+DIVISIONS = {
+    "sequence zigzag": {1: zigzag(6)},
+    "sequence": {1: halves(6)},
+    "heads": {2: halves(4)},
+    "features": {3: halves(8)},
+    "features zigzag": {3: zigzag(8)},
+    "samples": {0: halves(2)},
+}
+
+
+def compared(operation: Callable[[Tensor, Tensor], Any], division: dict[int, Any], same: bool) -> None:
+    x, w = values()
+    x.requires_grad_(), w.requires_grad_()
+    expected = outcome(operation, x, w)
+    among = Ranks(dist.group.WORLD)
+    (dim, make), *_ = division.items()
+    elements = make(among)
+    own = elements.take(x.detach(), dim).clone().requires_grad_()
+    mine = w.detach().clone().requires_grad_()
+    with functions_get_wholes():
+        found = outcome(operation, Divided(own, {dim: elements}), alike(mine, among) if same else mine)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(own.grad, elements.take(x.grad, dim), rtol=1e-10, atol=1e-12)
+    if w.grad is not None:
+        if same:
+            dist.all_reduce(mine.grad)
+        torch.testing.assert_close(mine.grad, w.grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("division", DIVISIONS)
+@ranks(2)
+def test_values_and_gradients_are_those_of_the_whole(division):
+    failed = []
+    for name, operation in OPERATIONS.items():
+        for same in (False, True):
+            try:
+                compared(operation, DIVISIONS[division], same)
+            except Exception as error:
+                failed.append(f"{name} ({'alike' if same else 'plain'}): {type(error).__name__} {error}")
+    assert not failed, "\n".join(failed)
+
+
+def block(x: Tensor, entering: Tensor, leaving: Tensor, norm: Tensor) -> Tensor:
+    h = F.linear(F.rms_norm(x, (32,), norm), entering)
+    q, k, v = (part.view(2, 6, 4, 8).transpose(1, 2) for part in h.split(32, -1))
+    rotated = torch.cat((-q[..., 4:], q[..., :4]), -1)
+    y = F.scaled_dot_product_attention(rotated, k, v, is_causal=True).transpose(1, 2).reshape(2, 6, 32)
+    return x + F.linear(F.gelu(y), leaving)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # the compiler does so itself
+@pytest.mark.parametrize("sequence_dim", [None, 1])
+@ranks(2)
+def test_a_block_compiles_in_one_graph(sequence_dim):
+    """The compiler reads the rules: nothing of them is left at run time."""
+    among = Ranks(dist.group.WORLD, sequence_dim)
+    columns, rows = among.chunks(32, 32, 32), among.chunks(32)
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(*shape, generator=generator) / 4 for shape in ((2, 6, 32), (96, 32), (32, 32), (32,))]
+    for leaf in whole:
+        leaf.requires_grad_()
+    expected = block(*whole)
+    expected.square().sum().backward()
+
+    def run(x, entering, leaving, norm):
+        with InGraph():
+            made = block(x, Divided(entering, {0: columns}), Divided(leaving, {1: rows}), norm)
+        return made.own if isinstance(made, Divided) else made
+
+    cuts = [None, (0, columns), (1, rows), None]
+    own = [
+        leaf.detach() if cut is None else cut[1].take(leaf.detach(), cut[0])
+        for leaf, cut in zip(whole, cuts, strict=True)
+    ]
+    own = [leaf.clone().requires_grad_() for leaf in own]
+    torch._dynamo.reset()
+    made = torch.compile(run, fullgraph=True, backend="aot_eager")(*own)
+    kept = expected if sequence_dim is None else among.chunks(6).take(expected, 1)
+    torch.testing.assert_close(made, kept, rtol=1e-4, atol=1e-4)
+    made.square().sum().backward()
+    for leaf, mine, cut in zip(whole, own, cuts, strict=True):
+        torch.testing.assert_close(
+            mine.grad, leaf.grad if cut is None else cut[1].take(leaf.grad, cut[0]), rtol=1e-3, atol=1e-3
+        )
