@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from lightning_parallel.collectives.conjugate import require_first_order
 from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.collectives.functional import parts_of_all, scattered, summed
 
@@ -174,6 +174,16 @@ class _TotalPart(Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         require_first_order()
         return whole_of(gradient, ctx.dim, ctx.elements), None, None
+
+
+def require_first_order() -> None:
+    """The collectives of a backward pass are no part of a graph: a second derivative would silently lack them."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "a backward pass with create_graph=True runs through activations that ranks have divided, whose gradients "
+            "cannot be differentiated again; leave out the loss that needs it (such as a gradient penalty), or train "
+            "with a strategy that divides no activations"
+        )
 
 
 def _require_disjoint(elements: Elements) -> None:

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_parallel.collectives.by_elements import joined, part, shared
 from lightning_parallel.collectives.elements import Elements, Ranks
+from lightning_parallel.techniques.tools.shards import as_gradient, local
 
 aten = torch.ops.aten
 
@@ -71,6 +72,8 @@ class Divided(Tensor):
     cuts: Cuts
     ranks: Ranks
     """Of an alike parameter only: the ranks that add up its gradients."""
+    stored: Tensor | None
+    """Of a parameter: the tensor that the module holds between steps, and that has the gradient."""
     gathers: dict[Any, Tensor]
     """What was gathered for products that read it: by dimension, whether with gradients, and dtype."""
     _shape: torch.Size
@@ -85,7 +88,7 @@ class Divided(Tensor):
         else:
             made = _make(_Wrapper, shape, dtype=own.dtype, device=own.device)
         made.own, made.cuts, made._shape = own, cuts, torch.Size(shape)
-        made.gathers = {}
+        made.gathers, made.stored = {}, None
         return made
 
     def whole(self, reader: str = "") -> Tensor:
@@ -139,9 +142,15 @@ class Divided(Tensor):
         return self.own.device
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         """Whether gradients flow to it."""
         return self.own.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        for tensor in (self.own, self.stored):
+            if tensor is not None:
+                tensor.requires_grad_(value)
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
@@ -156,11 +165,15 @@ class Divided(Tensor):
     @property
     def grad(self) -> Tensor | None:
         """Its gradient, divided alike."""
-        return None if self.own.grad is None else Divided(self.own.grad, self.cuts)
+        gradient = (self.own if self.stored is None else self.stored).grad
+        if gradient is None or not self.cuts or local(gradient).shape != self.own.shape:
+            return gradient
+        return Divided(local(gradient), self.cuts)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        self.own.grad = None if value is None else own_of(value, self.cuts)
+        stored = self.own if self.stored is None else self.stored
+        stored.grad = None if value is None else as_gradient(own_of(value, self.cuts), stored)
 
     def dim(self) -> int:
         """How many dimensions."""
@@ -282,7 +295,7 @@ def alike(parameter: Tensor, ranks: Ranks) -> Divided:
     gradient, of which each takes its share, so that the sum is right for any mixture of uses.
     """
     made = Divided(parameter, {})
-    made.ranks = ranks
+    made.ranks, made.stored = ranks, parameter
     return made
 
 
@@ -292,7 +305,7 @@ def of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
     A divided tensor that the operation changes, in place or as `out`, then takes its own elements of what came out.
     """
     name = getattr(func, "__name__", str(func))
-    changed = [args[0]] if args and isinstance(args[0], Divided) and is_in_place(name) else []
+    changed = [leaf for leaf in tree_leaves(args[:1]) if isinstance(leaf, Divided) and is_in_place(name)]
     changed += [leaf for leaf in tree_leaves(kwargs.get("out")) if isinstance(leaf, Divided)]
     if not changed:
         args, kwargs = tree_map_only(Divided, lambda each: each.whole(name), (tuple(args), kwargs))

@@ -150,7 +150,8 @@ class Unit:
             kept = table[own]
             if isinstance(kept, DTensor) and kept._local_tensor.shape == shape:  # else ZeRO has sharded it again
                 before.append((table, own, kept))
-                table[own] = Divided(leaf_of(kept), cuts)
+                table[own] = shown = Divided(leaf_of(kept), cuts)
+                shown.stored = kept
         for name in self.summands:
             table, own = self.alike[name]
             if not isinstance(kept := table[own], Divided) and not isinstance(kept, DTensor):

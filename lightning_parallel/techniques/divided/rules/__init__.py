@@ -4,10 +4,11 @@ from lightning_parallel.techniques.divided.rules import (
     attention,
     indexing,
     losses,
+    parameters,
     products,
     reductions,
     shapes,
     single,
 )
 
-__all__ = ["attention", "indexing", "losses", "products", "reductions", "shapes", "single"]
+__all__ = ["attention", "indexing", "losses", "parameters", "products", "reductions", "shapes", "single"]

@@ -36,7 +36,7 @@ FUNCTIONS = ("abs", "neg", "negative", "positive", "exp", "exp2", "expm1", "log"
              "i0", "sinc", "lgamma", "digamma")  # fmt: skip
 KEEPING = ("clone", "detach", "float", "double", "half", "bfloat16", "long", "int", "bool", "short", "byte",
            "type_as", "contiguous", "zeros_like", "ones_like", "full_like", "empty_like", "zero_", "fill_",
-           "requires_grad_", "detach_", "cuda")  # fmt: skip
+           "detach_", "cuda")  # fmt: skip
 OPERATORS = ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__",
              "__rdiv__", "__div__", "__floordiv__", "__rfloordiv__", "__mod__", "__rmod__", "__pow__", "__rpow__",
              "__neg__", "__pos__", "__abs__", "__invert__", "__and__", "__or__", "__xor__", "__rand__", "__ror__",

@@ -1,0 +1,113 @@
+"""What a user's step does with parameters that ranks have divided, it does with those of one device."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_parallel import ParallelPlan, TensorParallelStrategy
+from tests.curves import compare_weights
+from tests.models import points
+from tests.ranks import run_on_ranks
+from tests.trainers import trainer
+
+PLAN = ParallelPlan(blocks="layers.*", styles={"layers.*.up": "colwise", "layers.*.down": "rowwise"})
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Stepping(LightningModule):
+    """Steps by hand, and does something with parameters between backward and the optimizer's step."""
+
+    def __init__(self, between: Callable[["Stepping"], Any]) -> None:
+        super().__init__()
+        self.between = between
+        self.automatic_optimization = False
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.averages = nn.ParameterList(
+            nn.Parameter(p.detach().clone(), requires_grad=False) for p in self.layers.parameters()
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        x = batch[0][:, :8]
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        for layer in self.layers:
+            x = layer(x)
+        self.manual_backward(x.square().mean())
+        self.between(self)
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.layers.parameters(), lr=0.3, momentum=0.9)
+
+
+def clips(module: Stepping) -> None:
+    nn.utils.clip_grad_norm_(module.layers.parameters(), 0.05)
+
+
+def clips_values(module: Stepping) -> None:
+    nn.utils.clip_grad_value_(module.layers.parameters(), 1e-3)
+
+
+def adds_noise(module: Stepping) -> None:
+    for parameter in module.layers.parameters():
+        assert parameter.grad is not None
+        parameter.grad.add_(parameter.detach() * 0.1)
+        parameter.grad = parameter.grad * 0.5
+
+
+def keeps_small(module: Stepping) -> None:
+    for parameter in module.layers.parameters():
+        parameter.data.clamp_(-0.2, 0.2)
+
+
+def decays(module: Stepping) -> None:
+    with torch.no_grad():
+        for layer in module.layers:
+            layer.up.weight.mul_(0.9)
+            layer.down.weight[:, 3] = 0.1
+            layer.down.weight.data = layer.down.weight.data - 0.01
+
+
+def averages(module: Stepping) -> None:
+    with torch.no_grad():
+        for average, parameter in zip(module.averages, module.layers.parameters(), strict=True):
+            average.lerp_(parameter, 0.3)
+
+
+def copies(module: Stepping) -> None:
+    other = copy.deepcopy(module.layers)
+    with torch.no_grad():
+        for average, parameter in zip(module.averages, other.parameters(), strict=True):
+            average.copy_(parameter)
+
+
+DEEDS = {each.__name__: each for each in (clips, clips_values, adds_noise, keeps_small, decays, averages, copies)}
+
+
+def weights(deed: str, strategy: Any) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    module = Stepping(DEEDS[deed])
+    fit = trainer(strategy, max_epochs=1, limit_val_batches=0)
+    fit.fit(module, DataLoader(points(16, seed=1), 4))
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("deed", DEEDS)
+def test_a_step_by_hand(deed: str) -> None:
+    (expected,) = run_on_ranks(1, weights, deed, "auto")
+    for got in run_on_ranks(2, weights, deed, TensorParallelStrategy(2, plan=PLAN)):
+        compare_weights(expected, got, 1e-5)
