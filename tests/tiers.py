@@ -6,7 +6,7 @@ the default tier has every value of each; of three or more it has every pair of 
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -31,7 +31,9 @@ def covering(keep: int | None = None, **factors: Iterable[Any]) -> pytest.MarkDe
     return pytest.mark.parametrize(tuple(factors), rows)
 
 
-def sampled(keep: int, names: Any, values: Iterable[Any], ids: Sequence[str] | None = None) -> pytest.MarkDecorator:
+def sampled(
+    keep: int, names: Any, values: Iterable[Any], ids: Sequence[str] | Callable[[Any], str] | None = None
+) -> pytest.MarkDecorator:
     """Stands for `parametrize`: so many of the values run by default, spread evenly over them."""
     given = list(values)
     places = {round(k * (len(given) - 1) / max(keep - 1, 1)) for k in range(min(keep, len(given)))}
@@ -39,8 +41,9 @@ def sampled(keep: int, names: Any, values: Iterable[Any], ids: Sequence[str] | N
     for number, value in enumerate(given):
         row = value if isinstance(value, tuple) and not isinstance(names, str) else (value,)
         marks = () if number in places else (pytest.mark.exhaustive,)
-        rows.append(pytest.param(*row, marks=marks, id=ids[number] if ids else None))
-    return pytest.mark.parametrize(names, rows)
+        named = None if ids is None or callable(ids) else ids[number]
+        rows.append(pytest.param(*row, marks=marks, id=named))
+    return pytest.mark.parametrize(names, rows, ids=ids if callable(ids) else None)
 
 
 def cover(sizes: Sequence[int], strength: int) -> list[Cell]:

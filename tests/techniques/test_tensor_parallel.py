@@ -30,7 +30,7 @@ from tests.curves import Curve, check_parity, compare, reference, train
 from tests.models import VOCABULARY, build, loaders
 from tests.ranks import ranks, run_on_ranks
 from tests.techniques.tensor_layouts import STEPS, TP2, TWO_BLOCKS, WHOLE_SEQUENCE, adamw, check, hybrid
-from tests.tiers import covering
+from tests.tiers import covering, sampled
 from tests.trainers import trainer
 
 LAYOUTS = {
@@ -46,7 +46,7 @@ AS_MANY_KEYS_AS_RANKS = {name: {"num_key_value_heads": 4} for name in ("llama", 
 }
 
 
-@covering(layout=LAYOUTS, column=COLUMNS)
+@covering(keep=4, layout=LAYOUTS, column=COLUMNS)
 def test_a_layout_trains_as_one_process_does(layout: str, column: str) -> None:
     n, strategy, data_ranks = LAYOUTS[layout]
     model = AS_MANY_KEYS_AS_RANKS.get(column, {}) if layout == "tp4" else {}
@@ -59,7 +59,8 @@ def compiled() -> HybridStrategy:
     return HybridStrategy(TensorParallel(2), Compile(backend="aot_eager"))
 
 
-@pytest.mark.parametrize(
+@sampled(
+    5,
     ("column", "n", "strategy", "data_ranks"),
     [
         ("gpt2", 4, hybrid(Zero(2), TensorParallel(2)), 2),
@@ -113,12 +114,13 @@ def test_compiled_blocks() -> None:
     check("llama", 2, compiled, max_epochs=1, model={"num_hidden_layers": 1}, limit_val_batches=0)
 
 
-@pytest.mark.parametrize("column", ["gpt", "llama"])
+@sampled(1, "column", ["gpt", "llama"])
 def test_in_double_precision_only_rounding_differs(column: str) -> None:
     check(column, 2, TP2, precision="64-true", rtol=1e-9, max_epochs=1)
 
 
-@pytest.mark.parametrize(
+@sampled(
+    2,
     ("column", "options"),
     [
         ("llama", {"data": {"length": 15}}),
@@ -132,7 +134,8 @@ def test_sizes_that_ranks_do_not_divide(column: str, options: dict[str, Any]) ->
     check(column, 2, TP2, max_epochs=1, **options)
 
 
-@pytest.mark.parametrize(
+@sampled(
+    1,
     "optimizer",
     [
         partial(torch.optim.AdamW, lr=1e-2, eps=1e-3, fused=True),
@@ -267,7 +270,7 @@ def saved(path: str, strategy: Any, epochs: int, load: str | None, column: str) 
     return [value.detach().clone() for value in module.state_dict().values()]
 
 
-@pytest.mark.parametrize("column", ["phi3", "gpt2"])
+@sampled(1, "column", ["phi3", "gpt2"])
 def test_checkpoints_into_and_out_of_other_layouts(tmp_path: Any, column: str) -> None:
     whole = run_on_ranks(1, saved, str(tmp_path / "0"), partial(HybridStrategy), 2, None, column)[0]
     first, then = str(tmp_path / "1"), str(tmp_path / "2")
