@@ -45,6 +45,19 @@ class Swish(torch.autograd.Function):
 swish = Swish.apply  # kept before anything is divided
 
 
+def closing_over(x, w):
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, w):
+            return x * w
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return (gradient * x).sum((0, 1, 2))
+
+    return Scaled.apply(w) + x
+
+
 def changed_in_place(x, w):
     y = x * 2
     y[:, 1] = 0.5
@@ -156,6 +169,7 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "of a function": lambda x, w: swish(x * w),
     "of a recomputed function": lambda x, w: checkpoint(lambda y: swish(y * w), x * 2, use_reentrant=False),
     "of a reentrant checkpoint": lambda x, w: checkpoint(lambda y, w: swish(y * 3) * w, x * 2, w, use_reentrant=True),
+    "of a function that closes over it": closing_over,
     "of a hook": with_hook,
     "of a gradient": inner_gradient,
     "of a module": Pair(),
