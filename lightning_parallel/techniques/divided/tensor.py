@@ -15,19 +15,18 @@ All ranks of a group must take the same way: rules decide by shapes, and by whic
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Mapping
-from types import FrameType, FunctionType
+from types import FunctionType
 from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction, Function
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_parallel.collectives.by_elements import joined, part, shared
 from lightning_parallel.collectives.elements import Elements, Ranks
+from lightning_parallel.techniques.divided.function_frames import in_function
 from lightning_parallel.techniques.tools.shards import as_gradient, local
 
 aten = torch.ops.aten
@@ -325,27 +324,6 @@ def of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
     return tree_map_only(
         Tensor, lambda leaf: next((each for each in changed if wholes[id(each)] is leaf), leaf), result
     )
-
-
-def in_function() -> bool:
-    """Whether a function of autograd written in Python runs: what it returns must not be divided.
-
-    Such a function may use tensors that it was not given, as a parameter of the module in whose forward it is written.
-    Gradients are off in it, so nobody asks on the usual way. A reentrant checkpoint only runs a layer.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code in OF_FUNCTIONS:
-            cls = frame.f_locals.get("cls") or type(frame.f_locals["self"])
-            return not cls.__name__.startswith("CheckpointFunction")
-        frame = frame.f_back
-    return False
-
-
-OF_FUNCTIONS = frozenset(
-    (Function.apply.__func__.__code__, BackwardCFunction.apply.__code__)  # type: ignore[attr-defined]
-)
-"""The frames below the forward and the backward of such a function."""
 
 
 @functools.cache
