@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_parallel.arguments import one_of, true_or_false
 from lightning_parallel.mesh import Axis, Size
-from lightning_parallel.techniques.divided.boundary import across
+from lightning_parallel.techniques.divided.boundary import CompiledForward
 from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools.redirect import Forward, redirect_forward
@@ -71,4 +71,5 @@ class Compile(Technique):
 
     def _compiled(self, block: nn.Module, forward: Forward) -> Forward:
         options = {"backend": self.backend, "fullgraph": self.fullgraph, "dynamic": self.dynamic, "mode": self.mode}
-        return across(block, forward, partial(cast(Callable[..., Forward], torch.compile), **options))
+        compile_forward = partial(cast(Callable[..., Forward], torch.compile), **options)
+        return CompiledForward(block, forward, compile_forward, self.fullgraph)

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.strategies.hybrid import HybridStrategy
 from lightning_parallel.techniques.activation_checkpoint import ActivationCheckpoint
 from lightning_parallel.techniques.compile import Compile
@@ -15,10 +18,12 @@ from lightning_parallel.techniques.data_parallel import DataParallel
 from lightning_parallel.techniques.tensor_parallel import TensorParallel
 from lightning_parallel.techniques.tools.redirect import restore_forward
 from lightning_parallel.techniques.zero import Zero
-from tests.curves import check_parity
+from tests.curves import check_parity, compare_weights
 from tests.grounds import ground
-from tests.models import build, loaders
+from tests.models import build, loaders, points
+from tests.ranks import run_on_ranks
 from tests.tiers import sampled
+from tests.trainers import trainer
 
 pytestmark = [  # Dynamo's own
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
@@ -45,6 +50,49 @@ def test_parity(layout: str) -> None:
 def test_gradients_of_divided_fused_weights_add_up() -> None:
     make = partial(HybridStrategy, TensorParallel(2), COMPILED)
     check_parity("gpt2", 2, make, max_epochs=1, limit_val_batches=0, model={"n_layer": 1}, data={"samples": 32})
+
+
+class Breaks(nn.Module):
+    """A block that no compiler takes in one piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(13, 26), nn.Linear(26, 13)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        torch._dynamo.graph_break()
+        return x + self.down(h.relu() if float(h.detach().sum()) < 1e9 else h)
+
+
+class Broken(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Breaks() for _ in range(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0]
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trained(*techniques: Any) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    module = Broken()
+    plan = ParallelPlan(blocks="layers.*", styles={"layers.*.up": "colwise", "layers.*.down": "rowwise"})
+    strategy = HybridStrategy(*techniques, plan=plan) if techniques else "auto"
+    trainer(strategy, max_epochs=1, limit_val_batches=0).fit(module, DataLoader(points(10, seed=1), 4))
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+
+def test_divided_blocks_that_break_a_graph_run_as_they_are() -> None:
+    (expected,) = run_on_ranks(1, trained)
+    for got in run_on_ranks(2, trained, TensorParallel(2), COMPILED):
+        compare_weights(expected, got, 1e-5)
 
 
 def test_blocks_share_one_graph() -> None:

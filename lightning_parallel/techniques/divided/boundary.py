@@ -6,40 +6,73 @@ and is a constant of the graph. A mark is the cuts of a divided tensor, the rank
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torch._dynamo.exc import TorchDynamoException
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.techniques.divided.tensor import Divided, InGraph, alike
 
+log = logging.getLogger(__name__)
+
 Forward = Callable[..., Any]
 
 
-def across(module: nn.Module, forward: Forward, compiled: Callable[[Forward], Forward]) -> Forward:
-    """Compiles a forward that takes, returns, and finds in the module's parameters, tensors that ranks have divided.
+class CompiledForward:
+    """A compiled forward that takes, returns, and finds in the module's parameters, tensors that ranks have divided.
+
+    With divided tensors it is one graph or runs as it is: behind a break, code would meet them in the form of graphs.
 
     Args:
         module: whose forward it is.
         forward: takes and returns divided tensors.
-        compiled: what makes a compiled function of one that takes and returns plain tensors.
-
-    Returns:
-        The compiled forward, for plain and divided tensors.
+        compiled: what makes a compiled function of one that takes and returns plain tensors: `torch.compile`.
+        must_compile: whether a forward that does not become one graph is an error.
     """
-    tables = [part._parameters for part in module.modules()]
-    told: list[Any] = []
 
-    def inside(own: list[Any], marks: list[Any], form: Any, places: list[Any]) -> Any:
+    def __init__(
+        self, module: nn.Module, forward: Forward, compiled: Callable[..., Forward], must_compile: bool
+    ) -> None:
+        self._module, self._forward, self._must_compile = module, forward, must_compile
+        self._tables: list[dict[str, Any]] = [part._parameters for part in module.modules()]
+        self._told: list[Any] = []
+        self._plain, self._in_one_graph = compiled(forward), compiled(self._inside, fullgraph=True)
+        self._eager = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the graph on a rank's own elements."""
+        places = [(number, name, _mark(parameter)) for number, table in enumerate(self._tables)
+                  for name, parameter in table.items() if isinstance(parameter, Divided)]  # fmt: skip
+        leaves, form = tree_flatten((args, kwargs))
+        marks = list(map(_mark, leaves))
+        if not places and all(mark is None for mark in marks):
+            return self._plain(*args, **kwargs)
+        if self._eager:
+            return self._forward(*args, **kwargs)
+        own = [leaf.own if isinstance(leaf, Divided) else leaf for leaf in leaves]
+        try:
+            with _plain(self._tables, places):
+                output = self._in_one_graph(own, marks, form, places)
+        except TorchDynamoException as error:  # nothing of the forward has run yet
+            self._give_up(error)
+            return self._forward(*args, **kwargs)
+        leaves, form = tree_flatten(output)
+        return tree_unflatten([_made(*each) for each in zip(leaves, self._told, strict=True)], form)
+
+    def _inside(self, own: list[Any], marks: list[Any], form: Any, places: list[Any]) -> Any:
+        """What the compiler reads: plain tensors come in and go out."""
+        tables, told = self._tables, self._told
         with InGraph():
             args, kwargs = tree_unflatten([_made(*each) for each in zip(own, marks, strict=True)], form)
             plain = [tables[number][name] for number, name, _ in places]
             for parameter, (number, name, mark) in zip(plain, places, strict=True):
                 tables[number][name] = _made(parameter, mark)
-            output = forward(*args, **kwargs)
+            output = self._forward(*args, **kwargs)
             for parameter, (number, name, _) in zip(plain, places, strict=True):
                 tables[number][name] = parameter
             for ranks in _ranks(marks, places):
@@ -47,19 +80,16 @@ def across(module: nn.Module, forward: Forward, compiled: Callable[[Forward], Fo
             told.clear()
             return tree_map(lambda leaf: _told(leaf, told), output)
 
-    run = compiled(inside)
-
-    def outside(*args: Any, **kwargs: Any) -> Any:
-        places = [(number, name, _mark(parameter)) for number, table in enumerate(tables)
-                  for name, parameter in table.items() if isinstance(parameter, Divided)]  # fmt: skip
-        leaves, form = tree_flatten((args, kwargs))
-        own = [leaf.own if isinstance(leaf, Divided) else leaf for leaf in leaves]
-        with _plain(tables, places):
-            output = run(own, list(map(_mark, leaves)), form, places)
-        leaves, form = tree_flatten(output)
-        return tree_unflatten([_made(*each) for each in zip(leaves, told, strict=True)], form)
-
-    return outside
+    def _give_up(self, error: TorchDynamoException) -> None:
+        if self._must_compile:
+            raise error
+        self._eager = True
+        log.warning(
+            "%s runs as it is, not compiled: with tensors that ranks have divided it is one graph or none, "
+            "and torch.compile says: %s",
+            type(self._module).__name__,
+            str(error).strip().splitlines()[0],
+        )
 
 
 @contextmanager
