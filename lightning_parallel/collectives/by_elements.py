@@ -29,9 +29,9 @@ def entered(x: Tensor, ranks: Ranks) -> Tensor:
     return _apply(_Enter, x, ranks)
 
 
-def shared(x: Tensor, ranks: Ranks) -> Tensor:
-    """The tensor itself, used alike by all, where gradients are added up later: each rank passes on one `count`th."""
-    return _apply(_Share, x, ranks)
+def counted(x: Tensor, factor: float) -> Tensor:
+    """The tensor itself, whose gradient counts `factor` times: a share of what ranks add up later, or several."""
+    return _apply(_Count, x, factor)
 
 
 def total(x: Tensor, ranks: Ranks) -> Tensor:
@@ -96,15 +96,15 @@ class _Enter(Function):
         return summed(gradient, ctx.ranks.group), None
 
 
-class _Share(Function):
+class _Count(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
-        ctx.count = ranks.count
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient / ctx.count, None
+        return gradient * ctx.factor, None
 
 
 class _Total(Function):

@@ -38,6 +38,8 @@ class Ranks:
             these ranks keep their parts of it between the layers that they divide; None where they keep the whole.
         regathers: whether backward gathers the inputs of products again, to keep only parts of them.
         overlaps: whether products overlap with the collectives of a split sequence.
+        averages: whether the gradients of all parameters are averaged over these ranks when a step ends. What a rank
+            computed a summand of then counts `count` times; otherwise it is summed where it is used.
     """
 
     def __init__(
@@ -46,11 +48,12 @@ class Ranks:
         sequence_dim: int | None = None,
         regathers: bool = False,
         overlaps: bool = False,
+        averages: bool = False,
     ) -> None:
         self.group, self.sequence_dim = group, sequence_dim
-        self.regathers, self.overlaps = regathers, overlaps
+        self.regathers, self.overlaps, self.averages = regathers, overlaps, averages
         self.rank, self.count = group.rank(), group.size()
-        self._chunks: dict[tuple[int, ...], Elements] = {}
+        self._chunks: dict[tuple[int | str, ...], Elements] = {}
         self.gathered: Counter[tuple[str, str]] = Counter()
         """How often each operation gathered a tensor of which shape, for want of a rule."""
         self.met: dict[int, Tensor] = {}
@@ -93,6 +96,18 @@ class Ranks:
             runs = [self._chunks_of(starts, sizes, rank) for rank in range(self.count)]
             self._chunks[sizes] = self.elements(starts[-1], runs)
         return self._chunks[sizes]
+
+    def zigzag(self, size: int) -> Elements:
+        """Two chunks for each rank, of 2 x count: the first and the last, the second and the last but one, ...
+
+        In causal attention a position has as much work as it has predecessors; so ranks get equal work.
+        Source: J. Zhu, zigzag ring attention, 2024; Llama team, The Llama 3 Herd of Models, 2024, section 3.3.
+        """
+        if ("zigzag", size) not in self._chunks:
+            pairs = [(rank, 2 * self.count - 1 - rank) for rank in range(self.count)]
+            runs = [[_chunk(size, 2 * self.count, number) for number in pair] for pair in pairs]
+            self._chunks["zigzag", size] = self.elements(size, runs)
+        return self._chunks["zigzag", size]
 
     def _chunks_of(self, starts: Sequence[int], sizes: Sequence[int], rank: int) -> list[Span]:
         chunks = [_chunk(size, self.count, rank) for size in sizes]

@@ -8,6 +8,7 @@ Where a result is divided among some ranks in one of its dimensions, a tensor th
 | yes | plain | the elements at the same places (`part`, where it learns) |
 | yes | divided otherwise | the same, of the whole (`joined`) |
 | no, or broadcast | plain | itself; it enters where it learns (`entered`) |
+| either | a parameter, averaged later | the same, its gradient counted `count` times |
 | no | divided by these ranks in another one | the whole, of which each uses another part (`gathered`) |
 """
 
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.collectives.by_elements import entered, gathered, joined, part, total, total_part
+from lightning_parallel.collectives.by_elements import counted, entered, gathered, joined, part, total, total_part
 from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.techniques.divided.regather import to_be_regathered
 from lightning_parallel.techniques.divided.tensor import Cuts, Divided, is_divided, version_of
@@ -91,6 +92,8 @@ def own_part(
     """
     if isinstance(tensor, Divided) and not tensor.cuts:
         return _summand(tensor, names, cuts)
+    if is_divided(tensor) and tensor.known is not None and not _all_stay(tensor, names, cuts):
+        tensor = tensor.known
     mine: Cuts = tensor.cuts if is_divided(tensor) else {}
     made: Tensor = tensor.own if is_divided(tensor) else tensor
     elsewhere = {elements.ranks for name, elements in cuts.items() if name not in names}
@@ -102,12 +105,19 @@ def own_part(
             has_entered.add(elements.ranks)
         elif dim not in stays:
             made = joined(made, dim, elements)
+    parameter = _is_parameter(tensor)
     for name, elements in cuts.items():
-        if name not in names:
+        if parameter and elements.ranks.averages:
+            made = _counted(made, names, name, elements)
+        elif name not in names:
             made = made if elements.ranks in has_entered else met(made, elements.ranks, dtype)
         elif (place := names.index(name)) not in stays:
             made = _part_of_whole(made, place, elements)
     return made
+
+
+def _all_stay(divided: Divided, names: Sequence[Label], cuts: Mapping[Any, Elements]) -> bool:
+    return all(elements.same(cuts.get(names[dim])) for dim, elements in divided.cuts.items())
 
 
 def _part_of_whole(whole: Tensor, dim: int, elements: Elements) -> Tensor:
@@ -129,11 +139,24 @@ def _summand(parameter: Divided, names: Sequence[Label], cuts: Mapping[Any, Elem
     """What a rank uses of an alike parameter: a summand of its gradient travels when the step ends."""
     made = parameter.own if any(e.ranks is parameter.ranks for e in cuts.values()) else parameter.whole()
     for name, elements in cuts.items():
-        if elements.ranks is not parameter.ranks:
+        if elements.ranks.averages:
+            made = _counted(made, names, name, elements)
+        elif elements.ranks is not parameter.ranks:
             made = part(made, names.index(name), elements) if name in names else met(made, elements.ranks)
         elif name in names:
             made = elements.take(made, names.index(name))
     return made
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    """Whether a tensor is one whose gradients are reduced over ranks when a step ends."""
+    return type(tensor) is nn.Parameter or (isinstance(tensor, Divided) and tensor.stored is not None)
+
+
+def _counted(own: Tensor, names: Sequence[Label], name: Label, elements: Elements) -> Tensor:
+    """What a rank uses of a parameter whose gradients are averaged later over ranks that compute summands of them."""
+    made = counted(own, elements.ranks.count) if learns(own) else own
+    return elements.take(made, names.index(name)) if name in names else made
 
 
 def _gathered(divided: Any, own: Tensor, dim: int, elements: Elements, dtype: torch.dtype | None) -> Tensor:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_parallel.collectives.by_elements import joined, part, shared
+from lightning_parallel.collectives.by_elements import counted, joined, part
 from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.techniques.divided.function_frames import in_function
 from lightning_parallel.techniques.tools.shards import as_gradient, local
@@ -75,6 +75,7 @@ class Divided(Tensor):
     """Of an alike parameter only: the ranks that add up its gradients."""
     stored: Tensor | None
     """Of a parameter: the tensor that the module holds between steps, and that has the gradient."""
+    _known: tuple[Tensor, int] | None
     gathers: dict[Any, Tensor]
     """What was gathered for products that read it: by dimension, whether with gradients, and dtype."""
     _shape: torch.Size
@@ -89,7 +90,7 @@ class Divided(Tensor):
         else:
             made = _make(_Wrapper, shape, dtype=own.dtype, device=own.device)
         made.own, made.cuts, made._shape = own, cuts, torch.Size(shape)
-        made.gathers, made.stored = {}, None
+        made.gathers, made.stored, made._known = {}, None, None
         return made
 
     def whole(self, reader: str = "") -> Tensor:
@@ -99,7 +100,9 @@ class Divided(Tensor):
             reader: the operation that needs it, for the log; nothing is told without one.
         """
         if not self.cuts:
-            return shared(self.own, self.ranks)
+            return counted(self.own, 1 / self.ranks.count)
+        if (known := self.known) is not None:
+            return known
         key = "whole", torch.is_grad_enabled(), version_of(self.own)
         if key in self.gathers:
             return self.gathers[key]
@@ -111,9 +114,22 @@ class Divided(Tensor):
         self.gathers[key] = made
         return made
 
+    def known_to_be(self, whole: Tensor) -> Divided:
+        """Itself, of which this rank has all elements beside its own; nothing learns them."""
+        self._known = whole, version_of(self.own)
+        return self
+
+    @property
+    def known(self) -> Tensor | None:
+        """The whole, where each rank has it at no cost, as that of a batch; None once something changed its memory."""
+        if self._known is None or self._known[1] != version_of(self.own):
+            return None
+        return self._known[0]
+
     def forget(self) -> None:
         """Lets go of what was gathered, after an operation changed the elements in place."""
         self.gathers.clear()
+        self._known = None
 
     @property
     def only(self) -> Elements:

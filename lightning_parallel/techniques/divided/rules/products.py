@@ -186,12 +186,14 @@ def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
             return NotImplemented
         own_ids, own_weight = mine[0]
         return as_divided(F.embedding(own_ids, own_weight, padding), mine[1])
-    if is_divided(ids) or not rows.disjoint or len(rows.own) > 1 or set(weight.cuts) != {0}:
+    mine = brought_together((ids, weight), (range(ids.dim()), ["rows", ids.dim()]))
+    if mine is None or not rows.disjoint or len(rows.own) > 1 or not rows.same(mine[1].pop("rows", None)):
         return NotImplemented
-    return _own_rows(ids, weight.own, rows, None if padding is None else padding % rows.size)
+    (own_ids, own_weight), cuts = mine
+    return _own_rows(own_ids, own_weight, rows, None if padding is None else padding % rows.size, cuts)
 
 
-def _own_rows(ids: Tensor, weight: Tensor, rows: Any, padding: int | None) -> Tensor:
+def _own_rows(ids: Tensor, weight: Tensor, rows: Any, padding: int | None, cuts: dict[Any, Any]) -> Tensor:
     """The rows that ids name: each rank looks up those that it has, zeros stand for others, and ranks sum."""
     require_numbers(ids, rows.size, "The id", "rows in the embedding")
     start, stop = rows.own[0] if rows.own else (0, 0)
@@ -201,7 +203,7 @@ def _own_rows(ids: Tensor, weight: Tensor, rows: Any, padding: int | None) -> Te
     else:
         own_padding = padding - start if padding is not None and start <= padding < stop else None
         found = F.embedding((ids - start).masked_fill(~here, 0), weight, own_padding)
-    return summed_up(found.masked_fill(~here[..., None], 0), rows.ranks, {})
+    return summed_up(found.masked_fill(~here[..., None], 0), rows.ranks, cuts)
 
 
 def require_numbers(numbers: Tensor, size: int, what: str, among: str, counted: Tensor | None = None) -> None:

@@ -1,0 +1,115 @@
+"""Context parallel: every rank holds and computes some positions of each sequence.
+
+Source: H. Liu et al., Ring Attention with Blockwise Transformers, ICLR 2024; S. A. Jacobs et al., DeepSpeed Ulysses,
+2023; J. Fang, S. Zhao, USP: A Unified Sequence Parallelism Approach, 2024.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar, Literal, TypeVar
+
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from lightning_parallel.arguments import one_of, true_or_false
+from lightning_parallel.collectives.elements import Ranks
+from lightning_parallel.mesh import Axis, Size
+from lightning_parallel.techniques.context_parallel.sequence import Sequences
+from lightning_parallel.techniques.divided import rules  # noqa: F401  (enters them in the table)
+from lightning_parallel.techniques.divided.functions import functions_get_wholes
+from lightning_parallel.techniques.divided.tensor import Divided
+from lightning_parallel.techniques.division import Division, Ground
+from lightning_parallel.techniques.step import Run, Step, WrappedRun, WrappedStep
+from lightning_parallel.techniques.technique import Phase, Technique
+
+T = TypeVar("T")
+
+Method = Literal["auto", "ring", "ulysses", "all_gather", "hybrid"]
+METHODS = ("auto", "ring", "ulysses", "all_gather", "hybrid")
+
+
+@dataclass(frozen=True)
+class ContextParallel(Technique):
+    """Divides sequences over ranks: activations of each are 1/size, in attention too.
+
+    Args:
+        size: number of ranks that share one copy of a sequence and read the same samples; "auto" takes the ranks that
+            no other technique claims.
+        method: how attention sees all positions. "ring": keys and values travel around; "ulysses": heads are divided
+            in place of positions, while attention runs; "all_gather": every rank gets all keys and values; "hybrid":
+            ulysses within a ring; "auto": what sends the fewest bytes, for each shape of attention.
+        load_balance: whether a rank has positions from the front and from the back, so that causal attention is equal
+            work; False for consecutive ones.
+
+    Raises:
+        ValueError: an unknown method, or (in the first step) a batch without sequences, or heads that do not fit.
+    """
+
+    size: Size = "auto"
+    _: KW_ONLY
+    method: Method = "auto"
+    load_balance: bool = True
+
+    phase: ClassVar[Phase] = Phase.PARTITION
+
+    def __post_init__(self) -> None:
+        one_of("ContextParallel", "method", self.method, METHODS)
+        true_or_false("ContextParallel", load_balance=self.load_balance)
+
+    @property
+    def axes(self) -> Mapping[Axis, Size]:
+        """See `Technique.axes`."""
+        return {"cp": self.size}
+
+    def divide(self, model: nn.Module, ground: Ground, seen: None) -> Division:
+        """Leaves the model as it is; what is divided is the batch that it sees."""
+        if ground.mesh.sizes["cp"] == 1:
+            return Division(model)
+        ranks = Ranks(ground.mesh["cp"].get_group(), averages=True)
+        return DividedSequences(model, Sequences(ranks, ground.plan.sequence_dim, self.load_balance, repr(self)))
+
+
+@dataclass(eq=False)
+class DividedSequences(Division):
+    """A model that sees batches of which each rank has some positions."""
+
+    sequences: Sequences
+
+    def run(self, run: Run[T]) -> Run[T]:
+        """Shows the user's step sequences that look whole."""
+        return SequenceRun(run, self.sequences)
+
+    def settle(self, step: Step) -> Step:
+        """Gives functions of autograd whole tensors wherever the step's code runs."""
+        return SequenceStep(step)
+
+
+class SequenceRun(WrappedRun[T]):
+    """A run on a divided batch, whose outputs are whole."""
+
+    def __init__(self, inner: Run[T], sequences: Sequences) -> None:
+        super().__init__(inner)
+        self._sequences = sequences
+
+    def __call__(self, *args: Any, **kwargs: Any) -> T:
+        """See `Run.__call__`."""
+        batch, *rest = args
+        output = self.inner(self._sequences.divided(batch), *rest, **kwargs)
+        made: T = tree_map_only(Divided, lambda each: each.whole("what a step returns"), output)
+        return made
+
+
+class SequenceStep(WrappedStep):
+    """A step in which functions of autograd get whole tensors, also where backward computes again."""
+
+    def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
+        """See `Step.forward`."""
+        with functions_get_wholes():
+            return self.inner.forward(run, *args, **kwargs)
+
+    def backward(self, run: Callable[[], None]) -> None:
+        """See `Step.backward`."""
+        with functions_get_wholes():
+            self.inner.backward(run)
