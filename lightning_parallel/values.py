@@ -6,10 +6,12 @@ import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+T = TypeVar("T")
 
 ATOMS = (int, float, complex, str, bytes, type(None))
 
@@ -64,7 +66,15 @@ def _plain_lists(value: Any) -> Iterator[Sequence[Any]]:
 
 def map_tensors(change: Callable[[Tensor], Any], value: Any) -> Any:
     """The structure of a value with every tensor changed."""
-    return map_leaves(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, value)
+    return map_kind(Tensor, change, value)
+
+
+def map_kind(kind: type[T], change: Callable[[T], Any], value: Any) -> Any:
+    """The structure of a value with everything of a kind changed, containers among them."""
+    if isinstance(value, kind):
+        return change(value)
+    children = [] if isinstance(value, (Tensor, *ATOMS)) else children_of(value)
+    return rebuilt(value, [map_kind(kind, change, child) for child in children]) if children else value
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:

@@ -34,6 +34,7 @@ class Ranks:
 
     Args:
         group: the process group.
+        name: of the axis of the mesh, by which other processes know what these ranks divide.
         sequence_dim: the dimension of a hidden state, (batch, sequence, features), that runs along the sequence, where
             these ranks keep their parts of it between the layers that they divide; None where they keep the whole.
         regathers: whether backward gathers the inputs of products again, to keep only parts of them.
@@ -45,12 +46,13 @@ class Ranks:
     def __init__(
         self,
         group: dist.ProcessGroup,
+        name: str,
         sequence_dim: int | None = None,
         regathers: bool = False,
         overlaps: bool = False,
         averages: bool = False,
     ) -> None:
-        self.group, self.sequence_dim = group, sequence_dim
+        self.group, self.name, self.sequence_dim = group, name, sequence_dim
         self.regathers, self.overlaps, self.averages = regathers, overlaps, averages
         self.rank, self.count = group.rank(), group.size()
         self._chunks: dict[tuple[int | str, ...], Elements] = {}

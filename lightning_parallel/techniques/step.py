@@ -37,6 +37,14 @@ class Run(Generic[T_co]):
     def __exit__(self, *_: object) -> None:
         """After the last one."""
 
+    def handed_on(self, value: Any) -> Any:
+        """What a stage of a pipeline gives to the next one, as plain tensors and plain values."""
+        return value
+
+    def received(self, value: Any) -> Any:
+        """What the stage before gave, as it was there. Opposite of `handed_on`."""
+        return value
+
     def notes(
         self, shares: Sequence[float] = (), means: Sequence[Sequence[Tensor]] = (), targets: float | None = None
     ) -> Any:
@@ -87,6 +95,14 @@ class WrappedRun(Run[T_co]):
     def __exit__(self, *error: object) -> None:
         """See `Run.__exit__`."""
         self.inner.__exit__(*error)
+
+    def handed_on(self, value: Any) -> Any:
+        """See `Run.handed_on`."""
+        return self.inner.handed_on(value)
+
+    def received(self, value: Any) -> Any:
+        """See `Run.received`."""
+        return self.inner.received(value)
 
     def notes(
         self, shares: Sequence[float] = (), means: Sequence[Sequence[Tensor]] = (), targets: float | None = None

@@ -205,7 +205,7 @@ def compared(operation: Callable[[Tensor, Tensor], Any], division: dict[int, Any
     x, w = values()
     x.requires_grad_(), w.requires_grad_()
     expected = outcome(operation, x, w)
-    among = Ranks(dist.group.WORLD)
+    among = Ranks(dist.group.WORLD, "tp")
     (dim, make), *_ = division.items()
     elements = make(among)
     own = elements.take(x.detach(), dim).clone().requires_grad_()
@@ -246,7 +246,7 @@ def block(x: Tensor, entering: Tensor, leaving: Tensor, norm: Tensor) -> Tensor:
 @ranks(2)
 def test_a_block_compiles_in_one_graph(sequence_dim):
     """The compiler reads the rules: nothing of them is left at run time."""
-    among = Ranks(dist.group.WORLD, sequence_dim)
+    among = Ranks(dist.group.WORLD, "tp", sequence_dim)
     columns, rows = among.chunks(32, 32, 32), among.chunks(32)
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(*shape, generator=generator) / 4 for shape in ((2, 6, 32), (96, 32), (32, 32), (32,))]

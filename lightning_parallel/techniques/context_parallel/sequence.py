@@ -25,11 +25,11 @@ class Sequences:
     """
 
     def __init__(self, ranks: Ranks, dim: int, balanced: bool, asker: str) -> None:
-        self._ranks, self._dim, self._balanced, self._asker = ranks, dim, balanced, asker
+        self.ranks, self._dim, self._balanced, self._asker = ranks, dim, balanced, asker
 
     def elements(self, length: int) -> Elements:
         """The positions of a sequence of this length that ranks have."""
-        return self._ranks.zigzag(length) if self._balanced else self._ranks.chunks(length)
+        return self.ranks.zigzag(length) if self._balanced else self.ranks.chunks(length)
 
     def divided(self, batch: Any) -> Any:
         """The batch in which tensors along a sequence look as they did, and have only this rank's positions.
@@ -64,7 +64,7 @@ class Sequences:
     def _no_sequence(self, shapes: list[tuple[int, ...]]) -> str:
         return (
             f"{self._asker} divides sequences, but none of the batch's tensors, of shapes {shapes}, runs along one: it "
-            f"looks for tokens (batch, sequence) or features (batch, sequence, features) with the sequence in dimension "
-            f"{self._dim}. Name another dimension, as in plan=ParallelPlan(sequence_dim=0), or train a model without "
-            "sequences with DataParallelStrategy or ZeroStrategy"
+            "looks for tokens (batch, sequence) or features (batch, sequence, features), with the sequence in "
+            f"dimension {self._dim}. Name another dimension, as in plan=ParallelPlan(sequence_dim=0), or train a model "
+            "without sequences with DataParallelStrategy or ZeroStrategy"
         )

@@ -19,6 +19,7 @@ from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.techniques.context_parallel.sequence import Sequences
 from lightning_parallel.techniques.divided import rules  # noqa: F401  (enters them in the table)
 from lightning_parallel.techniques.divided.functions import functions_get_wholes
+from lightning_parallel.techniques.divided.parcels import packed, unpacked
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.step import Run, Step, WrappedRun, WrappedStep
@@ -67,7 +68,7 @@ class ContextParallel(Technique):
         """Leaves the model as it is; what is divided is the batch that it sees."""
         if ground.mesh.sizes["cp"] == 1:
             return Division(model)
-        ranks = Ranks(ground.mesh["cp"].get_group(), averages=True)
+        ranks = Ranks(ground.mesh["cp"].get_group(), "cp", averages=True)
         return DividedSequences(model, Sequences(ranks, ground.plan.sequence_dim, self.load_balance, repr(self)))
 
 
@@ -99,6 +100,14 @@ class SequenceRun(WrappedRun[T]):
         output = self.inner(self._sequences.divided(batch), *rest, **kwargs)
         made: T = tree_map_only(Divided, lambda each: each.whole("what a step returns"), output)
         return made
+
+    def handed_on(self, value: Any) -> Any:
+        """See `Run.handed_on`."""
+        return packed(self.inner.handed_on(value))
+
+    def received(self, value: Any) -> Any:
+        """See `Run.received`."""
+        return unpacked(self.inner.received(value), self._sequences.ranks)
 
 
 class SequenceStep(WrappedStep):

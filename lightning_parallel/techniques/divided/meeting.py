@@ -94,17 +94,7 @@ def own_part(
         return _summand(tensor, names, cuts)
     if is_divided(tensor) and tensor.known is not None and not _all_stay(tensor, names, cuts):
         tensor = tensor.known
-    mine: Cuts = tensor.cuts if is_divided(tensor) else {}
-    made: Tensor = tensor.own if is_divided(tensor) else tensor
-    elsewhere = {elements.ranks for name, elements in cuts.items() if name not in names}
-    stays = {dim for dim, elements in mine.items() if elements.same(cuts.get(names[dim]))}
-    has_entered: set[Ranks] = set()
-    for dim, elements in mine.items():
-        if dim not in stays and elements.ranks in elsewhere and elements.disjoint:
-            made = _gathered(tensor, made, dim, elements, dtype)
-            has_entered.add(elements.ranks)
-        elif dim not in stays:
-            made = joined(made, dim, elements)
+    made, stays, has_entered = _as_far_as_it_stays(tensor, names, cuts, dtype)
     parameter = _is_parameter(tensor)
     for name, elements in cuts.items():
         if parameter and elements.ranks.averages:
@@ -114,6 +104,29 @@ def own_part(
         elif (place := names.index(name)) not in stays:
             made = _part_of_whole(made, place, elements)
     return made
+
+
+def _as_far_as_it_stays(
+    tensor: Tensor, names: Sequence[Label], cuts: Mapping[Any, Elements], dtype: torch.dtype | None
+) -> tuple[Tensor, set[int], set[Ranks]]:
+    """A tensor in which dimensions are whole that are not divided as `cuts` says.
+
+    Returns:
+        The tensor, the dimensions that stay divided, and the ranks of which each will use another part of it.
+    """
+    if not is_divided(tensor):
+        return tensor, set(), set()
+    made: Tensor = tensor.own
+    elsewhere = {elements.ranks for name, elements in cuts.items() if name not in names}
+    stays = {dim for dim, elements in tensor.cuts.items() if elements.same(cuts.get(names[dim]))}
+    has_entered: set[Ranks] = set()
+    for dim, elements in tensor.cuts.items():
+        if dim not in stays and elements.ranks in elsewhere and elements.disjoint:
+            made = _gathered(tensor, made, dim, elements, dtype)
+            has_entered.add(elements.ranks)
+        elif dim not in stays:
+            made = joined(made, dim, elements)
+    return made, stays, has_entered
 
 
 def _all_stay(divided: Divided, names: Sequence[Label], cuts: Mapping[Any, Elements]) -> bool:

@@ -34,6 +34,8 @@ class Work:
 
     Attributes:
         steps: run the user's step on each microbatch.
+        handed_on: makes of what a stage returned a value that can be sent.
+        received: the opposite.
         signatures: what the shapes of each microbatch are recognised by.
         loss_of: finds the loss in what a step returned; None for a step without one.
         scale: by what the loss of the batch is multiplied before backward; None for forward only.
@@ -42,6 +44,8 @@ class Work:
     """
 
     steps: Sequence[Callable[[], Any]]
+    handed_on: Callable[[Any], Any]
+    received: Callable[[Any], Any]
     signatures: Sequence[Hashable]
     loss_of: Callable[[Any], Tensor | None]
     scale: float | None
@@ -109,9 +113,10 @@ class Executor:
         if self._work.backward:
             received = map_tensors(lambda tensor: _entering(tensor, inputs), received)
         means = Means(elements=False) if stage == self._last else None
+        received = self._work.received(received)
         output = self._stages.run(stage, received, self._work.steps[microbatch], means, watched=microbatch == 0)
         if stage < self._last:
-            self._keep_returned(place, inputs, output)
+            self._keep_returned(place, inputs, self._work.handed_on(output))
         else:
             self._keep_result(place, inputs, output)
         if means is not None:

@@ -21,7 +21,6 @@ from lightning_parallel.techniques.pipeline_parallel.stages import Stages
 from lightning_parallel.techniques.pipeline_parallel.ties import Tie, sum_over_holders
 from lightning_parallel.techniques.step import Coming, Run, Step, WrappedStep
 from lightning_parallel.techniques.tools import microbatches
-from lightning_parallel.techniques.tools.boundaries import forget_ends
 from lightning_parallel.techniques.tools.leaves import leaf_of
 from lightning_parallel.techniques.tools.means import is_among
 from lightning_parallel.techniques.tools.shards import local
@@ -60,11 +59,9 @@ class PipelineStep(WrappedStep):
         self._exchange = Exchange(self._lane, schedule.rank_of, schedule.stages)
         self._parameters = _parameters(model, made, schedule)
         self._coming = Coming()
-        self._model = model
 
     def close(self) -> None:
         """See `Step.close`."""
-        forget_ends(self._model)
         self._stages.close()
         self.inner.close()
 
@@ -107,6 +104,8 @@ class PipelineStep(WrappedStep):
         training = torch.is_grad_enabled()
         work = Work(
             steps=[partial(run, part, *rest, **kwargs) for part in parts],
+            handed_on=run.handed_on,
+            received=run.received,
             signatures=[(training, *_signature(part)) for part in parts],
             loss_of=_loss_of,
             scale=self._coming.scale if training else None,

@@ -35,7 +35,7 @@ from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import (
 from lightning_parallel.techniques.pipeline_parallel.step import PipelineStep
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
-from lightning_parallel.techniques.tools import boundaries, elsewhere
+from lightning_parallel.techniques.tools import elsewhere
 from lightning_parallel.techniques.tools.microbatches import split
 from lightning_parallel.techniques.tools.telling import warn
 
@@ -130,9 +130,6 @@ class PipelineParallel(Technique):
         direct_ids = {id(parameter) for parameter in direct}
         zeros = elsewhere.without_memory(mesh.device)
         elsewhere.hide(model, names, lambda t: zeros(t) if id(t) in direct_ids else _shape_of(t))
-        modules = dict(model.named_modules())
-        for stage in here:
-            boundaries.mark_end(modules[made.blocks_of(stage)[-1]])
         elsewhere.mark_emptied(model)
         return DividedLayers(model, mesh, made, schedule)
 

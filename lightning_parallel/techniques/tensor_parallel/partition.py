@@ -13,12 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.techniques.divided import rules  # noqa: F401  (enters them in the table)
 from lightning_parallel.techniques.divided.tensor import Cuts, Divided, alike
-from lightning_parallel.techniques.tools.boundaries import ends_stage
 from lightning_parallel.techniques.tools.leaves import leaf_of
 from lightning_parallel.techniques.tools.redirect import Forward, redirect_forward
 from lightning_parallel.techniques.tools.shards import divides, pieces
@@ -121,10 +119,7 @@ class Unit:
         self._met.clear()
 
     def wrap(self, forward: Forward) -> Forward:
-        """The forward of the module, in which parameters look whole.
-
-        The last block of a pipeline's stage returns plain tensors: they leave this group of ranks.
-        """
+        """The forward of the module, in which parameters look whole."""
         first = next(((table, own) for table, own, *_ in self._divided), None)
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -134,7 +129,7 @@ class Unit:
                 output = forward(*args, **kwargs)
                 if not torch.compiler.is_compiling() and self.ranks.met:
                     self._note()
-            return tree_map_only(Divided, _whole, output) if ends_stage(self.module) else output
+            return output
 
         return run
 
@@ -162,10 +157,6 @@ class Unit:
         finally:
             for table, own, kept in before:
                 table[own] = kept
-
-
-def _whole(divided: Divided) -> Tensor:
-    return divided.whole("the next stage of the pipeline")
 
 
 def cuts_of(parameter: Tensor, ranks: Ranks) -> Cuts:

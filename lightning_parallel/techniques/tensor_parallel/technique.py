@@ -21,6 +21,7 @@ from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.plan.plan import ParallelPlan
 from lightning_parallel.plan.styles import find_styles
 from lightning_parallel.techniques.divided.functions import functions_get_wholes
+from lightning_parallel.techniques.divided.parcels import packed, unpacked
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.step import Run, Step, WrappedRun
@@ -98,7 +99,7 @@ class TensorParallel(Technique):
         mesh, divided = ground.mesh, find_divided(model, seen)
         divide_parameters(model, divided, mesh["tp"])
         sequence_dim = ground.plan.sequence_dim if self.sequence_parallel else None
-        ranks = Ranks(mesh["tp"].get_group(), sequence_dim, self.regather, self.overlap)
+        ranks = Ranks(mesh["tp"].get_group(), "tp", sequence_dim, self.regather, self.overlap)
         return DividedFeatures(model, Partition(model, _blocks(model, ground.plan, divided), ranks))
 
 
@@ -132,6 +133,14 @@ class WholeLooking(WrappedRun[T]):
         """See `Run.__call__`."""
         with self._partition.shown(), functions_get_wholes():
             return self.inner(*args, **kwargs)
+
+    def handed_on(self, value: Any) -> Any:
+        """See `Run.handed_on`."""
+        return packed(self.inner.handed_on(value))
+
+    def received(self, value: Any) -> Any:
+        """See `Run.received`."""
+        return unpacked(self.inner.received(value), self._partition.ranks)
 
 
 def _blocks(model: nn.Module, plan: ParallelPlan, divided: Iterable[DividedModule]) -> dict[str, nn.Module]:
