@@ -11,11 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from math import ceil
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from lightning_parallel.collectives.made_of import MadeOf
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +29,40 @@ Runs = tuple[Span, ...]
 
 KEPT = 1000
 """How many forms of a division are remembered: lengths of sequences may change with every batch."""
+
+
+class SequenceAttention(Protocol):
+    """Attention of queries, keys and values of which each rank has the same positions."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        elements: Elements,
+        *,
+        mask: Tensor | None,
+        has_rows: bool,
+        is_causal: bool,
+        scale: float | None,
+        dropout: float,
+    ) -> Any:
+        """What `torch.nn.functional.scaled_dot_product_attention` gives for this rank's queries and everybody's keys.
+
+        Args:
+            query: of this rank's positions, (..., heads, own, width).
+            key: of these positions, with as many heads or a divisor of them.
+            value: the same.
+            elements: which positions each rank has.
+            mask: booleans or summands of scores, this rank's rows of it with all columns; broadcast as torch does.
+            has_rows: whether queries differ in the mask: a rank that has one of them cannot see that.
+            is_causal: whether queries meet earlier positions and their own only.
+            scale: of scores; None for one over the root of the width.
+            dropout: of weights.
+
+        Returns:
+            This rank's rows, or NotImplemented.
+        """
 
 
 class Ranks:
@@ -64,6 +100,10 @@ class Ranks:
         """The tensor that entered last (a weak reference), its version and dtype then, and what stands for it since."""
         self.last_in_graph: tuple[Tensor, Any, Tensor] | None = None
         """The same while a compiler reads a graph; None before and after."""
+        self.attention: SequenceAttention | None = None
+        """What is called where these ranks have divided queries, keys and values along the sequence, by their owner."""
+        self.made_of = MadeOf()
+        """What each of many layers would make of the same mask again."""
 
     def tell(self, reader: str, what: str) -> None:
         """Counts that something was gathered for an operation, and says so the first time.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -134,6 +134,35 @@ def _reduce_scatter_by_exchange(output: Tensor, tensor: Tensor, group: dist.Proc
 
 def _peers(group: dist.ProcessGroup) -> list[int]:
     return [rank for rank in range(group.size()) if rank != group.rank()]
+
+
+def exchange(sent: Mapping[int, Tensor], received: Mapping[int, Tensor], group: dist.ProcessGroup) -> Pending:
+    """Starts to send a tensor to each of some ranks of the group, and to fill tensors with what some ranks send.
+
+    Between two ranks messages arrive in the order in which they were sent; both must know of each. Tensors are
+    contiguous and not empty, and stay as they are until they were waited for.
+
+    Args:
+        sent: by the rank that gets it.
+        received: by the rank that sends it.
+        group: in which these are ranks; not this one.
+    """
+    if not sent and not received:
+        return Pending(None)
+    if uses_exchange(group):
+        return Pending(_SendsAndReceives(sent, received, group))
+    receives = [dist.P2POp(dist.irecv, tensor, group=group, group_peer=rank) for rank, tensor in received.items()]
+    sends = [dist.P2POp(dist.isend, tensor, group=group, group_peer=rank) for rank, tensor in sent.items()]
+    return Pending(_All(dist.batch_isend_irecv(receives + sends)))
+
+
+class _All:
+    def __init__(self, works: Sequence[Waitable]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
 
 
 class _SendsAndReceives:

@@ -1,4 +1,4 @@
-"""Attention of a rank's own heads."""
+"""Attention of a rank's own heads, or of its own positions by who divides the sequence."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_parallel.techniques.divided.meeting import as_divided, brought_together
+from lightning_parallel.techniques.divided.meeting import as_divided, brought_together, learns, own_part
 from lightning_parallel.techniques.divided.randomness import drawn_apart
-from lightning_parallel.techniques.divided.tensor import rule
+from lightning_parallel.techniques.divided.tensor import Cuts, is_divided, rule, same_cuts
 
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
@@ -22,6 +22,9 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Any:
     mask, drops = given.pop("attn_mask", None), given.get("dropout_p", 0.0)
     if query.dim() != key.dim() or query.dim() != value.dim() or query.dim() < 3:
         return NotImplemented
+    along = _along_the_sequence(query, key, value, mask, given)
+    if along is not NotImplemented:
+        return along
     lead: list[Any] = list(range(query.dim() - 2))
     if given.get("enable_gqa") and query.shape[-3] != key.shape[-3]:
         query, key, value = _alike_in_heads(query, key, value)
@@ -49,3 +52,69 @@ def _alike_in_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
     """Queries, keys and values with as many heads: those of keys and values are repeated."""
     times = query.shape[-3] // key.shape[-3]
     return query, torch.repeat_interleave(key, times, -3), torch.repeat_interleave(value, times, -3)
+
+
+# ---------------------------------------------------------------- a divided sequence
+
+
+def _along_the_sequence(query: Any, key: Any, value: Any, mask: Tensor | None, given: dict[str, Any]) -> Any:
+    """Attention of this rank's queries to the keys and values of all, by whom their ranks have for that."""
+    cuts = _cuts_of_all(query, key, value, given)
+    if cuts is None or torch.compiler.is_compiling():
+        return NotImplemented
+    dim, causal = query.dim() - 2, bool(given.get("is_causal"))
+    if mask is not None and (causal or mask.dim() > query.dim() or mask.dim() < 2):
+        return NotImplemented  # torch says what is wrong
+    elements, drops = cuts[dim], given.get("dropout_p", 0.0)
+    attention = elements.ranks.attention
+    assert attention is not None
+
+    def attend() -> Any:
+        return attention(
+            query.own, key.own, value.own, elements,
+            mask=None if mask is None else _own_rows(mask, cuts, query.dim()),
+            has_rows=mask is not None and mask.shape[-2] != 1,
+            is_causal=causal, scale=given.get("scale"), dropout=drops,
+        )  # fmt: skip
+
+    if drops:
+        with drawn_apart(query.device, cuts.values()):
+            own = attend()
+    else:
+        own = attend()
+    return own if own is NotImplemented else as_divided(own, cuts)
+
+
+def _cuts_of_all(query: Any, key: Any, value: Any, given: dict[str, Any]) -> Cuts | None:
+    """The cuts of queries where keys and values are divided alike, the sequence by ranks that know what to do."""
+    if not is_divided(query) or not is_divided(key) or not is_divided(value):
+        return None
+    dim, heads = query.dim() - 2, query.dim() - 3
+    if dim not in query.cuts or query.cuts[dim].ranks.attention is None or not same_cuts(key.cuts, value.cuts):
+        return None
+    if query.shape[:heads] != key.shape[:heads] or key.shape[:dim] != value.shape[:dim]:
+        return None
+    times = query.shape[heads] // key.shape[heads] if heads >= 0 and given.get("enable_gqa") else 1
+    expected = dict(query.cuts)
+    if heads >= 0 and query.shape[heads] != key.shape[heads] * times:
+        return None
+    if heads in expected and times > 1:
+        groups = expected[heads].shrunk(times)
+        if groups is None:
+            return None
+        expected[heads] = groups
+    return query.cuts if same_cuts(key.cuts, expected) and query.shape[-1] == key.shape[-1] else None
+
+
+def _own_rows(mask: Tensor, cuts: Cuts, dims: int) -> Tensor:
+    """This rank's part of a mask with all columns; that of one which does not learn is made once for all layers."""
+    if learns(mask):
+        return _part_of_mask(mask, cuts, dims)
+    own, mine = (mask.own, tuple(mask.cuts)) if is_divided(mask) else (mask, ())
+    name = "own rows", dims, mine, tuple((dim, elements.runs) for dim, elements in cuts.items())
+    return cuts[dims - 2].ranks.made_of.get(own, name, lambda: _part_of_mask(mask, cuts, dims))
+
+
+def _part_of_mask(mask: Tensor, cuts: Cuts, dims: int) -> Tensor:
+    names: list[Any] = [dim if size != 1 else None for dim, size in enumerate(mask.shape, dims - mask.dim())]
+    return own_part(mask, [*names[:-1], "key"], cuts)

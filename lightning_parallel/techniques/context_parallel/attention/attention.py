@@ -1,0 +1,259 @@
+"""What is called for attention where ranks have divided queries, keys and values along the sequence.
+
+`ContextAttention` is what the rule of divided tensors finds as `ranks.attention`:
+
+    ContextAttention ──► chosen: which method
+      ├ ring          _Ring: keys and values go round                                    (ring.py)
+      ├ ulysses       to_heads → torch's attention → to_positions                        (ulysses.py)
+      ├ hybrid        to_heads among a team → _Ring of teams → to_positions
+      ├ all_gather    _AllGather: keys and values of all                                 (all_gather.py)
+      └ dropout, masks that learn: keys and values of all, and torch's attention
+
+`blocks.py` says which queries meet which keys, `masks.py` what masks leave of that, `kernels.py` computes.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_parallel.collectives.circle import Circle
+from lightning_parallel.collectives.elements import KEPT, Elements, Ranks, Span
+from lightning_parallel.techniques.context_parallel.attention.all_gather import all_gather, all_gather_plain
+from lightning_parallel.techniques.context_parallel.attention.blocks import (
+    Block,
+    block_of_one,
+    block_of_whole,
+    causal,
+    full,
+)
+from lightning_parallel.techniques.context_parallel.attention.choice import METHODS, Choice, chosen
+from lightning_parallel.techniques.context_parallel.attention.layout import Layout, layout_of
+from lightning_parallel.techniques.context_parallel.attention.masks import tables_of_all
+from lightning_parallel.techniques.context_parallel.attention.ring import Rounds, ring
+from lightning_parallel.techniques.context_parallel.attention.ulysses import (
+    own_heads,
+    rows_of_all,
+    to_heads,
+    to_positions,
+)
+
+log = logging.getLogger(__name__)
+
+MANY = 16
+"""Runs of one rank above which rectangles of runs are too small to be worth it."""
+
+
+class Asked(NamedTuple):
+    """What attention is asked for, with four dimensions."""
+
+    query: Tensor  # (B, H, own, D)
+    key: Tensor  # (B, Hkv, own, D)
+    value: Tensor  # (B, Hkv, own, Dv)
+    elements: Elements
+    mask: Tensor | None  # broadcasts to (B, H, own, T)
+    has_rows: bool  # of the mask: whether positions differ in it
+    is_causal: bool
+    scale: float | None
+    dropout: float
+
+
+class ContextAttention:
+    """Attention over a divided sequence.
+
+    Args:
+        method: "ring", "ulysses", "all_gather", "hybrid", or "auto" for the one that sends least.
+
+    Raises:
+        ValueError: another method.
+    """
+
+    def __init__(self, method: str = "auto") -> None:
+        if method not in METHODS:
+            raise ValueError(f"method={method!r} is none of {', '.join(map(repr, METHODS))}")
+        self.method = method
+        self._layouts: dict[Any, Layout] = {}
+        self._told: set[Choice] = set()
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        elements: Elements,
+        *,
+        mask: Tensor | None = None,
+        has_rows: bool = True,
+        is_causal: bool = False,
+        scale: float | None = None,
+        dropout: float = 0.0,
+    ) -> Any:
+        """See `SequenceAttention`."""
+        if torch.compiler.is_compiling() or not elements.disjoint:
+            return NotImplemented
+        lead = query.shape[:-2]
+        query, key, value, mask = _as_autocast(query, key, value, mask, ranks=elements.ranks)
+        if not query.dtype == key.dtype == value.dtype:
+            return NotImplemented
+        mask = _with_four(mask, lead)
+        query, key, value = (each.reshape(math.prod(each.shape[:-3]), *each.shape[-3:]) for each in (query, key, value))
+        asked = Asked(query, key, value, elements, mask, has_rows, is_causal, scale, dropout)
+        return self._attend(asked).reshape(*lead, elements.length, value.shape[-1])
+
+    def chosen(self, elements: Elements, heads: int, key_heads: int, **kwargs: bool) -> Choice:
+        """The method for so many heads, and why: see `choice.chosen`."""
+        return chosen(self.method, elements, heads, key_heads, lambda team: self._layout(elements, team), **kwargs)
+
+    def _attend(self, asked: Asked) -> Tensor:
+        has_rows = asked.mask is not None and asked.has_rows
+        heads, key_heads = asked.query.shape[1], asked.key.shape[1]
+        choice = self.chosen(asked.elements, heads, key_heads, is_causal=asked.is_causal, has_rows=has_rows)
+        self._tell(choice, asked.elements.ranks)
+        learned = asked.mask is not None and asked.mask.requires_grad and torch.is_grad_enabled()
+        if learned or (asked.dropout and choice.method != "ulysses"):
+            return _plain(asked)
+        layout = self._layout(asked.elements, choice.team)
+        if choice.method == "ulysses":
+            return _by_heads(asked, layout)
+        if choice.method == "all_gather" or any(len(runs) > MANY for runs in layout.runs):
+            return _gathering(asked)
+        return _going_round(asked, layout)
+
+    def _layout(self, elements: Elements, team: int) -> Layout:
+        key = elements.ranks, elements.runs, team
+        if key not in self._layouts:
+            if len(self._layouts) > KEPT:
+                self._layouts.clear()
+            self._layouts[key] = layout_of(elements, team)
+        return self._layouts[key]
+
+    def _tell(self, choice: Choice, ranks: Ranks) -> None:
+        if choice not in self._told and ranks.rank == 0:
+            log.info("Attention over %s ranks by %s: %s", ranks.count, choice.method, choice.reason)
+        self._told.add(choice)
+
+
+# ---------------------------------------------------------------- the methods
+
+
+def _going_round(asked: Asked, layout: Layout) -> Tensor:
+    query, key, value, elements, mask, *_ = asked
+    swaps = len(layout.team.circle) > 1
+    if swaps:
+        query, key, value = to_heads(query, key, value, layout.team)
+        mask = _mask_of_team(asked, layout)
+    rounds: Rounds | None
+    if mask is None:
+        rounds = layout.rounds(causal if asked.is_causal else full)
+    else:
+        rounds = elements.ranks.made_of.get(mask, ("rounds", layout.all_runs), lambda: _rounds(mask, layout, elements))
+    if rounds is None:
+        return _plain(asked)
+    out = ring(query, key, value, rounds, mask, asked.scale)
+    return to_positions(out, layout.team) if swaps else out
+
+
+def _rounds(mask: Tensor, layout: Layout, elements: Elements) -> Rounds | None:
+    keys = [run for runs in layout.runs for run in runs]
+    tables = tables_of_all(mask, layout.all_runs, keys, _everyone(elements.ranks))
+    return None if tables is None else layout.rounds_of(tables)
+
+
+def _by_heads(asked: Asked, layout: Layout) -> Tensor:
+    query, key, value = to_heads(asked.query, asked.key, asked.value, layout.team)
+    out = F.scaled_dot_product_attention(
+        query, key, value, _mask_of_team(asked, layout), asked.dropout, asked.is_causal,
+        scale=asked.scale, enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+    return to_positions(out, layout.team)
+
+
+def _gathering(asked: Asked) -> Tensor:
+    query, key, value, elements, mask, *_ = asked
+    block: Block | None
+    if any(len(runs) > MANY for runs in elements.runs):
+        mask = _causal_rows(elements, query.device) if asked.is_causal else mask
+        block = block_of_one(elements.length, elements.size, mask is not None)
+    elif mask is None:
+        keys = _ascending(elements)
+        block = block_of_whole(elements.own, keys, (causal if asked.is_causal else full)(elements.own, keys))
+    else:
+        block = elements.ranks.made_of.get(mask, ("block", elements.runs), lambda: _masked_block(mask, elements))
+    if block is None:
+        return _plain(asked)
+    return all_gather(query, key, value, elements, block, mask, asked.scale)
+
+
+def _masked_block(mask: Tensor, elements: Elements) -> Block | None:
+    keys = _ascending(elements)
+    tables = tables_of_all(mask, elements.runs, keys, _everyone(elements.ranks))
+    return None if tables is None else block_of_whole(elements.own, keys, tables[elements.ranks.rank])
+
+
+def _plain(asked: Asked) -> Tensor:
+    query, key, value, elements, mask, _, is_causal, scale, dropout = asked
+    mask = _causal_rows(elements, query.device) if is_causal else mask
+    return all_gather_plain(query, key, value, elements, mask, scale, dropout)
+
+
+# ---------------------------------------------------------------- what they are asked for
+
+
+def _as_autocast(*tensors: Tensor | None, ranks: Ranks) -> list[Any]:
+    """What torch's attention would compute with under autocast; a mask is turned once for all layers."""
+    kind = next(tensor.device.type for tensor in tensors if tensor is not None)
+    if not torch.is_autocast_enabled(kind):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(kind)
+
+    def turned(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None or not tensor.is_floating_point() or tensor.dtype in (torch.float64, dtype):
+            return tensor
+        if tensor.requires_grad:
+            return tensor.to(dtype)
+        return ranks.made_of.get(tensor, ("autocast", dtype), lambda: tensor.to(dtype))
+
+    return list(map(turned, tensors))
+
+
+def _with_four(mask: Tensor | None, lead: torch.Size) -> Tensor | None:
+    """A mask of four dimensions.
+
+    Args:
+        mask: that broadcasts to (*lead, own, T).
+        lead: the dimensions of queries before positions.
+    """
+    if mask is None or mask.dim() == 4:
+        return mask
+    if mask.dim() < 4:
+        return mask[(None,) * (4 - mask.dim())]
+    if all(size == 1 for size in mask.shape[:-3]):
+        return mask.view(1, *mask.shape[-3:])
+    return mask.expand(*lead[:-1], *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])
+
+
+def _mask_of_team(asked: Asked, layout: Layout) -> Tensor | None:
+    """The mask for the heads and the positions that this rank has after the swap."""
+    mask, team = asked.mask, layout.team
+    if mask is None:
+        return None
+    if not asked.has_rows:
+        return mask[:, slice(*own_heads(mask.shape[1], team)[team.circle.place])]
+    return asked.elements.ranks.made_of.get(mask, ("rows", team.runs), lambda: rows_of_all(mask, team))
+
+
+def _causal_rows(elements: Elements, device: torch.device) -> Tensor:
+    return elements.index(device)[:, None] >= torch.arange(elements.size, device=device)
+
+
+def _ascending(elements: Elements) -> list[Span]:
+    return sorted(run for runs in elements.runs for run in runs)
+
+
+def _everyone(ranks: Ranks) -> Circle:
+    return Circle(ranks.group, tuple(range(ranks.count)))

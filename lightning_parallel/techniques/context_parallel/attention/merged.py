@@ -1,0 +1,104 @@
+r"""Attention over all keys, put together of that over some of them by their log-sum-exps.
+
+out = \sum_i exp(l_i - l) out_i      l = log \sum_i exp(l_i)
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lightning_parallel.techniques.context_parallel.attention.blocks import Block, Piece, Relation
+from lightning_parallel.techniques.context_parallel.attention.kernels import Given, attend, attend_backward
+
+
+class Merged:
+    """The output so far.
+
+    Args:
+        query: this rank's.
+        value_width: of heads of values.
+        mask: this rank's rows of it with all columns, broadcast to scores.
+        scale: of scores.
+    """
+
+    def __init__(self, query: Tensor, value_width: int, mask: Tensor | None, scale: float | None) -> None:
+        self.query, self.mask, self.scale = query, mask, scale
+        self._out = query.new_zeros((*query.shape[:3], value_width), dtype=wide(query.dtype))
+        self._total = query.new_full(query.shape[:3], -math.inf, dtype=wide(query.dtype))
+
+    def add(self, block: Block, keys: Tensor, values: Tensor) -> None:
+        """Adds what the queries find at the keys of a block."""
+        for piece in block.pieces:
+            given, mask = given_of(piece, self.query, keys, values, self.mask, self.scale)
+            self._merge(piece, *attend(given, mask))
+
+    def _merge(self, piece: Piece, out: Tensor, total: Tensor) -> None:
+        rows = slice(*piece.rows)
+        before = self._total[:, :, rows]
+        after = torch.logaddexp(before, total)
+        base = after.masked_fill(after == -math.inf, 0.0)
+        self._out[:, :, rows].mul_((before - base).exp_()[..., None]).add_(out * (total - base).exp_()[..., None])
+        before.copy_(after)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """The output, and for backward the log-sum-exp; a query that met nothing has zeros."""
+        return self._out.to(self.query.dtype), self._total.masked_fill_(self._total == -math.inf, 0.0)
+
+
+class Backward:
+    """The gradient of queries so far; that of a block's keys and values is told at once.
+
+    Args:
+        gradient: of the output.
+        query: this rank's.
+        mask: see `Merged`.
+        scale: of scores.
+        out: over all keys.
+        total: the log-sum-exp over all keys.
+    """
+
+    def __init__(
+        self, gradient: Tensor, query: Tensor, mask: Tensor | None, scale: float | None, out: Tensor, total: Tensor
+    ) -> None:
+        self.gradient, self.query, self.mask, self.scale = gradient, query, mask, scale
+        self.out, self.total = out, total
+        self.of_query = torch.zeros_like(query, dtype=wide(query.dtype))
+
+    def add(self, block: Block, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of the keys and values of a block, in full precision."""
+        of_keys, of_values = (torch.zeros_like(each, dtype=wide(each.dtype)) for each in (keys, values))
+        for piece in block.pieces:
+            given, mask = given_of(piece, self.query, keys, values, self.mask, self.scale)
+            gradient, out, total = (each[:, :, slice(*piece.rows)] for each in (self.gradient, self.out, self.total))
+            found = attend_backward(gradient, given, mask, out, total)
+            self.of_query[:, :, slice(*piece.rows)] += found[0]
+            of_keys[:, :, slice(*piece.keys)] += found[1]
+            of_values[:, :, slice(*piece.keys)] += found[2]
+        return of_keys, of_values
+
+
+def given_of(
+    piece: Piece, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None
+) -> tuple[Given, Tensor | None]:
+    """What a kernel gets for a piece, and its part of the mask."""
+    at = slice(*piece.keys)
+    given = Given(
+        query[:, :, slice(*piece.rows)], keys[:, :, at], values[:, :, at], None,
+        piece.relation == Relation.DIAGONAL, scale,
+    )  # fmt: skip
+    return given, None if mask is None or piece.relation != Relation.MASKED else part_of_mask(mask, piece)
+
+
+def part_of_mask(mask: Tensor, piece: Piece) -> Tensor:
+    """The rows and columns of a mask that rule in a piece; what is broadcast stays so."""
+    rows = slice(None) if mask.shape[-2] == 1 else slice(*piece.rows)
+    columns = slice(None) if mask.shape[-1] == 1 else slice(*piece.columns)
+    return mask[..., rows, columns]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """In which dtype sums are kept."""
+    return torch.promote_types(dtype, torch.float32)
