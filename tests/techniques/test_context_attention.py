@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -13,17 +11,13 @@ from torch import Tensor
 
 from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.techniques.context_parallel.attention import ContextAttention
-from lightning_parallel.techniques.divided.meeting import own_part
 from lightning_parallel.techniques.divided.tensor import Divided
 from tests.ranks import ranks
 from tests.tiers import covering
 
 
 def zigzag(group: Ranks, size: int) -> Elements:
-    """The positions r and 2c-1-r of 2c chunks, the last of which may be shorter or empty."""
-    chunk = -(-size // (2 * group.count))
-    spans = [(min(n * chunk, size), min((n + 1) * chunk, size)) for n in range(2 * group.count)]
-    return group.elements(size, [(spans[r], spans[2 * group.count - 1 - r]) for r in range(group.count)])
+    return group.zigzag(size)
 
 
 def contiguous(group: Ranks, size: int) -> Elements:
@@ -127,7 +121,7 @@ def divided_attention(
 def check(method: str, kind: str, size: int, heads: int, key_heads: int, place: Any = zigzag, **kwargs: Any) -> None:
     mask = MASKS[kind] and MASKS[kind](size)
     given, out, gradient = whole_attention(size, heads, key_heads, mask, kind == "causal", **kwargs)
-    group = Ranks(dist.group.WORLD)
+    group = Ranks(dist.group.WORLD, "sequence")
     group.attention = ContextAttention(method)
     elements = place(group, size)
     found, gradients = divided_attention(given, elements, mask, kind == "causal", gradient)
