@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -11,9 +13,8 @@ from torch import Tensor
 
 from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.techniques.context_parallel.attention import ContextAttention
-from lightning_parallel.techniques.divided.tensor import Divided
+from lightning_parallel.techniques.divided.tensor import Divided, own_of
 from tests.ranks import ranks
-from tests.tiers import covering
 
 
 def zigzag(group: Ranks, size: int) -> Elements:
@@ -75,25 +76,20 @@ MASKS = {
     "additive": additive,
     "drowned": drowned,
 }
-METHODS = ["ring", "ulysses", "all_gather", "auto"]
-SIZES = [32, 29, 3]
+METHODS = ("ring", "ulysses", "all_gather", "auto", "hybrid")
+SIZES = (32, 29, 3)
+PLACES = {"zigzag": zigzag, "contiguous": contiguous, "striped": striped}
 WIDTH = 8
 
 
 def whole_attention(
-    size: int,
-    heads: int,
-    key_heads: int,
-    mask: Tensor | None,
-    is_causal: bool,
-    dtype: torch.dtype = torch.float64,
-    width: int = WIDTH,
-    value_width: int = WIDTH,
+    shapes: list[tuple[int, ...]], mask: Tensor | None, is_causal: bool, dtype: torch.dtype = torch.float64
 ) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Queries, keys and values with gradients, the output and its gradient."""
     torch.manual_seed(7)
-    shapes = [(2, heads, size, width), (2, key_heads, size, width), (2, key_heads, size, value_width)]
     given = [torch.randn(shape, dtype=dtype).requires_grad_() for shape in shapes]
-    out = F.scaled_dot_product_attention(*given, attn_mask=mask, is_causal=is_causal, enable_gqa=heads != key_heads)
+    grouped = len(shapes[0]) > 2 and shapes[0][-3] != shapes[1][-3]
+    out = F.scaled_dot_product_attention(*given, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped)
     gradient = torch.randn_like(out)
     out.backward(gradient)
     return given, out.detach(), gradient
@@ -103,43 +99,228 @@ def divided_attention(
     given: list[Tensor], elements: Elements, mask: Any, is_causal: bool, gradient: Tensor, **kwargs: Any
 ) -> tuple[Tensor, list[Tensor]]:
     """This rank's rows of the output, and the gradients of its queries, keys and values."""
-    own = [elements.take(each.detach(), 2).contiguous().requires_grad_() for each in given]
-    grouped = given[0].shape[1] != given[1].shape[1]
-    out = F.scaled_dot_product_attention(
-        *(Divided(each, {2: elements}) for each in own),
-        attn_mask=mask,
-        is_causal=is_causal,
-        enable_gqa=grouped,
-        **kwargs,
-    )
+    dim = gradient.dim() - 2
+    own = [elements.take(each.detach(), dim).contiguous().requires_grad_() for each in given]
+    grouped = given[0].shape[-3] != given[1].shape[-3]
+    divided = [Divided(each, {dim: elements}) for each in own]
+    out = F.scaled_dot_product_attention(*divided, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped, **kwargs)
     assert isinstance(out, Divided)
     assert out.shape == gradient.shape
-    out.own.backward(elements.take(gradient, 2))
+    out.own.backward(elements.take(gradient, dim))
     return out.own.detach(), [each.grad for each in own]
 
 
-def check(method: str, kind: str, size: int, heads: int, key_heads: int, place: Any = zigzag, **kwargs: Any) -> None:
-    mask = MASKS[kind] and MASKS[kind](size)
-    given, out, gradient = whole_attention(size, heads, key_heads, mask, kind == "causal", **kwargs)
+def same(
+    method: str, shapes: list[tuple[int, ...]], mask: Tensor | None, is_causal: bool, place: Any = zigzag, **kwargs: Any
+) -> None:
+    """Compares values and gradients with those of whole tensors."""
+    given, out, gradient = whole_attention(shapes, mask, is_causal, **kwargs)
+    elements = place(group_of(method), shapes[0][-2])
+    found, gradients = divided_attention(given, elements, mask, is_causal, gradient)
+    tolerance = 1e-10 if out.dtype == torch.float64 else 1e-5
+    dim = out.dim() - 2
+    wholes = [out, *(each.grad for each in given)]
+    for name, whole, mine in zip(("out", "query", "key", "value"), wholes, [found, *gradients], strict=True):
+        torch.testing.assert_close(
+            mine, elements.take(whole, dim), rtol=tolerance, atol=tolerance,
+            msg=lambda text, name=name: f"{name}, {method}, {shapes}: {text}",
+        )  # fmt: skip
+
+
+def group_of(method: str) -> Ranks:
     group = Ranks(dist.group.WORLD, "sequence")
     group.attention = ContextAttention(method)
-    elements = place(group, size)
-    found, gradients = divided_attention(given, elements, mask, kind == "causal", gradient)
-    tolerance = {"rtol": 1e-10, "atol": 1e-10} if out.dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-5}
-    torch.testing.assert_close(found, elements.take(out, 2), **tolerance)
-    for each, mine in zip(given, gradients, strict=True):
-        torch.testing.assert_close(mine, elements.take(each.grad, 2), **tolerance)
+    return group
 
 
-@covering(kind=list(MASKS), method=METHODS, size=SIZES, heads=[(4, 4), (4, 2)])
+def shapes_of(size: int, heads: int, key_heads: int) -> list[tuple[int, ...]]:
+    return [(2, heads, size, WIDTH), (2, key_heads, size, WIDTH), (2, key_heads, size, WIDTH)]
+
+
+@pytest.mark.parametrize("kind", MASKS)
 @ranks(2)
-def test_two_ranks_attend_as_one_device_does(kind: str, method: str, size: int, heads: tuple[int, int]) -> None:
-    check(method, kind, size, *heads)
+def test_two_ranks_attend_as_one_device_does(kind: str) -> None:
+    for method, size in itertools.product(METHODS[:-1], SIZES[1:]):
+        mask = MASKS[kind] and MASKS[kind](size)
+        same(method, shapes_of(size, 4, 2 if size == 29 else 4), mask, kind == "causal")
 
 
-@covering(kind=list(MASKS), method=[*METHODS, "hybrid"], size=SIZES, heads=[(4, 4), (8, 2)])
+@pytest.mark.parametrize("kind", MASKS)
 @ranks(4)
-def test_four_ranks_attend_as_one_device_does(kind: str, method: str, size: int, heads: tuple[int, int]) -> None:
-    if MASKS[kind] in (additive,) and heads[0] != 4:
-        heads = (4, 1)
-    check(method, kind, size, *heads)
+def test_four_ranks_attend_as_one_device_does(kind: str) -> None:
+    for method, size in itertools.product(METHODS, SIZES):
+        mask = MASKS[kind] and MASKS[kind](size)
+        same(method, shapes_of(size, 4, 2 if size == 29 else 4), mask, kind == "causal")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize("place", PLACES)
+@ranks(4)
+def test_four_ranks_attend_as_one_device_does_wherever_positions_are(kind: str, place: str) -> None:
+    for method, size, heads in itertools.product(METHODS, (*SIZES, 80), ((4, 4), (4, 2), (4, 1), (8, 4))):
+        if heads[0] == 4 or MASKS[kind] not in (additive,):
+            mask = MASKS[kind] and MASKS[kind](size)
+            same(method, shapes_of(size, *heads), mask, kind == "causal", PLACES[place])
+
+
+@pytest.mark.parametrize("place", ["contiguous", "striped"])
+@ranks(2)
+def test_positions_may_be_anywhere(place: str) -> None:
+    for method, kind, size in itertools.product(METHODS[:-1], ("causal", "full", "window"), (29, 80)):
+        mask = MASKS[kind] and MASKS[kind](size)
+        same(method, shapes_of(size, 4, 2), mask, kind == "causal", PLACES[place])
+
+
+@pytest.mark.parametrize("kind", ["causal", "window", "documents"])
+@ranks(2)
+def test_single_precision_goes_through_the_fused_kernel(kind: str) -> None:
+    """Long enough for several tiles of the kernel, some of which are masked as a whole."""
+    size = 1500
+    assert torch._fused_sdp_choice(*[torch.randn(1, 2, size, 16)] * 3) == 1
+    mask = MASKS[kind] and MASKS[kind](size)
+    for method in METHODS[:3]:
+        shapes = [(1, heads, size, 16) for heads in (4, 2, 2)]
+        same(method, shapes, mask, kind == "causal", dtype=torch.float32)
+
+
+FORMS = {
+    "no heads": [(6, 20, 8), (6, 20, 8), (6, 20, 8)],
+    "five dimensions": [(2, 3, 4, 20, 8), (2, 3, 4, 20, 8), (2, 3, 4, 20, 8)],
+    "other values": [(2, 4, 20, 8), (2, 2, 20, 8), (2, 2, 20, 6)],
+    "an odd width": [(2, 4, 20, 7), (2, 4, 20, 7), (2, 4, 20, 7)],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@ranks(2)
+def test_any_shape_of_heads(form: str) -> None:
+    torch.manual_seed(1)
+    masks = [None, window(20)[0, 0], torch.randn((*FORMS[form][0][:-2], 20, 20)).double(), torch.rand(1, 1, 20) > 0.3]
+    for method, mask in itertools.product(METHODS[:3], masks):
+        same(method, FORMS[form], mask, is_causal=False)
+        same(method, FORMS[form], None, is_causal=True)
+
+
+@ranks(2)
+def test_the_plain_kernel_is_exact() -> None:
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        for kind in ("causal", "left padding", "additive"):
+            same("ring", shapes_of(29, 4, 2), MASKS[kind] and MASKS[kind](29), kind == "causal")
+
+
+@ranks(2)
+def test_a_mask_that_learns_gets_its_gradient() -> None:
+    for method, shape in itertools.product(METHODS[:3], [(1, 4, 20, 20), (20, 20), (2, 1, 1, 20)]):
+        whole = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        given, out, gradient = whole_attention(shapes_of(20, 4, 2), whole, is_causal=False)
+        mask, elements = whole.detach().clone().requires_grad_(), zigzag(group_of(method), 20)
+        found, gradients = divided_attention(given, elements, mask, False, gradient)
+        torch.testing.assert_close(found, elements.take(out, 2))
+        torch.testing.assert_close(gradients[1], elements.take(given[1].grad, 2))
+        torch.testing.assert_close(mask.grad, whole.grad)
+
+
+@ranks(2)
+def test_a_mask_may_be_divided_itself() -> None:
+    """As one that a model makes of numbers of documents in its batch."""
+    whole = documents(29)
+    for method, dim in itertools.product(METHODS[:3], (2, 3)):
+        given, out, gradient = whole_attention(shapes_of(29, 4, 2), whole, is_causal=False)
+        elements = zigzag(group_of(method), 29)
+        mask = Divided(elements.take(whole, dim), {dim: elements})
+        found, gradients = divided_attention(given, elements, mask, False, gradient)
+        torch.testing.assert_close(found, elements.take(out, 2))
+        torch.testing.assert_close(gradients[2], elements.take(given[2].grad, 2))
+
+
+@ranks(4)
+def test_heads_may_be_divided_by_other_ranks() -> None:
+    """Two ranks divide the sequence, two the heads, as tensor parallel does."""
+    groups = [[dist.new_group(members) for members in table] for table in ([[0, 1], [2, 3]], [[0, 2], [1, 3]])]
+    rank = dist.get_rank()
+    along = Ranks(groups[0][rank // 2], "sequence")
+    heads = Ranks(groups[1][rank % 2], "heads")
+    for method, kind in itertools.product(METHODS[:3], ("causal", "window", "additive")):
+        mask = MASKS[kind] and MASKS[kind](20)
+        along.attention = ContextAttention(method)
+        given, out, gradient = whole_attention(shapes_of(20, 4, 2), mask, kind == "causal")
+        cuts = [{1: heads.chunks(each.shape[1]), 2: along.zigzag(20)} for each in given]
+        own = [own_of(each.detach(), cut).requires_grad_() for each, cut in zip(given, cuts, strict=True)]
+        found = F.scaled_dot_product_attention(
+            *(Divided(each, cut) for each, cut in zip(own, cuts, strict=True)),
+            attn_mask=mask, is_causal=kind == "causal", enable_gqa=True,
+        )  # fmt: skip
+        found.own.backward(own_of(gradient, cuts[0]))
+        torch.testing.assert_close(found.own, own_of(out, cuts[0]))
+        for each, mine, cut in zip(given, own, cuts, strict=True):
+            torch.testing.assert_close(mine.grad, own_of(each.grad, cut))
+
+
+@ranks(2)
+def test_inference_recomputation_and_autocast() -> None:
+    for method, kind in itertools.product(METHODS[:3], ("causal", "window")):
+        mask, elements = MASKS[kind] and MASKS[kind](20), zigzag(group_of(method), 20)
+        given, out, gradient = whole_attention(shapes_of(20, 4, 2), mask, kind == "causal")
+        own = [elements.take(each.detach(), 2).requires_grad_() for each in given]
+
+        def attend(*own: Tensor, mask: Any = mask, elements: Any = elements, kind: str = kind) -> Tensor:
+            divided = [Divided(each, {2: elements}) for each in own]
+            return F.scaled_dot_product_attention(
+                *divided, attn_mask=mask, is_causal=kind == "causal", enable_gqa=True
+            ).own
+
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                torch.testing.assert_close(attend(*own), elements.take(out, 2))
+        torch.utils.checkpoint.checkpoint(attend, *own, use_reentrant=False).backward(elements.take(gradient, 2))
+        torch.testing.assert_close(own[1].grad, elements.take(given[1].grad, 2))
+        with torch.autocast("cpu", torch.bfloat16):
+            low = attend(*(each.float() for each in own))
+        assert low.dtype == torch.bfloat16
+        torch.testing.assert_close(low.double(), elements.take(out, 2), rtol=0.05, atol=0.05)
+
+
+@ranks(2)
+def test_weights_are_dropped_and_the_rest_is_scaled() -> None:
+    """Values that are all one: their mean is what dropout leaves of the weights, in the mean one."""
+    for method, is_causal in itertools.product(METHODS[:3], (False, True)):
+        elements = zigzag(group_of(method), 64)
+        given = [Divided(torch.ones(4, 4, elements.length, 8, requires_grad=True), {2: elements}) for _ in range(3)]
+        torch.manual_seed(5)
+        out = F.scaled_dot_product_attention(*given, dropout_p=0.5, is_causal=is_causal)
+        out.own.sum().backward()
+        others = [torch.empty_like(out.own) for _ in range(2)]
+        dist.all_gather(others, out.own.detach())
+        assert not torch.equal(*others), "ranks draw for their own"
+        assert abs(torch.stack(others).mean() - 1) < 0.1
+        assert out.own.std() > 0.05
+
+
+@ranks(2)
+def test_second_derivatives_are_refused() -> None:
+    for method in METHODS[:3]:
+        elements = zigzag(group_of(method), 20)
+        own = [torch.randn(1, 2, elements.length, 8, requires_grad=True) for _ in range(3)]
+        out = F.scaled_dot_product_attention(*(Divided(each, {2: elements}) for each in own), is_causal=True)
+        with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+            torch.autograd.grad(out.own.sum(), own, create_graph=True)
+
+
+@ranks(4)
+def test_heads_that_do_not_divide_are_refused_on_all_ranks() -> None:
+    for method, heads, message in (
+        ("ulysses", (6, 6), "attention has 6 of queries and 6 of keys and values; use 1, 2, 3 or 6 ranks"),
+        ("ulysses", (12, 3), "use 1, 3, 6 or 12 ranks, or method='ring'"),
+        ("hybrid", (3, 3), "use 6, 9, 12 or 15 ranks, or method='ring'"),
+        ("hybrid", (1, 1), "with 1 heads of queries and 1 of keys and values; use method='ring'"),
+    ):
+        elements = zigzag(group_of(method), 8)
+        given = [Divided(torch.ones(1, count, elements.length, 8), {2: elements}) for count in (*heads, heads[1])]
+        with pytest.raises(ValueError, match=message):
+            F.scaled_dot_product_attention(*given, enable_gqa=heads[0] != heads[1])
+
+
+def test_unknown_methods_are_refused() -> None:
+    with pytest.raises(ValueError, match="method='rings' is none of 'auto', 'ring', 'ulysses', 'all_gather', 'hybrid'"):
+        ContextAttention("rings")

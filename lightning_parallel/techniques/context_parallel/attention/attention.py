@@ -151,14 +151,15 @@ def _going_round(asked: Asked, layout: Layout) -> Tensor:
     if mask is None:
         rounds = layout.rounds(causal if asked.is_causal else full)
     else:
-        rounds = elements.ranks.made_of.get(mask, ("rounds", layout.all_runs), lambda: _rounds(mask, layout, elements))
+        rounds = elements.ranks.made_of.get(mask, ("rounds", layout.all_runs), lambda: rounds_of_mask(mask, layout, elements))
     if rounds is None:
         return _plain(asked)
     out = ring(query, key, value, rounds, mask, asked.scale)
     return to_positions(out, layout.team) if swaps else out
 
 
-def _rounds(mask: Tensor, layout: Layout, elements: Elements) -> Rounds | None:
+def rounds_of_mask(mask: Tensor, layout: Layout, elements: Elements) -> Rounds | None:
+    """What this rank does in a ring, by what all ranks see in their rows of a mask; None as in `tables_of_all`."""
     keys = [run for runs in layout.runs for run in runs]
     tables = tables_of_all(mask, layout.all_runs, keys, _everyone(elements.ranks))
     return None if tables is None else layout.rounds_of(tables)
