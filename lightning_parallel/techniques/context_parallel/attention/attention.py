@@ -151,7 +151,9 @@ def _going_round(asked: Asked, layout: Layout) -> Tensor:
     if mask is None:
         rounds = layout.rounds(causal if asked.is_causal else full)
     else:
-        rounds = elements.ranks.made_of.get(mask, ("rounds", layout.all_runs), lambda: rounds_of_mask(mask, layout, elements))
+        rounds = elements.ranks.made_of.get(
+            mask, ("rounds", layout.all_runs), lambda: rounds_of_mask(mask, layout, elements)
+        )
     if rounds is None:
         return _plain(asked)
     out = ring(query, key, value, rounds, mask, asked.scale)
