@@ -88,14 +88,17 @@ def state_bytes(optimizer: Optimizer, stored: Mapping[nn.Parameter, Tensor]) -> 
     if not type(optimizer).__module__.startswith("torch.optim"):
         return None  # the `step` of others may do more than step
     try:
-        return sum(
-            _made_by(optimizer, group, stored[parameter])
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter in stored and parameter.requires_grad
-        )
+        return sum(_made_for(optimizer, group, stored) for group in optimizer.param_groups)
     except (RuntimeError, TypeError, ValueError):  # it needs a closure, or looks at values
         return None
+
+
+def _made_for(optimizer: Optimizer, group: dict[str, Any], stored: Mapping[nn.Parameter, Tensor]) -> int:
+    """Bytes of the states of a group; parameters of one shape are asked for once."""
+    alike: dict[Any, list[Tensor]] = defaultdict(list)
+    for rows in (stored[p] for p in group["params"] if p in stored and p.requires_grad):
+        alike[rows.shape, local(rows).shape, rows.dtype].append(rows)
+    return sum(len(tensors) * _made_by(optimizer, group, tensors[0]) for tensors in alike.values())
 
 
 def _made_by(optimizer: Optimizer, group: dict[str, Any], stored: Tensor) -> int:

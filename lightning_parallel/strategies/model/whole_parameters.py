@@ -230,16 +230,21 @@ def _function_looks(function: FunctionType, owners: Sequence[type], parts: set[s
     if (function.__module__ or "").partition(".")[0] in LIBRARIES or function.__code__ in seen:
         return False
     seen.add(function.__code__)
-    names = _names(function.__code__)
-    if names & (ASKS | parts) or _hands_on(function.__code__):
+    attributes, variables = _names(function.__code__)
+    if (attributes | variables) & (ASKS | parts) or _hands_on(function.__code__):
         return True
-    called = [getattr(owner, name, function.__globals__.get(name)) for name in names for owner in owners]
+    called = [getattr(owner, name, None) for name in attributes for owner in owners]
+    called += [function.__globals__.get(name) for name in variables]
     return any(_function_looks(other, owners, parts, seen) for other in called if isinstance(other, FunctionType))
 
 
-def _names(code: CodeType) -> set[str]:
-    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return set(code.co_names).union(*map(_names, inner))
+def _names(code: CodeType) -> tuple[set[str], set[str]]:
+    """The attributes that code names, of whatever objects, and the variables of its file."""
+    parts = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    steps = list(dis.get_instructions(code))
+    attributes = {step.argval for step in steps if step.opname.endswith(("_ATTR", "_METHOD"))}
+    variables = {step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return attributes.union(*(found for found, _ in parts)), variables.union(*(found for _, found in parts))
 
 
 def _hands_on(code: CodeType) -> bool:
