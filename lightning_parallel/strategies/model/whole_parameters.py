@@ -252,7 +252,8 @@ def _hands_on(code: CodeType) -> bool:
     watched = {
         name for name in code.co_varnames[: code.co_argcount] if name in ("self", "pl_module", "module", "model")
     }
-    steps = [step for step in dis.get_instructions(code) if step.opname not in ("PRECALL", "CACHE", "NOP")]
+    passed_by = ("PRECALL", "CACHE", "NOP", "COPY", "DUP_TOP")  # `self.count += 1` copies the module to store there
+    steps = [step for step in dis.get_instructions(code) if step.opname not in passed_by]
     return any(
         step.opname.startswith("LOAD_")
         and step.argval in watched
