@@ -19,6 +19,7 @@ from lightning_parallel.plan.find import check_plan, find_plan
 from lightning_parallel.plan.plan import ParallelPlan, require_plan
 from lightning_parallel.strategies import refusals
 from lightning_parallel.strategies.checkpoint.resumption import Resumption
+from lightning_parallel.strategies.checkpoint.sharded import Source
 from lightning_parallel.strategies.checkpoint.whole import set_positions_aside
 from lightning_parallel.strategies.data import randomness
 from lightning_parallel.strategies.data.batches import Batches
@@ -79,6 +80,7 @@ class MeshStrategy(RankStrategy):
         self._buffers: Buffers | None = None
         self._adopted: Adoption | None = None
         self._resumption = Resumption()
+        self._source = Source({})
         self._latest: PartsRun[Any] | None = None
         self._detached = ExitStack()
 
@@ -129,7 +131,7 @@ class MeshStrategy(RankStrategy):
         if not self.is_distributed:
             adopted.be_silent_on_syncing()
             return
-        self._batches = Batches(self._readers(), self._host_group(), lambda: adopted.signals)
+        self._batches = Batches(self._readers(), self._host_group(), lambda: adopted.signals, self._saves())
         self._callback = MeshCallback(
             self._batches, self._unite_buffers, self._unite_metrics, lambda: self._whole.shown()
         )
@@ -239,6 +241,8 @@ class MeshStrategy(RankStrategy):
 
     def _run(self, context: AbstractContextManager[None], run: Callable[..., T], args: Any, kwargs: Any) -> T:
         self._adoption.stepped = self._within_step = True
+        if self._batches is None and self._saves().failed:
+            self._saves().wait()
         output = self._run_step(context, run, self._whole.batch(args[0]), args[1:], kwargs)
         self._within_step = False  # not where it raised
         return output
@@ -296,21 +300,23 @@ class MeshStrategy(RankStrategy):
     # ---------------------------------------------------------------- checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole tensors under the user's names: values on rank 0, names and shapes everywhere."""
+        """Tensors under the user's names: of a full checkpoint on rank 0, of a sharded one where they are."""
         if not self._others_come("state_dict"):
             return {}
         self._unite_buffers()
-        return self._whole.state_dict()
+        state = self._whole.state_dict(self._checkpoints.in_parts)
+        self._source = Source(self._mesh().sizes, dict(state), self._whole.tied)
+        return state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state that one device would have."""
         optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if not self._others_come("optimizer_state"):
             return {}
-        return self._whole.optimizer_state(self._stored[id(optimizer)])
+        return self._whole.optimizer_state(self._stored[id(optimizer)], self._checkpoints.in_parts)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Rank 0 writes; the path is rank 0's on all ranks."""
+        """Rank 0 writes, or all ranks do; the path is rank 0's on all ranks."""
         if not self._others_come("save_checkpoint"):
             log.warning("No checkpoint at %s: the parts of other ranks are missing, for not all came to it", filepath)
             return
@@ -318,12 +324,14 @@ class MeshStrategy(RankStrategy):
             checkpoint, gather_objects(randomness.RankRandomness.now(self.root_device), self._host_group())
         )
         set_positions_aside(checkpoint)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-        self._resumption.wrote = True
+        self._saves().save(checkpoint, filepath, self._source, storage_options)
+        self._source, self._resumption.wrote = Source(self._mesh().sizes), True
+        if not self._ready:
+            self._saves().wait()  # after a run nobody else does
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Every rank opens the file that rank 0 chose."""
-        checkpoint = super().load_checkpoint(self.broadcast(checkpoint_path), weights_only)
+        """See `RankStrategy.load_checkpoint`."""
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         module = self.lightning_module  # none where a file is read without a run
         fitting = module is not None and module.trainer.state.fn == TrainerFn.FITTING
         self._resumption.loaded(checkpoint, fitting, self.global_rank)
@@ -342,14 +350,16 @@ class MeshStrategy(RankStrategy):
 
     def teardown(self) -> None:
         """Gives the user's module back as it was: whole, on the host, without anything attached."""
-        module = self.lightning_module
+        module, failing = self.lightning_module, sys.exc_info()[0] is not None
+        if self._saver is not None and not self._is_alone:
+            self._saver.finish(failing)
         if module is not None and self.mesh is not None:
             self._detach(module)
         if module is not None and any(parameter.is_meta for parameter in module.parameters()):
             self._lightning_module = None  # it failed before it had values: Lightning must not move it to the host
         super().teardown()
         self._lightning_module = module
-        if self._adopted is not None and sys.exc_info()[0] is None:
+        if self._adopted is not None and not failing:
             self._adopted.require_begun()
 
     def _detach(self, module: LightningModule) -> None:

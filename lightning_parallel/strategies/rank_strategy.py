@@ -28,6 +28,9 @@ from torch.distributed.constants import default_pg_timeout
 from lightning_parallel.collectives.functional import begun_in, within_reach
 from lightning_parallel.mesh import ParallelMesh, resolve_sizes
 from lightning_parallel.strategies.checkpoint.files import AtomicCheckpointIO
+from lightning_parallel.strategies.checkpoint.loader import load
+from lightning_parallel.strategies.checkpoint.options import CheckpointOptions, Form, Resume
+from lightning_parallel.strategies.checkpoint.saver import Saver
 from lightning_parallel.strategies.data.randomness import RandomState
 from lightning_parallel.strategies.data.shares import Readers
 from lightning_parallel.strategies.logged.logging import reduce_tensor
@@ -52,7 +55,11 @@ class RankStrategy(ParallelStrategy):
         accelerator: see Lightning; so are all that follow.
         parallel_devices: the devices of this node.
         cluster_environment: where ranks, addresses and sizes come from.
-        checkpoint_io: how checkpoints are written and read.
+        checkpoint_io: how full checkpoints are written and read.
+        checkpoint: "full", one plain file that everybody can read, or "sharded", to which every rank writes its part.
+        async_save: whether training goes on while a checkpoint is written.
+        resume: "auto" lets a fit without `ckpt_path` go on from the newest valid checkpoint.
+        trust_checkpoint_code: whether checkpoints may run code while they are read.
         precision_plugin: in what precision the model computes.
         process_group_backend: "nccl" on GPUs and "gloo" on CPUs unless given.
         timeout: how long a collective may wait.
@@ -74,6 +81,10 @@ class RankStrategy(ParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
         start_method: StartMethod = "popen",
+        checkpoint: Form = "full",
+        async_save: bool = False,
+        resume: Resume | None = None,
+        trust_checkpoint_code: bool = False,
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         if start_method not in ("popen", "spawn", "fork"):
@@ -92,6 +103,9 @@ class RankStrategy(ParallelStrategy):
         self._world: dist.ProcessGroup | None = None
         self._control: dist.ProcessGroup | None = None
         self._failures: Failures | None = None
+        self._checkpoints = CheckpointOptions(checkpoint, async_save, resume, trust_checkpoint_code)
+        self._saving: dist.ProcessGroup | None = None
+        self._saver: Saver | None = None
 
     # ---------------------------------------------------------------- processes
 
@@ -127,6 +141,7 @@ class RankStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         resolve_sizes((technique.claim for technique in self.techniques), self.num_nodes * self.num_processes)
+        self._checkpoints.require_own_io(self._checkpoint_io)
         environment, method = self._environment(), self._start_method
         self._launcher = make_launcher(self, environment, method, self.num_processes, self.num_nodes)
 
@@ -151,6 +166,10 @@ class RankStrategy(ParallelStrategy):
             sizes = resolve_sizes((technique.claim for technique in self.techniques), dist.get_world_size())
             self.mesh = ParallelMesh(sizes, device.type)
             self._world, self._control = world_group(), _host_group(self._timeout)
+            self._saving = (
+                dist.new_group(backend="gloo", timeout=self._timeout) if self._checkpoints.async_save else None
+            )
+        self._saver = Saver(self._checkpoints, self.checkpoint_io, self._host_group(), self._saving)
         if self.is_distributed:
             self._failures = Failures(self.global_rank, dist.get_world_size())
             self._failures.forgive()
@@ -214,6 +233,19 @@ class RankStrategy(ParallelStrategy):
     def checkpoint_io(self, io: CheckpointIO) -> None:
         self._checkpoint_io = io
 
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Every rank opens what rank 0 chose, and nothing of it is used before all of it is verified."""
+        if self._saver is not None:
+            self._saver.wait()
+        torch.cuda.empty_cache()
+        path = self.broadcast(checkpoint_path)
+        checkpoint: dict[str, Any] = load(path, self._checkpoints, self.checkpoint_io, weights_only, self._control)
+        return checkpoint
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Rank 0 removes it, once what is being saved is saved."""
+        self._saves().remove(filepath)
+
     # ---------------------------------------------------------------- how they end
 
     def _others_come(self, what: str) -> bool:
@@ -270,6 +302,10 @@ class RankStrategy(ParallelStrategy):
     def _host_group(self) -> dist.ProcessGroup:
         assert self._control is not None
         return self._control
+
+    def _saves(self) -> Saver:
+        assert self._saver is not None
+        return self._saver
 
     def _mesh(self) -> ParallelMesh:
         assert self.mesh is not None

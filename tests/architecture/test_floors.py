@@ -9,7 +9,16 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "lightning_parallel"
-FLOORS = {"arguments": 0, "mesh": 0, "plan": 0, "values": 0, "collectives": 1, "techniques": 2, "strategies": 3}
+FLOORS = {
+    "arguments": 0,
+    "mesh": 0,
+    "plan": 0,
+    "values": 0,
+    "checkpoint": 0,
+    "collectives": 1,
+    "techniques": 2,
+    "strategies": 3,
+}
 COMMANDS = {"schedule": 2}  # run with `python -m`: they may import up to that floor, and no file imports them
 SHARED_BY_TECHNIQUES = {"technique", "division", "step", "tools", "observed", "gradients", "divided"}
 MAX_FILES = 14

@@ -1,15 +1,18 @@
-"""Files that appear whole or not at all, and are read without executing anything."""
+"""Full checkpoints: files that appear whole or not at all, carry their hash, and are read without running code."""
 
 from __future__ import annotations
 
-import os
-import secrets
+import pickle
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+
+from lightning_parallel.checkpoint import commit
+from lightning_parallel.checkpoint.damage import Damaged
+from lightning_parallel.checkpoint.sealed import SealedFile, require_unchanged
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -29,40 +32,51 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
         Raises:
             FileNotFoundError: there is no file at the path.
-            ValueError: there is one, but it is no checkpoint, or not a whole one.
+            ValueError: there is one, but it is no checkpoint, or not as it was written, or it would have to run code.
         """
+        safe = True if weights_only is None else weights_only
         if "://" in str(path):
-            return super().load_checkpoint(path, map_location, weights_only)
+            return super().load_checkpoint(path, map_location, safe)
         if not Path(path).exists():
             raise FileNotFoundError(f"there is no checkpoint at {path}")
-        safe = True if weights_only is None else weights_only
+        require_unchanged(Path(path))
         mapped = zipfile.is_zipfile(path)  # files in torch's first format cannot be
         try:
             loaded: dict[str, Any] = torch.load(path, map_location or "cpu", mmap=mapped, weights_only=safe)
-        except (RuntimeError, EOFError, KeyError) as error:
-            raise ValueError(f"{path} is no checkpoint, or was cut off; take an earlier one ({error})") from error
+        except pickle.UnpicklingError as error:
+            raise ValueError(_refused(path, error) if mapped else _broken(path, error)) from None
+        except (RuntimeError, EOFError, KeyError, OSError) as error:
+            raise Damaged(_broken(path, error)) from error
         return loaded
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Removes a file or a folder; from the first moment on nobody takes what is left of it for a checkpoint."""
+        if "://" in str(path):
+            super().remove_checkpoint(path)
+        else:
+            commit.remove(Path(path))
+
+
+def _broken(path: Any, error: Exception) -> str:
+    return f"{path} is no checkpoint, or was cut off; take an earlier one ({error})"
+
+
+def _refused(path: Any, error: Exception) -> str:
+    named = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "global" in line), str(error))
+    return (
+        f"{path} holds what only code could bring back ({named}); have whoever wrote it save plain values, or if you "
+        "trust them, pass trust_checkpoint_code=True to the strategy"
+    )
 
 
 def _write_atomically(checkpoint: dict[str, Any], target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    name = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}")
-    descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less what the process's umask forbids
+    commit.sweep(target.parent)
+    name = commit.beside(target, commit.UNFINISHED)
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, target)
+        with SealedFile(name) as file:
+            torch.save(checkpoint, cast(IO[bytes], file))  # it only writes
+        commit.commit(name, target)
     except BaseException:
         name.unlink(missing_ok=True)
         raise
-    _sync_directory(target.parent)
-
-
-def _sync_directory(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

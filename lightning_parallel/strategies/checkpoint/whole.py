@@ -1,12 +1,12 @@
-"""Checkpoints in their first form: a plain Lightning file with full names and whole tensors, written atomically.
+"""A module's state as one device would have it, from ranks that hold parts of it, and back.
 
-Every rank takes part in gathering, one tensor at a time; only rank 0 keeps values and writes. Any layout reads the
-file: each rank takes its own part of every tensor.
+Names and shapes are those of the whole. Tensors are gathered, one at a time, or are the parts themselves. Any layout
+reads what any other wrote: each rank takes its own part of every tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,20 +17,22 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_sum
 
+from lightning_parallel.checkpoint.stored import in_memory
 from lightning_parallel.strategies.trainer import lightnings
 from lightning_parallel.techniques.tools import elsewhere
-from lightning_parallel.techniques.tools.shards import gathered, shard_of
+from lightning_parallel.techniques.tools.shards import as_shard, shard_of
 
 
-def whole_state_dict(module: nn.Module, keep: bool) -> dict[str, Any]:
-    """The module's state as one device would have it; without values where not `keep`. All ranks must call.
+def whole_state_dict(module: nn.Module, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """The module's state under its own names, with every tensor changed. All ranks must call.
 
-    The other ranks get the same names too, because users' `on_save_checkpoint` hooks look them up everywhere.
+    Args:
+        module: of which this rank may hold a part.
+        change: of a tensor that may be a shard: gathers it, on all ranks, or leaves it as it is.
     """
     with torch.no_grad(), elsewhere.unshown(module), _united_metrics(module):
         return {
-            name: gathered(value, keep) if isinstance(value, Tensor) else value
-            for name, value in module.state_dict().items()
+            name: change(value) if isinstance(value, Tensor) else value for name, value in module.state_dict().items()
         }
 
 
@@ -72,9 +74,14 @@ def load_whole_state_dict(module: nn.Module, state: Mapping[str, Any], strict: b
 
 
 def _part_for(parameter: nn.Parameter | None, value: Any) -> Any:
-    sharded = isinstance(parameter, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor)
-    same = sharded and parameter is not None and parameter.shape == value.shape
-    return shard_of(value.to(parameter.dtype), parameter) if same and isinstance(parameter, DTensor) else value
+    if parameter is None:
+        return in_memory(value)  # a metric keeps what it loads
+    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return value
+    if parameter.shape != value.shape:
+        return value
+    part = shard_of(value, parameter)  # before it is converted: of what is on the disk only the part is read
+    return part if part.dtype == parameter.dtype else as_shard(part.to_local().to(parameter.dtype), parameter)
 
 
 POSITIONS = "lightning_parallel_positions"

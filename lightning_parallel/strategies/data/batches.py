@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_parallel.strategies.checkpoint.saver import Saver
 from lightning_parallel.strategies.data.loaders import DividedIterable
 from lightning_parallel.strategies.data.randomness import RandomState
 from lightning_parallel.strategies.data.shares import PassNotes, Readers, Share
@@ -35,6 +36,7 @@ class Batches:
         readers: the ranks that read different samples.
         group: all ranks, for messages of the host.
         signals: what was asked of this process; none before the run has begun.
+        saver: knows whether a save in the background has failed.
     """
 
     def __init__(
@@ -42,10 +44,11 @@ class Batches:
         readers: Readers,
         group: dist.ProcessGroup,
         signals: Callable[[], Signals | None],
+        saver: Saver,
     ) -> None:
         self.readers = readers
         self._group = group
-        self._signals = signals
+        self._signals, self._saver = signals, saver
         self._uncounted: list[int] = []
         #: how much this rank's batch counts against the others' on average; 0.0 for one that does not count
         self.weight = 1.0
@@ -72,6 +75,7 @@ class Batches:
         Raises:
             ValueError: on every rank, if the kinds of batches differ, or one rank ends before the others.
             SIGTERMException: on every rank, if one was asked to stop.
+            Exception: on every rank, if a checkpoint could not be saved while training went on.
         """
         loaders = [combined.flattened[dataloader_idx]] if lightnings.reads_in_turn(combined) else combined.flattened
         last = is_last and any(length_of(loader) is None for loader in loaders)
@@ -124,9 +128,11 @@ class Batches:
         """
         signals = self._signals()
         requested = Requested() if signals is None else signals.requested
-        comparison = Comparison(mark, requested, self._group, content, samples)
+        comparison = Comparison(mark, (*requested, self._saver.failed), self._group, content, samples)
         comparison.finish(place, structure)
-        stop, requeue = comparison.anybody
+        stop, requeue, failed = comparison.anybody
+        if failed:
+            self._saver.fail()
         if signals is not None and (stop or requeue):
             signals.answer(Requested(bool(stop), bool(requeue)))
         return comparison.fewest

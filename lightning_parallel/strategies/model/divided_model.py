@@ -28,6 +28,7 @@ from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptim
 from lightning_parallel.techniques.step import Run, Step
 from lightning_parallel.techniques.technique import Technique
 from lightning_parallel.techniques.tools import elsewhere
+from lightning_parallel.techniques.tools.shards import gathered
 
 T = TypeVar("T")
 
@@ -50,6 +51,8 @@ class DividedModel:
         self.model: nn.Module = module
         self._host = host
         self._names = list(module.state_dict())
+        #: of parameters that are another one, the name of that
+        self.tied = _tied(module)
         self._divisions: list[Division] = []
         self._made: dict[str, Tensor] = {}
 
@@ -146,16 +149,24 @@ class DividedModel:
             for parameter in [p for p in optimizer.state if isinstance(p, nn.Parameter) and p not in held]:
                 del optimizer.state[parameter]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Whole tensors under the user's names: values on rank 0, names and shapes everywhere."""
-        keep = self.mesh.leads_its_stage
-        return self.pipeline.united(whole_state_dict(self.module, keep), keep, order=self._names)
+    def state_dict(self, in_parts: bool) -> dict[str, Any]:
+        """Tensors under the user's names, which are the same on all ranks.
 
-    def optimizer_state(self, stored: StoredOptimizer) -> dict[str, Any]:
-        """The state that one device would have, on rank 0."""
-        keep = self.mesh.leads_its_stage
-        state = stored.state_dict(keep)
+        Args:
+            in_parts: whether each rank has what it holds; else rank 0 has the whole, and the others shapes.
+        """
+        keep, change = self._gathering(in_parts)
+        return self.pipeline.united(whole_state_dict(self.module, change), keep, order=self._names)
+
+    def optimizer_state(self, stored: StoredOptimizer, in_parts: bool) -> dict[str, Any]:
+        """The state that one device would have; see `state_dict`."""
+        keep, change = self._gathering(in_parts)
+        state = stored.state_dict(change)
         return state if self.pipeline.ranks == 1 else {**state, "state": self.pipeline.united(state["state"], keep)}
+
+    def _gathering(self, in_parts: bool) -> tuple[bool, Callable[[Tensor], Tensor]]:
+        keep = self.mesh.leads_its_stage and not in_parts
+        return keep, (lambda part: part) if in_parts else partial(gathered, keep=keep)
 
     def make_whole(self, copies: int) -> bool:
         """Gives the user's module all parameters, on the host, if the hosts have room for one on each rank.
@@ -172,3 +183,9 @@ class DividedModel:
         else:
             log.warning("The whole model does not fit on this host: the module stays divided after the run")
         return fits
+
+
+def _tied(module: nn.Module) -> dict[str, str]:
+    first: dict[int, str] = {}
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: known for name, parameter in named if (known := first.setdefault(id(parameter), name)) != name}

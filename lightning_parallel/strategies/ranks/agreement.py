@@ -22,6 +22,29 @@ def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
     return values
 
 
+def together(act: Callable[[], T], what: str, group: dist.ProcessGroup) -> T:
+    """What this rank gets by doing something that all ranks of the group do; where one fails, all raise.
+
+    Args:
+        act: what this rank does; it talks to no other.
+        what: that is, for messages: "rank 1 could not ...".
+        group: whose ranks all call.
+    """
+    result: Any = None
+    failure: Exception | None = None
+    try:
+        result = act()
+    except Exception as error:
+        failure = error
+    said = gather_objects("" if failure is None else f"{type(failure).__name__}: {failure}", group)
+    if failure is not None:
+        raise failure
+    for rank, theirs in enumerate(said):
+        if theirs:
+            raise RuntimeError(f"rank {rank} could not {what}: {theirs}")
+    return result  # type: ignore[no-any-return]
+
+
 def describe(batch: Any) -> str:
     """The structure of a batch: its containers, and the type, dtype and dimensions of what they hold."""
     leaves, structure = pytree.tree_flatten(batch)

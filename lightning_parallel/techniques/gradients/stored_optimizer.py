@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lightning_parallel.techniques.step import Step
-from lightning_parallel.techniques.tools.shards import as_shard, gathered, is_sharded, shard_of, whole_tensor
+from lightning_parallel.techniques.tools.shards import as_shard, is_sharded, shard_of, whole_tensor
 
 log = logging.getLogger(__name__)
 
@@ -249,17 +249,18 @@ class StoredOptimizer:
     # ---------------------------------------------------------------- checkpoints
 
     @torch.no_grad()
-    def state_dict(self, keep: bool) -> dict[str, Any]:
-        """The state as one device would have it: whole tensors, on the host where `keep`, else without values.
+    def state_dict(self, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        """The state as one device would have it, with every tensor changed: gathered, or left as it is.
 
-        Every rank takes part in the gathering; those that do not keep the result hold one tensor at a time.
+        Args:
+            change: of a tensor of the whole's shape, of which this rank may hold a part.
         """
         if self._has_own_form():
             with self.stored():
-                own: dict[str, Any] = _mapped(lambda value: gathered(value, keep), self.optimizer.state_dict())
+                own: dict[str, Any] = _mapped(change, self.optimizer.state_dict())
             return own
         state: dict[str, Any] = self.optimizer.state_dict()
-        state["state"] = {index: self._whole(values, index, keep) for index, values in state["state"].items()}
+        state["state"] = {index: self._whole(values, index, change) for index, values in state["state"].items()}
         return state
 
     @torch.no_grad()
@@ -277,14 +278,14 @@ class StoredOptimizer:
         """Whether the optimizer writes its state in a way of its own, as those that combine others do."""
         return type(self.optimizer).state_dict is not Optimizer.state_dict
 
-    def _whole(self, values: Any, index: Any, keep: bool) -> Any:
+    def _whole(self, values: Any, index: Any, change: Callable[[Tensor], Tensor]) -> Any:
         stored = self._stored_of(index)
 
         def whole(value: Tensor) -> Tensor:
             part_of = stored if self._elementwise and isinstance(stored, DTensor) and is_sharded(stored) else None
             if part_of is not None and value.dim() > 0 and value.shape == part_of.to_local().shape:
                 value = as_shard(value, part_of)
-            return gathered(value, keep)
+            return change(value)
 
         return _mapped(whole, values)
 

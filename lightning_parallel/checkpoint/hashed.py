@@ -1,0 +1,106 @@
+"""Files that are hashed while they are written, and flushed to the disk before anybody hears of them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from typing_extensions import Self
+
+from lightning_parallel.checkpoint.damage import Damaged
+
+CHUNK = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a file holds: so many bytes, with this SHA-256."""
+
+    size: int
+    sha256: str
+
+
+class HashedFile:
+    """A new file; its bytes are hashed by another thread while they go to the disk.
+
+    Args:
+        path: where there is none yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb")
+        self._digest, self._size = hashlib.sha256(), 0
+        self._hasher = ThreadPoolExecutor(1)
+
+    def write(self, data: Any) -> int:
+        """Appends bytes, or a buffer of them."""
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), CHUNK):
+            part = view[start : start + CHUNK]
+            if len(part) < 2**16:  # handing it over would take longer
+                self._digest.update(part)
+                self._file.write(part)
+            else:
+                hashing = self._hasher.submit(self._digest.update, part)
+                self._file.write(part)
+                hashing.result()
+        self._size += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        """Nothing: all is flushed at the end."""
+
+    def end(self) -> None:
+        """Writes what comes last."""
+
+    @property
+    def content(self) -> Content:
+        """What has been written so far."""
+        return Content(self._size, self._digest.hexdigest())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, _: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self.end()
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
+            self._hasher.shutdown()
+
+
+def open_plain(path: Path) -> int:
+    """A descriptor of a regular file that is no link.
+
+    Raises:
+        Damaged: it is something else, or is not there.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise Damaged(f"{path} is missing") from None
+    except OSError as error:
+        raise Damaged(f"{path} cannot be opened ({error.strerror}); a link is never followed") from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise Damaged(f"{path} is no regular file")
+    return descriptor
+
+
+def content_of(path: Path, limit: int | None = None) -> Content:
+    """Reads and hashes a file, or its first bytes."""
+    digest, size = hashlib.sha256(), 0
+    with os.fdopen(open_plain(path), "rb") as file:
+        while part := file.read(CHUNK if limit is None else min(CHUNK, limit - size)):
+            digest.update(part)
+            size += len(part)
+    return Content(size, digest.hexdigest())

@@ -1,0 +1,73 @@
+"""The hash of a single file that others read too: torch writes zip archives, whose comment nobody else looks at."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_parallel.checkpoint.damage import REMEDY, Damaged
+from lightning_parallel.checkpoint.hashed import HashedFile, content_of, open_plain
+
+SEAL = b"lightning_parallel sha256 "
+COMMENT = len(SEAL) + 64
+LENGTH = 2  # the last bytes of an archive without a comment: the length of that
+
+
+class SealedFile(HashedFile):
+    """A new archive that is written from the first byte to the last; its hash follows as its comment.
+
+    Args:
+        path: where there is none yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._last = b""
+
+    def write(self, data: Any) -> int:
+        """Appends bytes, but for the last ones, which are kept until it is known that they are the last."""
+        view = memoryview(data).cast("B")
+        if len(view) >= LENGTH:
+            super().write(self._last)
+            super().write(view[:-LENGTH])
+            self._last = bytes(view[-LENGTH:])
+        else:
+            kept = self._last + bytes(view)
+            super().write(kept[:-LENGTH])
+            self._last = kept[-LENGTH:]
+        return len(view)
+
+    def end(self) -> None:
+        """Says that a comment follows, where the archive says that none does, and writes it."""
+        super().write(COMMENT.to_bytes(LENGTH, "little"))
+        super().write(SEAL + self.content.sha256.encode())
+
+
+def require_unchanged(path: Path) -> None:
+    """Raises Damaged if a file is not as it was written, as far as that can be known.
+
+    A file of ours carries a hash of all its bytes; other archives, checksums of their parts.
+    """
+    with open(open_plain(Path(os.path.realpath(path))), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(max(0, size - COMMENT))
+        comment = file.read()
+    if comment.startswith(SEAL):
+        if content_of(Path(os.path.realpath(path)), size - COMMENT).sha256.encode() != comment[len(SEAL) :]:
+            raise Damaged(f"{path} was changed after it was written: its hash is another; {REMEDY}")
+    elif zipfile.is_zipfile(path) and torch.serialization.get_crc32_options():
+        _require_checksums(path)
+
+
+def _require_checksums(path: Path) -> None:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            broken = archive.testzip()
+    except (zipfile.BadZipFile, EOFError, OSError, RuntimeError, NotImplementedError, ValueError) as error:
+        raise Damaged(f"{path} is no checkpoint, or was cut off; take an earlier one ({error})") from None
+    if broken is not None:
+        raise Damaged(f"{path} was changed after it was written: {broken} in it has another checksum; {REMEDY}")

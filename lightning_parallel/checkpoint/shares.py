@@ -1,0 +1,96 @@
+"""Who writes what: every box of every tensor once, spread over the ranks that hold it by torch's own planner."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from lightning_parallel.checkpoint.manifest import Place, Table
+from lightning_parallel.checkpoint.tensors_file import DTYPES
+
+Offsets = tuple[int, ...]
+Span = tuple[Offsets, tuple[int, ...]]
+"""One box that a rank holds of a tensor: its first element in the whole, and its shape."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """The tensors that one rank could write.
+
+    Attributes:
+        shapes: dtype and whole shape of each tensor that it knows of, also where another rank holds it.
+        boxes: of each tensor what it holds of it.
+        same: of tensors that are another one, the name of that; it counts where all ranks say so.
+    """
+
+    shapes: Mapping[str, tuple[str, tuple[int, ...]]]
+    boxes: Mapping[str, Sequence[Span]]
+    same: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What the ranks write together."""
+
+    tensors: dict[str, Table]
+    same: dict[str, str]
+
+
+def shared_out(offers: Sequence[Offer]) -> Shares:
+    """Divides what ranks hold among them; the names are those of the first rank.
+
+    Raises:
+        ValueError: ranks hold different things under one name, or together not the whole of it.
+    """
+    first = offers[0]
+    same = {
+        name: other
+        for name, other in first.same.items()
+        if other in first.shapes and all(offer.same.get(name) == other for offer in offers)
+    }
+    names = [name for name in first.shapes if name not in same]
+    _require_alike(names, offers)
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    plans, _ = planner.create_global_plan([_plan_of(offer, set(names)) for offer in offers])
+    boxes: dict[str, list[Place]] = {name: [] for name in names}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            assert item.tensor_data is not None
+            chunk = item.tensor_data.chunk
+            boxes[item.index.fqn].append(Place(rank, tuple(chunk.offsets), tuple(chunk.sizes)))
+    tensors = {name: Table(*first.shapes[name], tuple(boxes[name])) for name in names}
+    if held := [name for name, table in tensors.items() if not table.boxes and 0 not in table.shape]:
+        raise ValueError(f"{held[0]} is in the checkpoint of rank 0, and no rank holds its values")
+    return Shares(tensors, same)
+
+
+def _require_alike(names: Collection[str], offers: Sequence[Offer]) -> None:
+    for name in names:
+        found = {offer.shapes[name]: rank for rank, offer in reversed(list(enumerate(offers))) if name in offer.shapes}
+        if len(found) > 1:
+            told = "; ".join(f"rank {rank}: {dtype} of {shape}" for (dtype, shape), rank in found.items())
+            raise ValueError(f"{name} is not the same tensor on all ranks ({told}); hooks must change it on all alike")
+
+
+def _plan_of(offer: Offer, names: Collection[str]) -> SavePlan:
+    return SavePlan(
+        [
+            WriteItem(
+                index=MetadataIndex(name, offset),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)),
+                    properties=TensorProperties(DTYPES[offer.shapes[name][0]]),
+                    size=torch.Size(offer.shapes[name][1]),
+                ),
+            )
+            for name, spans in offer.boxes.items()
+            if name in names
+            for offset, shape in spans
+        ]
+    )

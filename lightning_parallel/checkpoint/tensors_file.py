@@ -1,0 +1,118 @@
+"""Files of tensors in the form of safetensors: the length of a header, a header in JSON, the bytes of the tensors."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_parallel.checkpoint.damage import Damaged
+from lightning_parallel.checkpoint.hashed import Content, HashedFile, open_plain
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+MAX_HEADER = 100 * 2**20  # as safetensors itself
+
+
+def name_of(dtype: torch.dtype) -> str | None:
+    """The name of a dtype in such a file; None where it has none."""
+    return next((name for name, known in DTYPES.items() if known == dtype), None)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Content:
+    """Writes tensors of any device, one at a time, those with the longest elements first: so all are aligned."""
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in ordered:
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": name_of(tensor.dtype), "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with HashedFile(path) as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for _, tensor in ordered:
+            if tensor.numel():
+                file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return file.content
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor in a file: its bytes lie from `start` to `stop`."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class TensorsFile:
+    """A file of tensors, mapped into memory: what is not looked at is not read.
+
+    Args:
+        path: of a file that has been verified, or may be anything.
+
+    Raises:
+        Damaged: it is no such file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        descriptor = open_plain(path)
+        try:
+            size = os.fstat(descriptor).st_size
+            if size < 8:
+                raise Damaged(f"{path} has {size} bytes and no header")
+            self._map = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
+        finally:
+            os.close(descriptor)
+        length = int.from_bytes(self._map[:8], "little")
+        if length > min(size - 8, MAX_HEADER):
+            raise Damaged(f"{path} has {size} bytes, fewer than its header announces")
+        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)[8 + length :]
+        try:
+            header = json.loads(self._map[8 : 8 + length])
+            self.entries = {name: self._entry(name, it) for name, it in header.items() if name != "__metadata__"}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise Damaged(f"{path} has a header that cannot be read ({error})") from None
+
+    def _entry(self, name: str, content: Any) -> Entry:
+        (start, stop), shape, dtype = content["data_offsets"], tuple(content["shape"]), DTYPES[content["dtype"]]
+        if not all(type(n) is int and n >= 0 for n in (start, stop, *shape)):
+            raise ValueError(f"{name} has sizes that are no numbers")
+        if not start <= stop <= self._bytes.numel() or stop - start != prod(shape) * dtype.itemsize:
+            raise ValueError(f"{name} lies outside the file, or has another size than its shape")
+        return Entry(dtype, shape, start, stop)
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor whose memory is the file's; what is written to it does not reach the file."""
+        entry = self.entries[name]
+        part = self._bytes[entry.start : entry.stop]
+        if part.numel() and part.data_ptr() % entry.dtype.itemsize:  # another writer's
+            part = part.clone()
+        return part.view(entry.dtype).view(entry.shape) if part.numel() else torch.empty(entry.shape, dtype=entry.dtype)

@@ -1,0 +1,185 @@
+"""Checkpoints to which every rank writes what it holds: their saving, in two halves of which the second may wait."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_parallel.checkpoint import commit, folder
+from lightning_parallel.checkpoint.hashed import Content
+from lightning_parallel.checkpoint.manifest import Manifest
+from lightning_parallel.checkpoint.plain import NotPlain, encoded, joined
+from lightning_parallel.checkpoint.shares import Offer, Shares, shared_out
+from lightning_parallel.checkpoint.tensors_file import name_of
+from lightning_parallel.mesh import Axis
+from lightning_parallel.strategies.ranks.agreement import gather_objects, together
+from lightning_parallel.techniques.tools.shards import boxes, local
+
+MODEL, OPTIMIZERS = "state_dict", "optimizer_states"
+
+
+def is_divided(name: str) -> bool:
+    """Whether ranks may hold different parts of a tensor: the model's, and the states of optimizers."""
+    return name.startswith(f"{MODEL}/") or (name.startswith(f"{OPTIMIZERS}/") and "/state/" in name)
+
+
+@dataclass(frozen=True)
+class Source:
+    """Facts about a save that the checkpoint itself does not tell.
+
+    Attributes:
+        layout: the sizes of the mesh's axes.
+        model: the model's tensors as they were before hooks saw them.
+        tied: of names of parameters that are another one, the name of that.
+    """
+
+    layout: Mapping[Axis, int]
+    model: Mapping[str, Any] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Save:
+    """One rank's part of a save. Nothing in it changes while training goes on.
+
+    Attributes:
+        target: where the checkpoint is to lie.
+        rank: this one.
+        own: the boxes that it writes.
+        shares: what all ranks write.
+        values: everything that is no tensor.
+        head: the manifest as far as it is known.
+    """
+
+    target: Path
+    rank: int
+    own: Mapping[str, Tensor]
+    shares: Shares
+    values: Any
+    head: Manifest
+
+    def run(self, group: dist.ProcessGroup) -> None:
+        """Writes, and commits when all ranks have written. Where one fails nothing is left but what was there."""
+        made = gather_objects(together(self._begin, f"make a folder for {self.target}", group), group)[0]
+        assert made is not None
+        try:
+            written = together(partial(self._write, made), f"write its part of {self.target}", group)
+            files = {name: content for each in gather_objects(written, group) for name, content in each.items()}
+            together(partial(self._commit, made, files), f"commit {self.target}", group)
+        except BaseException:
+            if self.rank == 0:
+                shutil.rmtree(made, ignore_errors=True)
+            raise
+
+    def _begin(self) -> Path | None:
+        if self.rank != 0:
+            return None
+        made = commit.begin(self.target)
+        needed, free = folder.bytes_of(self.shares), shutil.disk_usage(made).free
+        if free < needed:
+            made.rmdir()
+            raise OSError(f"{self.target} needs {needed:,} bytes, and {free:,} are free there; make room for it")
+        return made
+
+    def _write(self, made: Path) -> dict[str, Content]:
+        return folder.write_share(made, self.rank, self.own)
+
+    def _commit(self, made: Path, files: Mapping[str, Content]) -> None:
+        if self.rank == 0:
+            folder.finish(made, self.values, self.head, files)
+            commit.commit(made, self.target)
+
+
+def prepared(
+    checkpoint: Mapping[str, Any], target: Path, source: Source, group: dist.ProcessGroup, copies: bool
+) -> Save:
+    """This rank's part of a save. All ranks must call.
+
+    Args:
+        checkpoint: what Lightning made of what each rank holds; hooks may have changed it.
+        target: the same on all ranks.
+        source: where it comes from.
+        group: all ranks.
+        copies: whether what is written is copied to the host's memory now, because training goes on.
+
+    Raises:
+        TypeError: a value that is no plain data, named by the keys that lead to it.
+    """
+    rank = group.rank()
+    values, tensors = together(partial(_encoded, checkpoint), f"write down the checkpoint {target}", group)
+    tensors = {name: tensor for name, tensor in tensors.items() if rank == 0 or is_divided(name)}
+    held = {name: _boxes_here(tensor) for name, tensor in tensors.items()}
+    shapes = {name: (str(name_of(tensor.dtype)), tuple(tensor.shape)) for name, tensor in tensors.items()}
+    spans = {name: [(offset, tuple(box.shape)) for offset, box in found.items()] for name, found in held.items()}
+    shares = _shared_out(Offer(shapes, spans, _same(checkpoint, source)), target, group)
+    own = folder.share_of(rank, shares, lambda name, offset: held[name][offset])
+    if copies:
+        own = {name: box.to("cpu", copy=True) for name, box in own.items()}
+    versions = {"torch": str(torch.__version__), "lightning": str(lightning.__version__)}
+    step, holds = int(checkpoint.get("global_step", 0)), tuple(checkpoint)
+    head = Manifest(step, dict[str, int](source.layout.items()), versions, shares.tensors, shares.same, {}, holds)
+    return Save(target, rank, own, shares, values, head)
+
+
+def _encoded(checkpoint: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+    try:
+        values, tensors = encoded(dict(checkpoint))
+    except NotPlain as error:
+        raise TypeError(f"{error}: a sharded checkpoint holds no code; {_remedy(error.path)}") from None
+    for name, tensor in tensors.items():
+        if name_of(tensor.dtype) is None:
+            raise TypeError(
+                f"{name} is of {tensor.dtype}, which safetensors does not know; convert it in on_save_checkpoint, or "
+                "pass checkpoint='full' to the strategy"
+            )
+    return values, tensors
+
+
+def _remedy(path: tuple[Any, ...]) -> str:
+    if len(path) > 1 and path[0] in ("hyper_parameters", "datamodule_hyper_parameters"):
+        return f"leave it out with save_hyperparameters(ignore=[{path[1]!r}])"
+    return (
+        "save it as numbers, strings, lists, dictionaries or tensors (in on_save_checkpoint, or the state_dict of what it "
+        "belongs to), or pass checkpoint='full' to the strategy"
+    )
+
+
+def _boxes_here(tensor: Tensor) -> dict[tuple[int, ...], Tensor]:
+    """The boxes of a tensor that this rank holds; none of one on meta, which others hold."""
+    if tensor.is_meta:
+        return {}
+    part = local(tensor)
+    found = {offset: part[here] for here, offset in boxes(tensor)}
+    return {offset: box for offset, box in found.items() if box.numel()}
+
+
+def _same(checkpoint: Mapping[str, Any], source: Source) -> dict[str, str]:
+    """Parameters that are another one, unless a hook has put something else under one of the names."""
+    model: Mapping[str, Any] = checkpoint.get(MODEL, {})
+
+    def untouched(name: str) -> bool:
+        return name in model and model[name] is source.model.get(name)
+
+    return {
+        joined((MODEL, name)): joined((MODEL, other))
+        for name, other in source.tied.items()
+        if untouched(name) and untouched(other)
+    }
+
+
+def _shared_out(offer: Offer, target: Path, group: dist.ProcessGroup) -> Shares:
+    offers: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
+    dist.gather_object(offer, offers, group=group)
+    found = [together(lambda: shared_out(offers) if offers else None, f"plan {target}", group)]
+    dist.broadcast_object_list(found, group=group)
+    assert found[0] is not None
+    return found[0]
