@@ -23,8 +23,11 @@ _AT_FDCWD = -100
 
 def beside(target: Path, what: str) -> Path:
     """A new name beside the target, for a part of its life in which nobody may take it for a checkpoint."""
-    host = re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname())[:60]
-    return target.with_name(f".{target.name}.{what}-{host}-{os.getpid()}-{secrets.token_hex(4)}")
+    return target.with_name(f".{target.name}.{what}-{_host()}-{os.getpid()}-{secrets.token_hex(4)}")
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname())[:60]
 
 
 def begin(target: Path) -> Path:
@@ -91,10 +94,7 @@ def sweep(folder: Path) -> None:
     """Removes what processes of this host that have died left in a folder."""
     for path in folder.iterdir():
         made_by = _MADE_BY.fullmatch(path.name)
-        ours = made_by is not None and beside(path, UNFINISHED).name.split(UNFINISHED)[1].startswith(
-            f"-{made_by['host']}-"
-        )
-        if made_by is not None and ours and not _lives(int(made_by["process"])):
+        if made_by is not None and made_by["host"] == _host() and not _lives(int(made_by["process"])):
             _delete(path)
 
 

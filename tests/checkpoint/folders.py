@@ -1,0 +1,70 @@
+"""Small checkpoint folders, written by one process in the place of several ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_parallel.checkpoint import commit, folder
+from lightning_parallel.checkpoint.manifest import Manifest, read_manifest
+from lightning_parallel.checkpoint.plain import encoded
+from lightning_parallel.checkpoint.shares import Offer, Shares, shared_out
+from lightning_parallel.checkpoint.tensors_file import name_of
+
+RANKS = 2
+
+
+def content(step: int) -> dict[str, Any]:
+    """Tensors that two ranks divide by rows, copies that both have, and values."""
+    generator = torch.Generator().manual_seed(step)
+    model = {
+        "weight": torch.randn(4, 6, generator=generator),
+        "half": torch.randn(6, 3, generator=generator).bfloat16(),
+        "bias": torch.randn(5, generator=generator),
+        "steps": torch.tensor(step),
+        "empty": torch.empty(0, 3),
+    }
+    return {"state_dict": model, "global_step": step, "note": f"step {step}"}
+
+
+def save(target: Path, step: int) -> None:
+    values, tensors = encoded(content(step))
+    shares, boxes = divided(tensors)
+    made, files = commit.begin(target), {}
+    for rank in range(RANKS):
+        own = folder.share_of(rank, shares, lambda name, offset, rank=rank: boxes[rank][name][offset])
+        files |= folder.write_share(made, rank, own)
+    head = Manifest(step, {"tp": RANKS}, {}, shares.tensors, shares.same, {}, ("state_dict", "global_step", "note"))
+    folder.finish(made, values, head, files)
+    commit.commit(made, target)
+
+
+def divided(tensors: dict[str, Tensor]) -> tuple[Shares, list[dict[str, dict[tuple[int, ...], Tensor]]]]:
+    """What two ranks write of tensors, and what each of them holds."""
+    shapes = {name: (name_of(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
+    boxes = []
+    for rank in range(RANKS):
+        held = {}
+        for name, tensor in tensors.items():
+            rows = tensor.chunk(RANKS) if tensor.dim() == 2 and tensor.numel() else None
+            offset = (0,) * tensor.dim() if rows is None else (rank * len(rows[0]), 0)
+            held[name] = {offset: tensor if rows is None else rows[rank]} if tensor.numel() else {}
+        boxes.append(held)
+    offers = [
+        Offer(shapes, {name: [(o, tuple(b.shape)) for o, b in it.items()] for name, it in held.items()}, {})
+        for held in boxes
+    ]
+    return shared_out(offers), boxes
+
+
+def load(target: Path, lazy: bool = False) -> Any:
+    manifest = read_manifest(target)
+    folder.require_whole(target, folder.faults(target, manifest))
+    return folder.read(target, manifest, lambda name: lazy)
+
+
+def is_step(got: Any, step: int) -> bool:
+    wanted = content(step)
+    same = all(torch.equal(got["state_dict"][name], it) for name, it in wanted["state_dict"].items())
+    return same and got["note"] == wanted["note"]

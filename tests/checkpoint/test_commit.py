@@ -1,0 +1,115 @@
+"""Killed anywhere while it saves, a process leaves the checkpoint before or the new one, whole."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_parallel.checkpoint import commit
+from tests.checkpoint.folders import is_step, load, save
+
+TOUCHES = ("open", "os.", "shutil.", "ctypes.")
+
+
+def killed_at(number: int, act: Callable[[], Any]) -> bool:
+    """Acts in a process that dies at its n-th touch of the disk; whether it lived to the end."""
+    child = os.fork()
+    if child == 0:
+        touched = 0
+
+        def count(event: str, _: Any) -> None:
+            nonlocal touched
+            touched += event.startswith(TOUCHES)
+            if touched == number and event.startswith(TOUCHES):
+                os._exit(9)
+
+        sys.addaudithook(count)
+        act()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def kill_everywhere(prepare: Callable[[], None], act: Callable[[], None], check: Callable[[], None]) -> int:
+    for number in range(1, 500):
+        prepare()
+        lived = killed_at(number, act)
+        check()
+        if lived:
+            return number
+    raise AssertionError("it never ends")
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_folder_that_takes_the_place_of_another(tmp_path: Path) -> None:
+    target, found = tmp_path / "last.ckpt", set()
+
+    def check() -> None:
+        got = load(target)
+        found.add(got["global_step"])
+        assert is_step(got, got["global_step"])
+
+    assert kill_everywhere(lambda: save(target, 1), lambda: save(target, 2), check) > 20
+    assert found == {1, 2}
+    save(target, 3)  # sweeps away what the dead have left
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_new_folder_and_one_that_is_removed(tmp_path: Path) -> None:
+    target = tmp_path / "new.ckpt"
+
+    def check() -> None:
+        assert not target.exists() or is_step(load(target), 2)
+
+    kill_everywhere(lambda: commit.remove(target), lambda: save(target, 2), check)
+    kill_everywhere(lambda: save(target, 2), lambda: commit.remove(target), check)
+
+
+@pytest.mark.parametrize("before", ["file", "folder", "link"])
+@pytest.mark.parametrize("after", ["file", "folder", "link"])
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_anything_takes_the_place_of_anything(
+    before: str, after: str, exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not exchanges:
+        monkeypatch.setattr(commit.ctypes, "CDLL", lambda *_, **__: object())
+
+    def make(kind: str, path: Path, text: str) -> None:
+        if kind == "folder":
+            path.mkdir()
+        real = tmp_path / f"real_{text}"
+        {"file": path, "folder": path / "file", "link": real}[kind].write_text(text)
+        if kind == "link":
+            path.symlink_to(real)
+
+    make(before, target := tmp_path / "target", "before")
+    make(after, made := tmp_path / "made", "after")
+    commit.commit(made, target)
+    assert (target / "file" if after == "folder" else target).read_text() == "after"
+    assert {path.name for path in tmp_path.iterdir()} - {"real_before", "real_after"} == {"target"}
+    assert "link" not in (before,) or (tmp_path / "real_before").read_text() == "before"
+
+
+def test_a_link_is_put_in_one_step(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path / f"{step}.ckpt", step)
+        commit.link(tmp_path / f"{step}.ckpt", tmp_path / "last.ckpt")
+    assert (tmp_path / "last.ckpt").is_symlink()
+    assert is_step(load(tmp_path / "last.ckpt"), 2)
+
+
+def test_what_the_living_make_is_left_alone(tmp_path: Path) -> None:
+    made = commit.begin(tmp_path / "a.ckpt")
+    other = tmp_path / made.name.replace(f"-{os.getpid()}-", "-999999999-")
+    other.mkdir()
+    elsewhere = tmp_path / made.name.replace(commit.UNFINISHED, f"{commit.UNFINISHED}-another").replace(
+        f"-{os.getpid()}-", "-999999999-"
+    )
+    elsewhere.mkdir()
+    commit.sweep(tmp_path)
+    assert made.exists()
+    assert elsewhere.exists()
+    assert not other.exists()
