@@ -26,6 +26,11 @@ def beside(target: Path, what: str) -> Path:
     return target.with_name(f".{target.name}.{what}-{_host()}-{os.getpid()}-{secrets.token_hex(4)}")
 
 
+def is_passing(path: Path) -> bool:
+    """Whether a path has a name of `beside`."""
+    return _MADE_BY.fullmatch(path.name) is not None
+
+
 def _host() -> str:
     return re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname())[:60]
 

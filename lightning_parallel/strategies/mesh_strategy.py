@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_parallel.plan.find import check_plan, find_plan
 from lightning_parallel.plan.plan import ParallelPlan, require_plan
 from lightning_parallel.strategies import refusals
+from lightning_parallel.strategies.checkpoint import auto
 from lightning_parallel.strategies.checkpoint.resumption import Resumption
 from lightning_parallel.strategies.checkpoint.sharded import Source
 from lightning_parallel.strategies.checkpoint.whole import set_positions_aside
@@ -80,7 +81,6 @@ class MeshStrategy(RankStrategy):
         self._buffers: Buffers | None = None
         self._adopted: Adoption | None = None
         self._resumption = Resumption()
-        self._source = Source({})
         self._latest: PartsRun[Any] | None = None
         self._detached = ExitStack()
 
@@ -90,6 +90,7 @@ class MeshStrategy(RankStrategy):
         """Joins the process group and builds the mesh."""
         self._begin()
         super().setup_environment()
+        auto.offer(self._checkpoints, self._module().trainer, self._host_group())
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
@@ -305,7 +306,7 @@ class MeshStrategy(RankStrategy):
             return {}
         self._unite_buffers()
         state = self._whole.state_dict(self._checkpoints.in_parts)
-        self._source = Source(self._mesh().sizes, dict(state), self._whole.tied)
+        self._saves().model = dict(state)
         return state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -324,10 +325,9 @@ class MeshStrategy(RankStrategy):
             checkpoint, gather_objects(randomness.RankRandomness.now(self.root_device), self._host_group())
         )
         set_positions_aside(checkpoint)
-        self._saves().save(checkpoint, filepath, self._source, storage_options)
-        self._source, self._resumption.wrote = Source(self._mesh().sizes), True
-        if not self._ready:
-            self._saves().wait()  # after a run nobody else does
+        source = Source(self._mesh().sizes, self._whole.tied)
+        self._saves().save(checkpoint, filepath, source, storage_options, waits=not self._ready)
+        self._resumption.wrote = True
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """See `RankStrategy.load_checkpoint`."""

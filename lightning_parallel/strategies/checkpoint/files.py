@@ -16,7 +16,14 @@ from lightning_parallel.checkpoint.sealed import SealedFile, require_unchanged
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Lightning's own reader and writer, whose files appear whole or not at all, also after a power failure."""
+    """Lightning's own reader and writer, whose files appear whole or not at all, also after a power failure.
+
+    Args:
+        verifies: whether a file that is read must be as it was written.
+    """
+
+    def __init__(self, verifies: bool = True) -> None:
+        self._verifies = verifies
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Writes beside the path, flushes to disk, then renames. Remote paths are written as Lightning does."""
@@ -39,7 +46,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             return super().load_checkpoint(path, map_location, safe)
         if not Path(path).exists():
             raise FileNotFoundError(f"there is no checkpoint at {path}")
-        require_unchanged(Path(path))
+        if self._verifies:
+            require_unchanged(Path(path))
         mapped = zipfile.is_zipfile(path)  # files in torch's first format cannot be
         try:
             loaded: dict[str, Any] = torch.load(path, map_location or "cpu", mmap=mapped, weights_only=safe)

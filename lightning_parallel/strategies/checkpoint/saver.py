@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -41,15 +42,30 @@ class Saver:
         self._options, self._io = options, io
         self._host, self._group = host, background
         self._background = Background()
+        #: the model's tensors as Lightning got them for the checkpoint that it is putting together
+        self.model: dict[str, Any] = {}
 
-    def save(self, checkpoint: dict[str, Any], filepath: Any, source: Source, storage_options: Any = None) -> None:
-        """Saves what Lightning has put together; the path is rank 0's on all ranks."""
+    def save(
+        self, checkpoint: dict[str, Any], filepath: Any, source: Source, storage_options: Any, waits: bool
+    ) -> None:
+        """Saves what Lightning has put together; the path is rank 0's on all ranks.
+
+        Args:
+            checkpoint: see Lightning.
+            filepath: see Lightning.
+            source: where it comes from, but for the model's tensors.
+            storage_options: see Lightning.
+            waits: whether it is there when this returns, also where saves go on in the background.
+        """
         target = gather_objects(filepath, self._host)[0]
-        run = self._save_of(checkpoint, target, source, storage_options)
+        run = self._save_of(checkpoint, target, replace(source, model=self.model), storage_options)
+        self.model = {}
         if self._group is None:
             run(self._host)
-        else:
-            self._background.begin(partial(run, self._group))
+            return
+        self._background.begin(partial(run, self._group))
+        if waits:
+            self._background.wait()
 
     def _save_of(
         self, checkpoint: dict[str, Any], target: Any, source: Source, storage_options: Any

@@ -38,13 +38,13 @@ class Source:
 
     Attributes:
         layout: the sizes of the mesh's axes.
-        model: the model's tensors as they were before hooks saw them.
         tied: of names of parameters that are another one, the name of that.
+        model: the model's tensors as they were before hooks saw them.
     """
 
     layout: Mapping[Axis, int]
+    tied: Mapping[str, str]
     model: Mapping[str, Any] = field(default_factory=dict)
-    tied: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,8 @@ def _remedy(path: tuple[Any, ...]) -> str:
     if len(path) > 1 and path[0] in ("hyper_parameters", "datamodule_hyper_parameters"):
         return f"leave it out with save_hyperparameters(ignore=[{path[1]!r}])"
     return (
-        "save it as numbers, strings, lists, dictionaries or tensors (in on_save_checkpoint, or the state_dict of what it "
-        "belongs to), or pass checkpoint='full' to the strategy"
+        "save it as numbers, strings, lists, dictionaries or tensors, or pass checkpoint='full' to the strategy, which "
+        "pickles it"
     )
 
 

@@ -1,0 +1,132 @@
+"""Finds the checkpoint from which a run goes on by itself: the newest that is valid."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_parallel.checkpoint import commit, folder
+from lightning_parallel.checkpoint.damage import Damaged
+from lightning_parallel.checkpoint.manifest import read_manifest
+from lightning_parallel.checkpoint.sealed import require_unchanged
+from lightning_parallel.strategies.checkpoint.files import AtomicCheckpointIO
+from lightning_parallel.strategies.checkpoint.options import CheckpointOptions
+from lightning_parallel.strategies.ranks.agreement import gather_objects, together
+from lightning_parallel.strategies.trainer import lightnings
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, order=True)
+class Candidate:
+    """A checkpoint that can be opened."""
+
+    step: int
+    shown: bool  # not under a name that it had while it was made or removed
+    time: float
+    path: Path
+
+
+def offer(options: CheckpointOptions, trainer: Trainer, host: dist.ProcessGroup) -> None:
+    """A run is about to begin: if the user wants it, it goes on from the newest valid checkpoint."""
+    if options.resume == "auto" and trainer.state.fn == TrainerFn.FITTING:
+        lightnings.choose_checkpoint(trainer, lambda: chosen(trainer, host))
+
+
+def chosen(trainer: Trainer, host: dist.ProcessGroup) -> str | None:
+    """The newest valid checkpoint beside those that the trainer will write; None where there are none at all.
+
+    Raises:
+        ValueError: there are some, and none is valid; or nobody says where they would be.
+    """
+    folders = _folders_of(trainer)
+    if not folders:
+        raise ValueError(
+            "resume='auto' looks where a ModelCheckpoint saves, and the trainer has none; add "
+            "ModelCheckpoint(dirpath=...), or pass ckpt_path= to fit"
+        )
+
+    def search() -> str | None:
+        return _newest(folders) if host.rank() == 0 else None
+
+    return gather_objects(together(search, "find a checkpoint to go on from", host), host)[0]
+
+
+def _folders_of(trainer: Trainer) -> list[Path]:
+    """The folders of the trainer's checkpoints; of a logger that counts its runs, those of all of them."""
+    callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    folders = [Path(callback.dirpath) for callback in callbacks if callback.dirpath is not None]
+    for each in list(folders):
+        if each.name == "checkpoints" and each.parent.name.startswith("version_"):
+            folders += sorted(each.parent.parent.glob("version_*/checkpoints"))
+    return list(dict.fromkeys(folders))
+
+
+def _newest(folders: Sequence[Path]) -> str | None:
+    candidates: list[Candidate] = []
+    skipped: list[str] = []
+    for path in _checkpoints_in(folders):
+        try:
+            candidates.append(_opened(path))
+        except (ValueError, OSError) as error:
+            skipped += [] if path.name.startswith(".") else [str(error)]
+    for candidate in sorted(candidates, reverse=True):
+        try:
+            _verify(candidate.path)
+        except (Damaged, OSError) as error:
+            skipped.append(str(error))
+            continue
+        log.info(
+            "Going on from %s, step %d. Skipped: %s", candidate.path, candidate.step, " | ".join(skipped) or "none"
+        )
+        return str(candidate.path)
+    if skipped:
+        raise ValueError(
+            f"resume='auto' found checkpoints, and none from which this run can go on: {' | '.join(skipped)}. "
+            "Restore one from a copy, or pass resume=None to start from the beginning"
+        )
+    log.info("There is no checkpoint in %s: starting from the beginning", ", ".join(map(str, folders)))
+    return None
+
+
+def _checkpoints_in(folders: Sequence[Path]) -> Iterator[Path]:
+    """Everything there that is meant to be a checkpoint, once, whatever links lead to it."""
+    seen: set[str] = set()
+    for each in folders:
+        for path in sorted(each.iterdir()) if each.is_dir() else ():
+            meant = folder.is_folder(path) or (path.suffix == ".ckpt" and not path.name.startswith("."))
+            if meant and (real := os.path.realpath(path)) not in seen:
+                seen.add(real)
+                yield path
+
+
+def _opened(path: Path) -> Candidate:
+    """What a checkpoint says of itself.
+
+    Raises:
+        ValueError: it cannot be opened, or a fit cannot go on from it.
+    """
+    if folder.is_folder(path):
+        manifest = read_manifest(path)
+        step, holds = manifest.step, set(manifest.holds)
+    else:
+        content = AtomicCheckpointIO(verifies=False).load_checkpoint(path)
+        step, holds = int(content.get("global_step", 0)), set(content)
+    if "optimizer_states" not in holds:
+        raise ValueError(f"{path} holds weights only")
+    return Candidate(step, not commit.is_passing(path), path.stat().st_mtime, path)
+
+
+def _verify(path: Path) -> None:
+    if folder.is_folder(path):
+        folder.require_whole(path, folder.faults(path, read_manifest(path)))
+    else:
+        require_unchanged(path)
