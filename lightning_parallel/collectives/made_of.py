@@ -34,15 +34,25 @@ class MadeOf:
         """
         if torch.compiler.is_compiling() or tensor.is_inference():  # such a tensor tells nobody that it was changed
             return make()
-        entry = self._entry(tensor if tensor._base is None else tensor._base)
-        key = name, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
-        if key not in entry.made:
-            made = make()
-            while len(entry.made) >= KEPT:
-                del entry.made[next(iter(entry.made))]
-            entry.made[key] = made
-        result: T = entry.made[key]
+        made, key = self._made_of(tensor), _key(tensor, name)
+        if key not in made:
+            self.note(tensor, name, make())
+        result: T = made[key]
         return result
+
+    def note(self, tensor: Tensor, name: Hashable, value: Any) -> None:
+        """Keeps a value for `noted`."""
+        made = self._made_of(tensor)
+        while len(made) >= KEPT:
+            del made[next(iter(made))]
+        made[_key(tensor, name)] = value
+
+    def noted(self, tensor: Tensor, name: Hashable) -> Any:
+        """What was noted of a tensor that nobody has changed since; None if nothing was."""
+        return None if tensor.is_inference() else self._made_of(tensor).get(_key(tensor, name))
+
+    def _made_of(self, tensor: Tensor) -> dict[Hashable, Any]:
+        return self._entry(tensor if tensor._base is None else tensor._base).made
 
     def _entry(self, tensor: Tensor) -> _Entry:
         number, version = id(tensor), tensor._version
@@ -54,6 +64,10 @@ class MadeOf:
     def _forget(self, number: int, gone: Any) -> None:
         if number in self._kept and self._kept[number].tensor is gone:
             del self._kept[number]
+
+
+def _key(tensor: Tensor, name: Hashable) -> Hashable:
+    return name, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 class _Entry:

@@ -137,6 +137,47 @@ def test_documents_that_end_with_a_chunk_stay_where_they_are() -> None:
     assert found == [half, half, half, 2 * half]
 
 
+def repeated(way: str, key: Any) -> Any:
+    """Two heads for eight of queries, as models repeat them."""
+    if way == "expand and reshape":
+        b, h, t, d = key.shape
+        return key[:, :, None].expand(b, h, 4, t, d).reshape(b, 4 * h, t, d)
+    if way == "interleave":
+        return key.repeat_interleave(4, dim=1)
+    return key[:, :1].expand(-1, 8, -1, -1)
+
+
+def bytes_with_repeats(way: str) -> int:
+    group = Ranks(dist.group.WORLD, "sequence")
+    group.attention = ContextAttention("ring")
+    elements = group.zigzag(SIZE)
+    torch.manual_seed(5)
+    wholes = [torch.randn(B, heads, SIZE, WIDTH, dtype=torch.float64, requires_grad=True) for heads in (H, 2, 2)]
+    out = F.scaled_dot_product_attention(wholes[0], *(repeated(way, each) for each in wholes[1:]))
+    out.sum().backward()
+    own = [elements.take(each.detach(), 2).requires_grad_() for each in wholes]
+    given = [Divided(each, {2: elements}) for each in own]
+    with counted() as sent:
+        found: Any = F.scaled_dot_product_attention(given[0], *(repeated(way, each) for each in given[1:]))
+    torch.testing.assert_close(found.own, elements.take(out, 2))
+    found.own.sum().backward()
+    for whole, mine in zip(wholes, own, strict=True):
+        torch.testing.assert_close(mine.grad, elements.take(whole.grad, 2))
+    key = repeated(way, given[1]).clone() if way == "expand" else repeated(way, given[1])
+    with torch.no_grad():
+        key.mul_(2)  # no longer what it was made of
+        changed: Any = F.scaled_dot_product_attention(given[0], key, repeated(way, given[2]))
+        whole_key = repeated(way, wholes[1]) * 2
+        expected = F.scaled_dot_product_attention(wholes[0], whole_key, repeated(way, wholes[2]))
+    torch.testing.assert_close(changed.own, elements.take(expected, 2))
+    return sum(sent)
+
+
+@pytest.mark.parametrize(("way", "heads"), [("expand and reshape", 2), ("interleave", 2), ("expand", 1)])
+def test_heads_that_a_model_repeats_travel_once(way: str, heads: int) -> None:
+    assert run_on_ranks(2, bytes_with_repeats, way) == [closed_form("ring", 2, H, heads)[0]] * 2
+
+
 # -------------------------------------------------------------------- memory
 
 

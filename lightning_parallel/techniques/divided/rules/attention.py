@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_parallel.techniques.divided.meeting import as_divided, brought_together, learns, own_part
 from lightning_parallel.techniques.divided.randomness import drawn_apart
+from lightning_parallel.techniques.divided.repeats import without_repeats
 from lightning_parallel.techniques.divided.tensor import Cuts, is_divided, rule, same_cuts
 
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -59,6 +60,7 @@ def _alike_in_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
 
 def _along_the_sequence(query: Any, key: Any, value: Any, mask: Tensor | None, given: dict[str, Any]) -> Any:
     """Attention of this rank's queries to the keys and values of all, by whom their ranks have for that."""
+    key, value, given = _each_head_once(key, value, given)
     cuts = _cuts_of_all(query, key, value, given)
     if cuts is None or torch.compiler.is_compiling():
         return NotImplemented
@@ -83,6 +85,14 @@ def _along_the_sequence(query: Any, key: Any, value: Any, mask: Tensor | None, g
     else:
         own = attend()
     return own if own is NotImplemented else as_divided(own, cuts)
+
+
+def _each_head_once(key: Any, value: Any, given: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+    """Keys and values as they were before the model repeated their heads for those of queries."""
+    if not is_divided(key) or not is_divided(value):
+        return key, value, given
+    (one_key, times), (one_value, others) = without_repeats(key), without_repeats(value)
+    return (one_key, one_value, {**given, "enable_gqa": True}) if times == others > 1 else (key, value, given)
 
 
 def _cuts_of_all(query: Any, key: Any, value: Any, given: dict[str, Any]) -> Cuts | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_parallel.collectives.elements import Elements
 from lightning_parallel.techniques.divided.meeting import as_divided, brought_together
+from lightning_parallel.techniques.divided.repeats import note_repeated, note_reshaped
 from lightning_parallel.techniques.divided.tensor import NAMES, Divided, is_divided, operations, rule
 
 # ---------------------------------------------------------------- one shape into another
@@ -53,7 +54,9 @@ def reshaped(divided: Divided, shape: Sequence[int]) -> Any:
             return NotImplemented
         cuts[found[0]] = found[1]
     own = [cuts[dim].length if dim in cuts else size for dim, size in enumerate(shape)]
-    return Divided(divided.own.reshape(own), cuts)
+    made = Divided(divided.own.reshape(own), cuts)
+    note_reshaped(divided, made)
+    return made
 
 
 def _moved(old: Sequence[int], dim: int, elements: Elements, new: Sequence[int]) -> tuple[int, Elements] | None:
@@ -154,7 +157,9 @@ def _repeated(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     dim %= divided.dim()
     cuts = {k: elements.grown(times) if k == dim else elements for k, elements in divided.cuts.items()}
-    return Divided(torch.repeat_interleave(divided.own, times, dim), cuts)
+    made = Divided(torch.repeat_interleave(divided.own, times, dim), cuts)
+    note_repeated(divided, made, times, dim)
+    return made
 
 
 # ---------------------------------------------------------------- several tensors, and pieces of one
