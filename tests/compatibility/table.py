@@ -14,6 +14,7 @@ NAMES = {
     "zero3": "`ZeroStrategy()`",
     "pp2": "`PipelineParallelStrategy()`",
     "tp2": "`TensorParallelStrategy()`",
+    "cp2": "`ContextParallelStrategy()`",
 }
 KINDS = ("exact", "as halves", "refused", "wrong", "error", "hang")
 LONGEST = 300

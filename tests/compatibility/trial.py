@@ -21,7 +21,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 import lightning_parallel
-from lightning_parallel import DataParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy, ZeroStrategy
+from lightning_parallel import (
+    ContextParallelStrategy,
+    DataParallelStrategy,
+    PipelineParallelStrategy,
+    TensorParallelStrategy,
+    ZeroStrategy,
+)
 from lightning_parallel.techniques.tools.elsewhere import unshown
 from tests.compatibility.architectures import Architecture
 from tests.curves import Curve, curve
@@ -46,6 +52,7 @@ TECHNIQUES = {
     "zero3": Technique(lambda: ZeroStrategy(2), 2),
     "pp2": Technique(lambda: PipelineParallelStrategy(2, schedule="1f1b", microbatches=2), 1),
     "tp2": Technique(lambda: TensorParallelStrategy(2), 1),
+    "cp2": Technique(lambda: ContextParallelStrategy(2), 1),
 }
 
 

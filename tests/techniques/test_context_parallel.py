@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import CatMetric
+from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_parallel import ContextParallel, ContextParallelStrategy, PipelineParallel, TensorParallel, Zero
+from tests.rank_process import leave_group
+from tests.ranks import run_on_ranks
 from tests.techniques.tensor_layouts import check, hybrid
-from tests.tiers import covering
+from tests.tiers import covering, sampled
+from tests.trainers import trainer
 
 CP2 = partial(ContextParallelStrategy, 2)
 LAYOUTS = {
@@ -23,3 +37,110 @@ COLUMNS = ("gpt", "llama", "gpt2", "qwen3", "phi3", "gpt_neox")
 def test_a_layout_trains_as_one_process_does(layout: str, column: str) -> None:
     n, strategy, data_ranks = LAYOUTS[layout]
     check(column, n, strategy, data_ranks, max_epochs=1, data={"samples": 32, "val_samples": 8})
+
+
+class Attends(nn.Module):
+    """Attention written by hand, with a mask of the user's own."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads, self.qkv, self.out = heads, nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        b, t, d = x.shape
+        q, k, v = self.qkv(self.norm(x)).view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
+        scores = (q @ k.transpose(-2, -1)) / (d // self.heads) ** 0.5
+        weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+        return x + self.out((weights @ v).transpose(1, 2).reshape(b, t, d))
+
+
+class Written(LightningModule):
+    """What a user writes and does: documents in the batch, metrics, lists of outputs, a look at them on rank 0."""
+
+    def __init__(self, length: int = 12) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.places = nn.Embedding(17, 16), nn.Parameter(torch.randn(length, 16) / 4)
+        self.layers, self.head = nn.ModuleList(Attends(16, 2) for _ in range(2)), nn.Linear(16, 17)
+        self.scale, self.accuracy = nn.Parameter(torch.ones(16)), MulticlassAccuracy(17, average="micro")
+        self.everything, self.kept, self.looked, self.seen = CatMetric(), [], [], None
+
+    def forward(self, tokens: Tensor, documents: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        mask = torch.ones(length, length, dtype=torch.bool).tril() & (documents[:, :, None] == documents[:, None])
+        x = self.words(tokens) + self.places[:length] * self.scale
+        for layer in self.layers:
+            x = layer(x, mask[:, None])
+        return self.head(x)
+
+    def loss(self, batch: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
+        logits, labels = self(batch["tokens"], batch["documents"])[:, :-1], batch["tokens"][:, 1:]
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=3)
+        spread = logits.logsumexp(-1).square().mean()
+        self.log_dict({f"{name}_loss": loss, f"{name}_spread": spread}, on_epoch=True)
+        return loss + 1e-3 * spread, logits
+
+    def training_step(self, batch: dict[str, Tensor]) -> Tensor:
+        loss, self.seen = self.loss(batch, "train")
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.global_rank == 0:  # nobody else comes here
+            self.looked.append(self.seen.std().item())
+
+    def validation_step(self, batch: dict[str, Tensor]) -> None:
+        _, logits = self.loss(batch, "val")
+        best = logits.argmax(-1)
+        self.accuracy(best, batch["tokens"][:, 1:])
+        self.everything.update(logits.amax(-1))
+        self.log("val_accuracy", self.accuracy)
+        self.kept.append({"best": best, "sure": [logits.softmax(-1).amax(-1)]})
+
+    def on_validation_epoch_end(self) -> None:
+        if self.global_rank == 0:
+            self.looked.append(torch.cat([each["sure"][0] for each in self.kept]).numpy().sum().item())
+        self.log("val_everything", self.everything.compute().sum())
+        self.everything.reset()
+        self.kept.clear()
+
+    def predict_step(self, batch: dict[str, Tensor]) -> Tensor:
+        return self(batch["tokens"], batch["documents"]).argmax(-1)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def batches(lengths: Sequence[int]) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    made = []
+    for length in lengths:
+        tokens = torch.randint(17, (2, length), generator=generator)
+        made.append({"tokens": tokens, "documents": (torch.arange(length) > length // 3)[None].repeat(2, 1).long()})
+    return made
+
+
+def ways(make_strategy: Any) -> tuple[dict[str, float], list[float], list[Tensor], dict[str, Tensor]]:
+    if make_strategy is None:
+        leave_group()
+    model = Written().double()
+    data = DataLoader(batches([12, 12, 9, 2, 3, 11]), batch_size=None)
+    run = trainer(make_strategy() if make_strategy else "auto", max_epochs=2, gradient_clip_val=0.5)
+    run.fit(model, data, data)
+    metrics = {name: float(value) for name, value in run.callback_metrics.items()}
+    predicted = trainer(make_strategy() if make_strategy else "auto").predict(model, data)
+    return metrics, model.looked, predicted, {name: p.detach() for name, p in model.named_parameters()}
+
+
+@sampled(
+    2,
+    ("n", "strategy"),
+    [(2, CP2), (4, hybrid(ContextParallel(4, load_balance=False))), (4, LAYOUTS["zero3 x cp2"][1])],
+)
+def test_what_users_do_is_that_of_one_device(n: int, strategy: Any) -> None:
+    expected = run_on_ranks(1, ways, None)[0]
+    for rank, found in enumerate(run_on_ranks(n, ways, strategy)):
+        assert found[0] == pytest.approx(expected[0], rel=1e-10)
+        assert found[1] == (pytest.approx(expected[1], rel=1e-10) if rank == 0 else [])
+        assert all(map(torch.equal, found[2], expected[2]))
+        torch.testing.assert_close(found[3], expected[3], rtol=1e-10, atol=1e-12)

@@ -162,6 +162,16 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     ),
     "each cross-entropy": lambda x, w: F.cross_entropy((x * w).reshape(48, 8), torch.arange(48) % 8, reduction="none"),
     "squared error": lambda x, w: F.mse_loss(x * w, torch.ones(2, 6, 4, 8).double()),
+    "distances": lambda x, w: (
+        F.l1_loss(x, w.expand_as(x), reduction="none") * F.smooth_l1_loss(x * w, x, reduction="sum")
+    ),
+    "binary cross-entropy": lambda x, w: F.binary_cross_entropy_with_logits(
+        x * w, (x > 0).double(), pos_weight=w.abs()
+    ),
+    "divergence": lambda x, w: F.kl_div(F.log_softmax(x * w, -1), F.softmax(x.detach(), -1), reduction="batchmean"),
+    "likelihood": lambda x, w: F.nll_loss(
+        F.log_softmax((x * w).movedim(-1, 1), 1), torch.arange(48).view(2, 6, 4) % 8 - 1, ignore_index=-1
+    ),
     "fourier": lambda x, w: torch.fft.fft(x, dim=1).real * w + torch.fft.rfft(x).abs().sum(),
     "turned": lambda x, w: torch.rot90(x, 1, (1, 2)).sum(2) * w,
     "lengths": lambda x, w: x * x.shape[1] + x.size(-1) * w + x.numel() / len(x) + x.dim(),
@@ -201,22 +211,28 @@ DIVISIONS = {
 }
 
 
-def compared(operation: Callable[[Tensor, Tensor], Any], division: dict[int, Any], same: bool) -> None:
+WAYS = ("plain", "alike", "averaged")
+"""Who reduces the gradient of what ranks have alike: where it is used, or when a step ends, as a sum or as a mean."""
+
+
+def compared(operation: Callable[[Tensor, Tensor], Any], division: dict[int, Any], way: str) -> None:
     x, w = values()
     x.requires_grad_(), w.requires_grad_()
     expected = outcome(operation, x, w)
-    among = Ranks(dist.group.WORLD, "tp")
+    among = Ranks(dist.group.WORLD, "tp", averages=way == "averaged")
     (dim, make), *_ = division.items()
     elements = make(among)
     own = elements.take(x.detach(), dim).clone().requires_grad_()
-    mine = w.detach().clone().requires_grad_()
+    mine = w.detach().clone().requires_grad_() if way != "averaged" else nn.Parameter(w.detach().clone())
     with functions_get_wholes():
-        found = outcome(operation, Divided(own, {dim: elements}), alike(mine, among) if same else mine)
+        found = outcome(operation, Divided(own, {dim: elements}), alike(mine, among) if way == "alike" else mine)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(own.grad, elements.take(x.grad, dim), rtol=1e-10, atol=1e-12)
     if w.grad is not None:
-        if same:
+        if way != "plain":
             dist.all_reduce(mine.grad)
+        if way == "averaged":
+            mine.grad /= among.count
         torch.testing.assert_close(mine.grad, w.grad, rtol=1e-10, atol=1e-12)
 
 
@@ -225,11 +241,11 @@ def compared(operation: Callable[[Tensor, Tensor], Any], division: dict[int, Any
 def test_values_and_gradients_are_those_of_the_whole(division):
     failed = []
     for name, operation in OPERATIONS.items():
-        for same in (False, True):
+        for way in WAYS:
             try:
-                compared(operation, DIVISIONS[division], same)
+                compared(operation, DIVISIONS[division], way)
             except Exception as error:
-                failed.append(f"{name} ({'alike' if same else 'plain'}): {type(error).__name__} {error}")
+                failed.append(f"{name} ({way}): {type(error).__name__} {error}")
     assert not failed, "\n".join(failed)
 
 

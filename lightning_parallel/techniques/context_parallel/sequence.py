@@ -41,12 +41,12 @@ class Sequences:
         found = [tensor for tensor in tensors_of(batch) if self._runs_along(tensor, lengths)]
         if not found and (shapes := [tuple(tensor.shape) for tensor in tensors_of(batch)]):
             raise ValueError(self._no_sequence(shapes))
-        chosen = {id(tensor) for tensor in found}
+        chosen = {id(tensor) for tensor in found if tensor.shape[self._dim] > 1}
         return map_tensors(lambda each: self._marked(each) if id(each) in chosen else each, batch)
 
     def _is_tokens(self, tensor: Tensor) -> bool:
         """Numbers of tokens, labels, masks: (batch, sequence, ...)."""
-        return tensor.dim() > max(self._dim, 1) and not tensor.is_floating_point() and tensor.shape[self._dim] > 1
+        return tensor.dim() > max(self._dim, 1) and not tensor.is_floating_point()
 
     def _runs_along(self, tensor: Tensor, lengths: set[int]) -> bool:
         """Whether a tensor has a position for each token; without tokens, whether it is (batch, sequence, features)."""
@@ -54,7 +54,7 @@ class Sequences:
             return True
         if tensor.dim() <= max(self._dim, 1):
             return False
-        return tensor.shape[self._dim] in lengths if lengths else tensor.dim() == 3 and tensor.shape[self._dim] > 1
+        return tensor.shape[self._dim] in lengths if lengths else tensor.dim() == 3
 
     def _marked(self, whole: Tensor) -> Tensor:
         elements = self.elements(whole.shape[self._dim])

@@ -6,7 +6,7 @@ Source: H. Liu et al., Ring Attention with Blockwise Transformers, ICLR 2024; S.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -18,11 +18,11 @@ from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.techniques.context_parallel.sequence import Sequences
 from lightning_parallel.techniques.divided import rules  # noqa: F401  (enters them in the table)
-from lightning_parallel.techniques.divided.functions import functions_get_wholes
 from lightning_parallel.techniques.divided.parcels import packed, unpacked
+from lightning_parallel.techniques.divided.step import DividedStep
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.division import Division, Ground
-from lightning_parallel.techniques.step import Run, Step, WrappedRun, WrappedStep
+from lightning_parallel.techniques.step import Run, Step, WrappedRun
 from lightning_parallel.techniques.technique import Phase, Technique
 
 T = TypeVar("T")
@@ -83,8 +83,8 @@ class DividedSequences(Division):
         return SequenceRun(run, self.sequences)
 
     def settle(self, step: Step) -> Step:
-        """Gives functions of autograd whole tensors wherever the step's code runs."""
-        return SequenceStep(step)
+        """Gives whole tensors to what goes around rules, and to what runs between steps."""
+        return DividedStep(step, self.model)
 
 
 class SequenceRun(WrappedRun[T]):
@@ -108,17 +108,3 @@ class SequenceRun(WrappedRun[T]):
     def received(self, value: Any) -> Any:
         """See `Run.received`."""
         return unpacked(self.inner.received(value), self._sequences.ranks)
-
-
-class SequenceStep(WrappedStep):
-    """A step in which functions of autograd get whole tensors, also where backward computes again."""
-
-    def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
-        """See `Step.forward`."""
-        with functions_get_wholes():
-            return self.inner.forward(run, *args, **kwargs)
-
-    def backward(self, run: Callable[[], None]) -> None:
-        """See `Step.backward`."""
-        with functions_get_wholes():
-            self.inner.backward(run)

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_parallel.techniques.divided.functions import functions_get_wholes
 from lightning_parallel.techniques.step import Run, Step, WrappedStep
 from lightning_parallel.techniques.tensor_parallel.partition import Partition
 from lightning_parallel.techniques.tools.shards import local
@@ -44,7 +43,7 @@ class TensorParallelStep(WrappedStep):
     def backward(self, run: Callable[[], None]) -> None:
         """See `Step.backward`."""
         self._put_aside()
-        with self._partition.shown(), functions_get_wholes():  # for what is recomputed
+        with self._partition.shown():  # for what is recomputed
             self.inner.backward(run)
         self._settle()
         self._unsynced = not self.synced

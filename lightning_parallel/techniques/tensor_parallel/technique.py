@@ -20,8 +20,8 @@ from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.plan.plan import ParallelPlan
 from lightning_parallel.plan.styles import find_styles
-from lightning_parallel.techniques.divided.functions import functions_get_wholes
 from lightning_parallel.techniques.divided.parcels import packed, unpacked
+from lightning_parallel.techniques.divided.step import DividedStep
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.step import Run, Step, WrappedRun
@@ -118,8 +118,8 @@ class DividedFeatures(Division):
         return WholeLooking(run, self.partition)
 
     def settle(self, step: Step) -> Step:
-        """Adds the sum of what ranks have summands of."""
-        return TensorParallelStep(step, self.partition)
+        """Adds the sum of what ranks have summands of; the module keeps whole tensors."""
+        return DividedStep(TensorParallelStep(step, self.partition), self.model)
 
 
 class WholeLooking(WrappedRun[T]):
@@ -131,7 +131,7 @@ class WholeLooking(WrappedRun[T]):
 
     def __call__(self, *args: Any, **kwargs: Any) -> T:
         """See `Run.__call__`."""
-        with self._partition.shown(), functions_get_wholes():
+        with self._partition.shown():
             return self.inner(*args, **kwargs)
 
     def handed_on(self, value: Any) -> Any:

@@ -229,6 +229,14 @@ def mean_over(losses: Tensor, count: Tensor, dtype: torch.dtype, of: Tensor | No
     return means.note((total / divisor).to(dtype), count, of)
 
 
+def mean_over_elements(mean: Tensor, count: int, of: Tensor | None = None) -> Tensor:
+    """A mean over so many elements, noted where somebody asks for these."""
+    means = WATCHING.get()
+    if means is None or not means.elements:
+        return mean
+    return means.note(mean, torch.full((), count, dtype=torch.float64, device=mean.device), of)
+
+
 # -------------------------------------------------------------------- torch's losses
 
 
@@ -250,7 +258,7 @@ def _of_elements(
         return function(*args)
     count = args[0].numel() // max(features, 1)
     mean = function(*args[:place], MEAN if count else SUM, *args[place + 1 :])
-    return means.note(mean, torch.full((), count, dtype=torch.float64, device=mean.device), of=args[1])
+    return mean_over_elements(mean, count, of=args[1])
 
 
 def _watched(loss: Loss, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -274,6 +282,11 @@ class Loss(NamedTuple):
     name: str
     place: int
     kind: Callable[[Means, Callable[..., Tensor], tuple[Any, ...], int], Tensor]
+
+    @property
+    def of_elements(self) -> bool:
+        """Whether it is computed element by element."""
+        return self.kind is _of_elements
 
 
 NN: Any = torch._C._nn

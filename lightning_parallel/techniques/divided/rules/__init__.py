@@ -5,10 +5,21 @@ from lightning_parallel.techniques.divided.rules import (
     indexing,
     losses,
     parameters,
+    pointwise_losses,
     products,
     reductions,
     shapes,
     single,
 )
 
-__all__ = ["attention", "indexing", "losses", "parameters", "products", "reductions", "shapes", "single"]
+__all__ = [
+    "attention",
+    "indexing",
+    "losses",
+    "parameters",
+    "pointwise_losses",
+    "products",
+    "reductions",
+    "shapes",
+    "single",
+]

@@ -49,10 +49,10 @@ def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     ignored, smoothing = given.get("ignore_index", -100), given.get("label_smoothing", 0.0)
     loss, weights = _of_positions(own, own_target, classes, columns, logits.shape[classes], weight, ignored, smoothing)
-    return _reduced(loss, weights, over, given.get("reduction", "mean"), target, logits.own)
+    return reduced(loss, weights, over, given.get("reduction", "mean"), target, logits.own)
 
 
-def _reduced(
+def reduced(
     loss: Tensor, weights: Tensor, over: dict[int, Elements], reduction: str, target: Tensor, own: Tensor
 ) -> Tensor:
     """The loss as torch returns it: of each position, their sum, or their mean.
@@ -220,6 +220,11 @@ class _Sums(Function):
         if weights is not None and of_weighted is not None:
             gradient += of_weighted[..., None] * weights
         return gradient.to(ctx.dtype), None, None, None
+
+
+def at_labels(x: Tensor, label: Tensor, columns: Elements | None) -> Tensor:
+    """What x, (..., this rank's classes), is at the label's class; 0 where that is on another rank."""
+    return _at(x, *_place(label, columns))
 
 
 def _place(label: Tensor, columns: Elements | None) -> tuple[Tensor, Tensor]:

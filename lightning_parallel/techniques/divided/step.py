@@ -1,0 +1,82 @@
+"""A step in which tensors are divided: what goes around their rules gets wholes, and so does who looks afterwards."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from lightning_parallel.techniques.divided.functions import functions_get_wholes
+from lightning_parallel.techniques.divided.tensor import Divided
+from lightning_parallel.techniques.step import Run, Step, WrappedStep
+from lightning_parallel.values import like
+
+T = TypeVar("T")
+
+OF_TORCH = frozenset(vars(nn.Module()))
+"""The attributes that every module has."""
+
+DEPTH = 5
+"""How far within containers is looked: they may contain each other."""
+
+
+class DividedStep(WrappedStep):
+    """A step after which the module keeps no divided tensors.
+
+    Between steps code may run on one rank only, as what rank 0 prints does, and must not gather anything. So what a
+    step leaves in the attributes of modules, in lists, dicts and the states of metrics, is whole when the batch is
+    done: after the backward pass where there is one, for until then it may be what backward computes from.
+
+    Args:
+        inner: the step to wrap.
+        model: the user's module.
+    """
+
+    def __init__(self, inner: Step, model: nn.Module) -> None:
+        super().__init__(inner)
+        self._tables = [vars(module) for module in model.modules()]
+        self._in_forward = self._went_back = False
+
+    def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
+        """See `Step.forward`."""
+        self._in_forward, self._went_back = True, False
+        with functions_get_wholes():
+            output = self.inner.forward(run, *args, **kwargs)
+        self._in_forward = False  # not where it raised: the run is over
+        if self._went_back or not torch.is_grad_enabled():
+            self._make_kept_whole()
+        return output
+
+    def backward(self, run: Callable[[], None]) -> None:
+        """See `Step.backward`."""
+        with functions_get_wholes():  # for what is computed again
+            self.inner.backward(run)
+        self._went_back = True
+        if not self._in_forward:
+            self._make_kept_whole()
+
+    def _make_kept_whole(self) -> None:
+        for table in self._tables:
+            for name, value in table.items():
+                if name not in OF_TORCH and (made := _whole(value)) is not value:
+                    table[name] = made
+
+
+def _whole(value: Any, depth: int = DEPTH) -> Any:
+    """The value without divided tensors: lists and dicts stay the same ones."""
+    if isinstance(value, Divided):
+        return value.whole("what the module keeps")
+    if not depth or not isinstance(value, (list, deque, dict, tuple)):
+        return value
+    items: Any = value
+    places: Any = list(value) if isinstance(value, dict) else range(len(value))
+    made = {place: _whole(value[place], depth - 1) for place in places}
+    changed = {place: each for place, each in made.items() if each is not value[place]}
+    if not changed or not isinstance(value, tuple):
+        for place, each in changed.items():
+            items[place] = each
+        return value
+    return like(value, list(made.values()))
