@@ -93,13 +93,13 @@ class Written(LightningModule):
         _, logits = self.loss(batch, "val")
         best = logits.argmax(-1)
         self.accuracy(best, batch["tokens"][:, 1:])
-        self.everything.update(logits.amax(-1))
+        self.everything.update(logits.amax(-1).flatten())
         self.log("val_accuracy", self.accuracy)
         self.kept.append({"best": best, "sure": [logits.softmax(-1).amax(-1)]})
 
     def on_validation_epoch_end(self) -> None:
         if self.global_rank == 0:
-            self.looked.append(torch.cat([each["sure"][0] for each in self.kept]).numpy().sum().item())
+            self.looked.append(torch.cat([each["sure"][0].flatten() for each in self.kept]).numpy().sum().item())
         self.log("val_everything", self.everything.compute().sum())
         self.everything.reset()
         self.kept.clear()
