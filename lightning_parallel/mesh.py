@@ -119,7 +119,7 @@ class ParallelMesh:
         self.data = self._view("dp_replicate", "dp_shard")
         #: ranks over which ZeRO shards states, gradients and parameters
         self.fsdp = self._view("dp_shard", "cp")
-        #: ranks whose gradients and logged values are averaged: they see other samples, or other parts of a sequence
+        #: ranks whose gradients are averaged: they see other samples, or other parts of a sequence
         self.loss = self._view("dp_replicate", "dp_shard", "cp")
 
     def __getitem__(self, axis: Axis) -> DeviceMesh:

@@ -33,6 +33,7 @@ class Traits:
         keeps_backward_whole: why a backward pass cannot be split so; None if it can.
         shards_on_host: parameters that it shards live in host memory.
         averages_gradients: gradients are averaged over `mesh.loss`; where no technique does, the lifecycle sees to it.
+        steps_see_wholes: though its ranks average gradients, their steps see, log and return the same.
         meets_in_forward: ranks that read different samples wait for each other within a forward, so all of them must
             divide their batches into as many microbatches.
     """
@@ -41,6 +42,7 @@ class Traits:
     keeps_backward_whole: str | None = None
     shards_on_host: bool = False
     averages_gradients: bool = False
+    steps_see_wholes: bool = False
     meets_in_forward: bool = False
 
 

@@ -135,7 +135,12 @@ def ways(make_strategy: Any) -> tuple[dict[str, float], list[float], list[Tensor
 @sampled(
     2,
     ("n", "strategy"),
-    [(2, CP2), (4, hybrid(ContextParallel(4, load_balance=False))), (4, LAYOUTS["zero3 x cp2"][1])],
+    [
+        (2, CP2),
+        (4, hybrid(ContextParallel(4, load_balance=False))),
+        (2, hybrid(Zero(1), ContextParallel(2, method="ulysses"))),
+        (2, hybrid(ContextParallel(2, method="all_gather"))),
+    ],
 )
 def test_what_users_do_is_that_of_one_device(n: int, strategy: Any) -> None:
     expected = run_on_ranks(1, ways, None)[0]

@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_map_only
 from lightning_parallel.arguments import one_of, true_or_false
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.mesh import Axis, Size
+from lightning_parallel.techniques.context_parallel.attention import ContextAttention
+from lightning_parallel.techniques.context_parallel.attention.choice import METHODS
 from lightning_parallel.techniques.context_parallel.sequence import Sequences
 from lightning_parallel.techniques.divided import rules  # noqa: F401  (enters them in the table)
 from lightning_parallel.techniques.divided.parcels import packed, unpacked
@@ -23,12 +25,11 @@ from lightning_parallel.techniques.divided.step import DividedStep
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.step import Run, Step, WrappedRun
-from lightning_parallel.techniques.technique import Phase, Technique
+from lightning_parallel.techniques.technique import Phase, Technique, Traits
 
 T = TypeVar("T")
 
 Method = Literal["auto", "ring", "ulysses", "all_gather", "hybrid"]
-METHODS = ("auto", "ring", "ulysses", "all_gather", "hybrid")
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,17 @@ class ContextParallel(Technique):
         """See `Technique.axes`."""
         return {"cp": self.size}
 
+    @property
+    def traits(self) -> Traits:
+        """See `Technique.traits`."""
+        return Traits(steps_see_wholes=True)
+
     def divide(self, model: nn.Module, ground: Ground, seen: None) -> Division:
         """Leaves the model as it is; what is divided is the batch that it sees."""
         if ground.mesh.sizes["cp"] == 1:
             return Division(model)
         ranks = Ranks(ground.mesh["cp"].get_group(), "cp", averages=True)
+        ranks.attention = ContextAttention(self.method)
         return DividedSequences(model, Sequences(ranks, ground.plan.sequence_dim, self.load_balance, repr(self)))
 
 
