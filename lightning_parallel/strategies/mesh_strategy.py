@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import cached_property
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -120,8 +119,8 @@ class MeshStrategy(RankStrategy):
         self._detached.callback(WholeParameters(self._whole, self._callbacks(), self._host_group()).close)
         adapt_precision(self.precision_plugin, sharded, self._whole.ranks_holding(), self._gradients)
         if self.is_distributed:
-            self._log = StepLog(module, self._seeing, self._host_group(), lambda: self._weight)
-            self._buffers = Buffers(module, self._seeing, self._host_group())
+            self._log = StepLog(module, self._whole.readers, self._host_group(), lambda: self._weight)
+            self._buffers = Buffers(module, self._whole.readers, self._host_group())
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -179,14 +178,7 @@ class MeshStrategy(RankStrategy):
         """The loss of the whole batch, for optimizers that decide by it how far to go, as LBFGS does."""
         if self._log is None or not isinstance(loss, Tensor):
             return loss
-        return reduce_tensor(self._log.counted(loss) * self._weight, self._seeing, "mean")
-
-    @property
-    def _seeing(self) -> dist.ProcessGroup:
-        """The ranks whose steps see different samples, or different parts of them."""
-        mesh = self._mesh()
-        alike = all(technique.traits.steps_see_wholes for technique in self.techniques if "cp" in technique.axes)
-        return (mesh.data if alike else mesh.loss).get_group()
+        return reduce_tensor(self._log.counted(loss) * self._weight, self._whole.readers, "mean")
 
     @property
     def _adoption(self) -> Adoption:

@@ -60,6 +60,7 @@ class DividedModel:
         """Lets every technique keep its part of the model."""
         self.plan = plan
         ground = Ground(self.mesh, plan, partial(take_sample, self.module.trainer))
+        self._alike = all(technique.traits.steps_see_wholes for technique in techniques if "cp" in technique.axes)
         if self.mesh.loss.size() > 1 and not any(technique.traits.averages_gradients for technique in techniques):
             techniques = (*techniques, DataParallel(1))
         for technique, seen in zip(techniques, self._looks(techniques, ground), strict=True):
@@ -118,6 +119,11 @@ class DividedModel:
         return outputs
 
     # ---------------------------------------------------------------- who holds what
+
+    @property
+    def readers(self) -> dist.ProcessGroup:
+        """The ranks whose steps see different samples, or different parts of them."""
+        return (self.mesh.data if self._alike else self.mesh.loss).get_group()
 
     @property
     def in_parts(self) -> bool:
