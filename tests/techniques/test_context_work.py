@@ -268,6 +268,28 @@ def test_what_a_mask_rules_out_is_not_computed() -> None:
     assert counted_scores(window(SIZE)) == (sum(near), {"MASKED"})
 
 
+def bytes_and_scores(size: int) -> tuple[int, int]:
+    """Of a window over long runs: what the second layer sends, and how many scores there are."""
+    positions = torch.arange(size)
+    distance = positions[:, None] - positions
+    mask = ((distance >= 0) & (distance < 64))[None, None]
+    group = Ranks(dist.group.WORLD, "sequence")
+    group.attention = ContextAttention("ring")
+    elements = group.zigzag(size)
+    given = [Divided(torch.randn(1, 1, elements.length, WIDTH), {2: elements}) for _ in range(3)]
+    F.scaled_dot_product_attention(*given, attn_mask=mask)
+    with counted() as sent:
+        F.scaled_dot_product_attention(*given, attn_mask=mask)
+    return sum(sent), sum(pairs for _, pairs in relations_of(mask))
+
+
+def test_of_long_runs_parts_are_left_out() -> None:
+    found = run_on_ranks(4, bytes_and_scores, 4096)
+    tile = 256  # half a chunk: each meets itself and the one before it
+    assert sum(pairs for _, pairs in found) == (16 + 15) * tile**2
+    assert sum(sent for sent, _ in found) == 6 * tile * 2 * WIDTH * 4, "across the six borders between ranks"
+
+
 # -------------------------------------------------------------------- choices
 
 

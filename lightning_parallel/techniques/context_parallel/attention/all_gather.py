@@ -94,4 +94,4 @@ def _wholes(key: Tensor, value: Tensor, elements: Elements) -> tuple[Tensor, Ten
     """All keys and values, by one collective."""
     both = whole_of(torch.cat([key, value], -1), SEQUENCE, elements)
     keys, values = torch.split(both, [key.shape[-1], value.shape[-1]], -1)
-    return keys, values
+    return keys.contiguous(), values.contiguous()

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_parallel.collectives.circle import Circle
-from lightning_parallel.collectives.elements import KEPT, Elements, Ranks, Span
+from lightning_parallel.collectives.elements import KEPT, Elements, Ranks
 from lightning_parallel.techniques.context_parallel.attention.all_gather import all_gather, all_gather_plain
 from lightning_parallel.techniques.context_parallel.attention.blocks import (
     Block,
@@ -34,7 +34,7 @@ from lightning_parallel.techniques.context_parallel.attention.blocks import (
 )
 from lightning_parallel.techniques.context_parallel.attention.choice import METHODS, Choice, chosen
 from lightning_parallel.techniques.context_parallel.attention.layout import Layout, layout_of
-from lightning_parallel.techniques.context_parallel.attention.masks import tables_of_all
+from lightning_parallel.techniques.context_parallel.attention.masks import tables_of_all, tile_of, tiled
 from lightning_parallel.techniques.context_parallel.attention.ring import Rounds, ring
 from lightning_parallel.techniques.context_parallel.attention.ulysses import (
     own_heads,
@@ -162,6 +162,7 @@ def _going_round(asked: Asked, layout: Layout) -> Tensor:
 
 def rounds_of_mask(mask: Tensor, layout: Layout, elements: Elements) -> Rounds | None:
     """What this rank does in a ring, by what all ranks see in their rows of a mask; None as in `tables_of_all`."""
+    layout = layout.tiled()
     keys = [run for runs in layout.runs for run in runs]
     tables = tables_of_all(mask, layout.all_runs, keys, _everyone(elements.ranks))
     return None if tables is None else layout.rounds_of(tables)
@@ -183,7 +184,7 @@ def _gathering(asked: Asked) -> Tensor:
         mask = _causal_rows(elements, query.device) if asked.is_causal else mask
         block = block_of_one(elements.length, elements.size, mask is not None)
     elif mask is None:
-        keys = _ascending(elements)
+        keys = sorted(run for runs in elements.runs for run in runs)
         block = block_of_whole(elements.own, keys, (causal if asked.is_causal else full)(elements.own, keys))
     else:
         block = elements.ranks.made_of.get(mask, ("block", elements.runs), lambda: _masked_block(mask, elements))
@@ -193,9 +194,10 @@ def _gathering(asked: Asked) -> Tensor:
 
 
 def _masked_block(mask: Tensor, elements: Elements) -> Block | None:
-    keys = _ascending(elements)
-    tables = tables_of_all(mask, elements.runs, keys, _everyone(elements.ranks))
-    return None if tables is None else block_of_whole(elements.own, keys, tables[elements.ranks.rank])
+    runs = [tiled(each, tile_of(elements.runs)) for each in elements.runs]
+    keys = sorted(run for each in runs for run in each)
+    tables = tables_of_all(mask, runs, keys, _everyone(elements.ranks))
+    return None if tables is None else block_of_whole(runs[elements.ranks.rank], keys, tables[elements.ranks.rank])
 
 
 def _plain(asked: Asked) -> Tensor:
@@ -252,10 +254,6 @@ def _mask_of_team(asked: Asked, layout: Layout) -> Tensor | None:
 
 def _causal_rows(elements: Elements, device: torch.device) -> Tensor:
     return elements.index(device)[:, None] >= torch.arange(elements.size, device=device)
-
-
-def _ascending(elements: Elements) -> list[Span]:
-    return sorted(run for runs in elements.runs for run in runs)
 
 
 def _everyone(ranks: Ranks) -> Circle:

@@ -64,9 +64,10 @@ def attend(given: Given, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     given = given._replace(bias=_bias(mask, given.query.dtype))
     kernel, used = _chosen(given, given.query)
     out, total = kernel.forward(used)
-    if given.bias is None:
+    if mask is None:
         return out, total
-    alone = _all_hidden(given.bias)  # kernels do not agree on what they tell of these
+    # Kernels do not agree on what they tell of these queries.
+    alone = ~mask.any(-1) if mask.dtype == torch.bool else mask.amax(-1) == -math.inf
     return out.masked_fill(alone[..., None], 0.0), total.masked_fill(alone, -math.inf)
 
 
@@ -92,10 +93,6 @@ def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
-
-
-def _all_hidden(bias: Tensor) -> Tensor:
-    return bias.amax(-1) == -math.inf
 
 
 def _chosen(given: Given, asked: Tensor) -> tuple[Kernel, Given]:

@@ -7,12 +7,13 @@ ring; in a team of 6 nothing goes round.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lightning_parallel.collectives.circle import Circle
 from lightning_parallel.collectives.elements import Elements, Runs
 from lightning_parallel.techniques.context_parallel.attention.blocks import Block, Table, block_of
+from lightning_parallel.techniques.context_parallel.attention.masks import tile_of, tiled
 from lightning_parallel.techniques.context_parallel.attention.ring import Rounds
 from lightning_parallel.techniques.context_parallel.attention.ulysses import Team
 
@@ -40,6 +41,11 @@ class Layout:
     def all_runs(self) -> tuple[Runs, ...]:
         """The positions that each rank has after the swap."""
         return tuple(runs for runs in self.runs for _ in self.team.circle.members)
+
+    def tiled(self) -> Layout:
+        """The same with runs in pieces, for masks."""
+        longest = tile_of(self.runs)
+        return replace(self, runs=tuple(tiled(runs, longest) for runs in self.runs))
 
     def rounds(self, relations: Callable[[Runs, Runs], Table]) -> Rounds:
         """What this rank does in the ring.

@@ -20,12 +20,16 @@ HIDDEN = -1e30
 SEEN = -1e29
 
 
+SMALLEST = 256
+"""The least positions of a piece of a run."""
+
+
 def tables_of_all(mask: Tensor, runs: Sequence[Runs], keys: Sequence[Span], everyone: Circle) -> list[Table] | None:
     """The relations of each rank's queries to keys.
 
     Args:
         mask: this rank's rows with all columns, (B, H, own, T); what is broadcast has size 1.
-        runs: the positions that each rank has.
+        runs: the positions that each rank has, as the tables are to have them.
         keys: spans of positions, the columns of the tables.
         everyone: the ranks, all of which call this.
 
@@ -50,17 +54,27 @@ def _table(codes: Sequence[int], rows: int, columns: int) -> Table:
 def _coded(mask: Tensor, queries: Runs, keys: Sequence[Span]) -> Tensor:
     """Whether some row is all huge numbers; then the relations, one row of the table after the other."""
     is_bool = mask.dtype == torch.bool
-    hidden = ~mask if is_bool else mask <= HIDDEN
-    seen = mask if is_bool else mask == 0
-    codes = [_drowned(mask)]
+    hidden = (~mask if is_bool else mask <= HIDDEN).flatten(0, 1).all(0)
+    seen = (mask if is_bool else mask == 0).flatten(0, 1).all(0)
+    by_keys = [torch.stack([_columns(each, key).all(1) for key in keys], 1) for each in (hidden, seen)]
+    codes = [_drowned(mask)[None]]
     first = 0
     for query in queries:
         rows = slice(None) if mask.shape[-2] == 1 else slice(first, first + query[1] - query[0])
         first += query[1] - query[0]
-        for key in keys:
-            columns = slice(None) if mask.shape[-1] == 1 else slice(*key)
-            codes.append(_relation(hidden[..., rows, columns], seen[..., rows, columns], query == key))
-    return torch.stack(codes).to(torch.int8)
+        nothing, everything = (each[rows].all(0) for each in by_keys)
+        row = torch.where(everything, int(Relation.ALL), int(Relation.MASKED))
+        row = torch.where(nothing, int(Relation.NOTHING), row)
+        if query in keys:
+            place = keys.index(query)
+            is_diagonal = _is_diagonal(_columns(hidden[rows], query), _columns(seen[rows], query))
+            row[place] = torch.where(is_diagonal, int(Relation.DIAGONAL), row[place])
+        codes.append(row)
+    return torch.cat(codes).to(torch.int8)
+
+
+def _columns(rows: Tensor, key: Span) -> Tensor:
+    return rows if rows.shape[1] == 1 else rows[:, slice(*key)]
 
 
 def _drowned(mask: Tensor) -> Tensor:
@@ -70,12 +84,20 @@ def _drowned(mask: Tensor) -> Tensor:
     return ((most <= SEEN) & (most > -math.inf)).any().long()
 
 
-def _relation(hidden: Tensor, seen: Tensor, may_be_diagonal: bool) -> Tensor:
-    """The number of the relation, on the mask's device: one look at all of them is enough."""
-    everything = seen.all()
-    code = torch.where(everything, int(Relation.ALL), int(Relation.MASKED))
-    code = torch.where(hidden.all(), int(Relation.NOTHING), code)
-    if may_be_diagonal and hidden.shape[-2] == hidden.shape[-1] > 1:
-        later = torch.ones(hidden.shape[-2:], dtype=torch.bool, device=hidden.device).triu(1)
-        code = torch.where(torch.where(later, hidden, seen).all(), int(Relation.DIAGONAL), code)
-    return code
+def _is_diagonal(hidden: Tensor, seen: Tensor) -> Tensor:
+    rows, columns = hidden.shape
+    if rows != columns or rows == 1:
+        return torch.zeros((), dtype=torch.bool, device=hidden.device)
+    later = torch.ones(rows, rows, dtype=torch.bool, device=hidden.device).triu(1)
+    return torch.where(later, hidden, seen).all()
+
+
+def tiled(runs: Runs, longest: int) -> Runs:
+    """Runs in pieces no longer than so many positions: a mask may rule out parts of a run."""
+    return tuple((first, min(first + longest, stop)) for start, stop in runs for first in range(start, stop, longest))
+
+
+def tile_of(runs: Sequence[Runs]) -> int:
+    """How long pieces of runs are where a mask is looked at: of a long run a quarter, as many calls cost as well."""
+    longest = max((stop - start for each in runs for start, stop in each), default=0)
+    return max(SMALLEST, -(-longest // 4))
