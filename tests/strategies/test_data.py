@@ -21,7 +21,7 @@ from torch.utils.data import (
 
 from lightning_parallel import DataParallelStrategy
 from tests.strategies.runs import Samples, check_fit, fit, flat, loader, on_ranks
-from tests.tiers import covering
+from tests.tiers import covering, sampled
 
 dp = DataParallelStrategy
 WORKERS = {"num_workers": 2, "multiprocessing_context": "fork"}  # ranks would start them by a slow server
@@ -64,9 +64,7 @@ def with_validation(batch_size: int, size: int, val_size: int, **options: Any) -
     return shuffled(batch_size, size, **options), loader(val_size, batch_size, **options)
 
 
-@pytest.mark.parametrize(
-    ("make", "n"), [(shuffled, 2), (shuffled, 4), (weighted, 2), (own_sampler, 2), (own_generator, 2)]
-)
+@sampled(4, ("make", "n"), [(shuffled, 4), (weighted, 2), (shuffled, 2), (own_sampler, 2), (own_generator, 2)])
 def test_the_order_of_one_device_is_kept_over_epochs(make, n):
     check_fit(n, dp, partial(make, size=19), max_epochs=3)
 
@@ -94,7 +92,7 @@ def test_validation_between_epochs_leaves_the_order_alone():
     check_fit(2, dp, partial(with_validation, size=19, val_size=5), max_epochs=3)
 
 
-@pytest.mark.parametrize(("size", "accumulate"), [(1, 1), (3, 2), (9, 1), (9, 2), (10, 2), (11, 1), (12, 2)])
+@sampled(4, ("size", "accumulate"), [(1, 1), (3, 2), (9, 1), (9, 2), (10, 2), (11, 1), (12, 2)])
 def test_a_last_batch_that_does_not_divide_trains_as_on_one_device(size, accumulate):
     check_fit(4, dp, partial(shuffled, size=size), accumulate_grad_batches=accumulate)
 

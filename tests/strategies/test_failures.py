@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel import DataParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy, ZeroStrategy
 from tests.ranks import run_on_ranks
-from tests.tiers import sampled
+from tests.tiers import covering, sampled
 from tests.trainers import trainer
 
 LAYOUTS: dict[str, Callable[[], Any]] = {
@@ -144,8 +144,7 @@ def saved_after_failing(make: Callable[[], Any], folder: Path, place: str) -> di
     return kept
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@covering(layout=LAYOUTS, place=PLACES)
 def test_ranks_that_fail_alike_save_what_they_have_and_go_on(layout: str, place: str, tmp_path: Path) -> None:
     if (layout, place) == ("pipeline", "training_step"):
         pytest.skip("messages of the step are under way then; the test below")

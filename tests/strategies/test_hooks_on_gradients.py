@@ -85,7 +85,7 @@ class Looking(Plain):
 
 def looking(strategy: Any, batch_size: int) -> Any:
     model = small(Looking)
-    return fitted(model, strategy, batch_size, max_epochs=2), model.largest
+    return fitted(model, strategy, batch_size, max_epochs=1), model.largest
 
 
 @sampled(3, "layout", LAYOUTS)

@@ -88,8 +88,18 @@ def require_nobody_left(folder: Path) -> None:
     assert left_behind(folder) == []
 
 
-@after(Launch("popen"), Launch("spawn"), Launch("fork"))
+@after(Launch("spawn"), Launch("fork"))
 def test_every_way_to_start_gives_the_whole_model_back(ended):
+    require_the_whole_model(ended)
+
+
+@pytest.mark.exhaustive
+@after(Launch("popen"))
+def test_so_it_is_where_the_script_itself_is_rank_zero(ended):
+    require_the_whole_model(ended)
+
+
+def require_the_whole_model(ended: Ended) -> None:
     assert ended.code == 0, ended.output
     assert "finished with Parameter (8, 8)" in ended.output
 
@@ -116,8 +126,18 @@ def require_the_cause_on_screen(ended: Ended) -> None:
     assert list(ended.folder.glob("*.ckpt")) == []  # half a checkpoint is none
 
 
-@after(Launch(event="raise", rank=1), Launch(event="raise", rank=1, strategy="pipeline"))
+@after(Launch(event="raise", rank=1, strategy="pipeline"))
 def test_one_failure_is_one_message(ended):
+    require_one_message(ended)
+
+
+@pytest.mark.exhaustive
+@after(Launch(event="raise", rank=1))
+def test_one_failure_is_one_message_under_zero(ended):
+    require_one_message(ended)
+
+
+def require_one_message(ended: Ended) -> None:
     assert ended.output.count("Traceback (most recent call last)") == 1, ended.output
     last = [line for line in ended.output.splitlines() if line.strip()][-1]
     assert "the user's code failed here" in last, ended.output
@@ -132,10 +152,18 @@ def test_one_failure_is_one_message(ended):
         assert any(line in found for found in said), ended.output
 
 
-@after(
-    Launch(event="kill", rank=0), Launch("fork", event="kill", rank=1, strategy="pipeline")
-)  # rank 1 ends as one that raises does; rank 0 launched the others
+@after(Launch(event="kill", rank=0))  # it launched the others
 def test_a_killed_rank_takes_the_others_down(ended):
+    require_all_gone(ended)
+
+
+@pytest.mark.exhaustive
+@after(Launch("fork", event="kill", rank=1, strategy="pipeline"))  # it ends as one that raises does
+def test_a_killed_rank_that_was_forked_takes_the_others_down(ended):
+    require_all_gone(ended)
+
+
+def require_all_gone(ended: Ended) -> None:
     assert ended.code != 0
     assert ended.seconds_after_event < ENDED_WITHIN
     require_nobody_left(ended.folder)

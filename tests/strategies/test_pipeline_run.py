@@ -18,6 +18,7 @@ from tests.models import Plain, build, loaders
 from tests.ranks import run_on_ranks
 from tests.strategies.one_and_two import PIPELINE, ZBV, MakeStrategy, made, on_one_and_two, require_like, scratch
 from tests.strategies.test_checkpoints import SaveAt
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 # ---------------------------------------------------------------- callbacks, schedulers, loggers
@@ -115,7 +116,7 @@ def evaluated(strategy: MakeStrategy | None) -> Any:
     return before, predictions, after, [part.detach() for part in alone]
 
 
-@pytest.mark.parametrize("strategy", [PIPELINE, ZBV], ids=["1f1b", "zbv"])
+@sampled(1, "strategy", [ZBV, PIPELINE], ids=["zbv", "1f1b"])
 def test_evaluation_and_prediction_in_any_order(strategy: MakeStrategy) -> None:
     expected, found = on_one_and_two(evaluated, strategy)
     assert len(torch.cat(expected[1])) == 13
@@ -194,7 +195,7 @@ def kept(strategy: MakeStrategy | None) -> Any:
     return values, numbers, model.by_loader, model.table
 
 
-@pytest.mark.parametrize("strategy", [PIPELINE, ZBV], ids=["1f1b", "zbv"])
+@sampled(1, "strategy", [PIPELINE, ZBV], ids=["1f1b", "zbv"])
 def test_what_a_step_keeps_is_that_of_one_device_on_every_rank(strategy: MakeStrategy) -> None:
     expected, found = on_one_and_two(with_seed, strategy)
     for rank in found:
@@ -213,9 +214,9 @@ def recomputing() -> HybridStrategy:
     return HybridStrategy(PipelineParallel(2), ActivationCheckpoint())
 
 
-@pytest.mark.parametrize("column", ["gpt", "plain"])
+@sampled(1, "column", ["gpt", "plain"])
 def test_recomputation(column: str) -> None:
-    check_parity(column, 2, recomputing, max_epochs=1)
+    check_parity(column, 2, recomputing, max_epochs=1, data={"samples": 32, "val_samples": 8})
 
 
 # ---------------------------------------------------------------- checkpoints

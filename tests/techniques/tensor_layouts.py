@@ -14,6 +14,7 @@ from tests.curves import check_parity
 # AdamW divides small gradients by their own size; its eps keeps the noise of another order of sums out of the weights.
 adamw = partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
 STEPS: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+SHORT = {"samples": 32, "val_samples": 8}
 
 
 def hybrid(*techniques: Technique) -> partial[HybridStrategy]:
@@ -23,6 +24,7 @@ def hybrid(*techniques: Technique) -> partial[HybridStrategy]:
 def check(column: str, n: int, strategy: Any, data_ranks: int = 1, **options: Any) -> None:
     model = TWO_BLOCKS.get(column, {}) | ({} if column == "plain" else {"optimizer": adamw})
     options = STEPS | options
+    options["data"] = SHORT | options.get("data", {})
     check_parity(column, n, strategy, data_ranks=data_ranks, **(options | {"model": model | options.get("model", {})}))
 
 

@@ -49,7 +49,7 @@ def test_parity(layout: str) -> None:
 
 def test_gradients_of_divided_fused_weights_add_up() -> None:
     make = partial(HybridStrategy, TensorParallel(2), COMPILED)
-    check_parity("gpt2", 2, make, max_epochs=1, limit_val_batches=0, model={"n_layer": 1}, data={"samples": 32})
+    check_parity("gpt2", 2, make, max_epochs=1, limit_val_batches=0, model={"n_layer": 1}, data={"samples": 16})
 
 
 class Breaks(nn.Module):

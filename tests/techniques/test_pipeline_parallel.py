@@ -46,6 +46,7 @@ def test_in_double_precision_only_rounding_differs(column):
     check_parity(column, 2, partial(PipelineParallelStrategy, 2), rtol=rtol, precision="64-true", **SHORT)
 
 
+TWO_BLOCKS = {"gpt2": {"n_layer": 2}, "plain": {"blocks": 2}}
 LAYOUTS = {
     "layer parallel": (2, partial(LayerParallelStrategy, 2), 1),
     "data parallel": (4, partial(beside, 2, DataParallel(2)), 2),
@@ -58,13 +59,13 @@ LAYOUTS = {
 @covering(keep=3, layout=LAYOUTS, column=("gpt2", "plain"))
 def test_every_layout(layout, column):
     ranks, strategy, data_ranks = LAYOUTS[layout]
-    check_parity(column, ranks, strategy, data_ranks=data_ranks, **SHORT)
+    check_parity(column, ranks, strategy, data_ranks=data_ranks, model=TWO_BLOCKS[column], **SHORT)
 
 
 # ---------------------------------------------------------------- models of many kinds
 
 
-@sampled(3, "name", [*libraries.MODELS, "qwen3", "phi3", "gpt_neox"])
+@sampled(2, "name", [*libraries.MODELS, "qwen3", "phi3", "gpt_neox"])
 def test_models_of_libraries(name):
     model = {"late": name == "opt"} | ({"num_hidden_layers": 4} if name in COLUMNS else {})
     check_parity(name, 2, partial(PipelineParallelStrategy, 2), model=model, **SHORT)
@@ -77,14 +78,14 @@ def test_losses_of_routers_on_other_stages(name):
     check_parity(name, 2, strategy, rtol=1e-6, precision="64-true", **SHORT)
 
 
-@sampled(9, "name", handwritten.MODELS)
+@sampled(6, "name", handwritten.MODELS)
 def test_models_written_by_hand(name):
     """With the blocks of one rank not beside each other, and its backwards in halves."""
     strategy = partial(PipelineParallelStrategy, 2, schedule="zbv", microbatches=4)
     check_parity(name, 2, strategy, model={"late": True}, **SHORT)
 
 
-@pytest.mark.parametrize("microbatches", [1, 3, 8, 20])
+@sampled(2, "microbatches", [3, 1, 8, 20])
 def test_any_number_of_microbatches_gives_the_same_curve(microbatches):
     check_parity("Handwritten", 2, partial(PipelineParallelStrategy, 2, microbatches=microbatches), **SHORT)
 

@@ -50,8 +50,7 @@ AS_MANY_KEYS_AS_RANKS = {name: {"num_key_value_heads": 4} for name in ("llama", 
 def test_a_layout_trains_as_one_process_does(layout: str, column: str) -> None:
     n, strategy, data_ranks = LAYOUTS[layout]
     model = AS_MANY_KEYS_AS_RANKS.get(column, {}) if layout == "tp4" else {}
-    run = {"max_epochs": 2} if n == 2 else {"max_epochs": 1, "data": {"samples": 32, "val_samples": 8}}
-    check(column, n, strategy, data_ranks, model=model, **run)
+    check(column, n, strategy, data_ranks, model=model, max_epochs=2 if n == 2 else 1)
 
 
 def compiled() -> HybridStrategy:
@@ -60,7 +59,7 @@ def compiled() -> HybridStrategy:
 
 
 @sampled(
-    5,
+    3,
     ("column", "n", "strategy", "data_ranks"),
     [
         ("gpt2", 4, hybrid(Zero(2), TensorParallel(2)), 2),
@@ -78,8 +77,7 @@ def compiled() -> HybridStrategy:
     ids=lambda value: str(value.args) if isinstance(value, partial) else str(value),
 )
 def test_beside_other_techniques(column: str, n: int, strategy: Any, data_ranks: int) -> None:
-    data = {"samples": 32, "val_samples": 8}
-    check(column, n, strategy, data_ranks, max_epochs=1, data=data, model={"n_layer": 4} if column == "gpt2" else {})
+    check(column, n, strategy, data_ranks, max_epochs=1, model={"n_layer": 4} if column == "gpt2" else {})
 
 
 # What torch itself says that its operations on symmetric memory compute.
@@ -101,7 +99,7 @@ def overlapping(column: str, fused: bool, **options: Any) -> tuple[Curve, int]:
         return train(column, partial(TensorParallelStrategy, 2, overlap=True), **options), len(calls)
 
 
-@covering(column=("gpt", "llama", "plain"), fused=(True, False))
+@covering(keep=3, column=("gpt", "llama", "plain"), fused=(True, False))
 def test_products_that_overlap_with_collectives(column: str, fused: bool) -> None:
     model = TWO_BLOCKS[column] | ({} if column == "plain" else {"optimizer": adamw})
     options = STEPS | {"max_epochs": 1, "model": model, "data": {"samples": 32, "val_samples": 8}}
@@ -110,6 +108,7 @@ def test_products_that_overlap_with_collectives(column: str, fused: bool) -> Non
         assert bool(calls) is (fused and column != "plain")  # whose hidden state has no sequence
 
 
+@pytest.mark.exhaustive  # by default `test_compile.py` has a model whose weights are fused
 def test_compiled_blocks() -> None:
     check("llama", 2, compiled, max_epochs=1, model={"num_hidden_layers": 1}, limit_val_batches=0)
 
@@ -263,9 +262,13 @@ def test_the_module_is_as_it_was_afterwards() -> None:
 
 
 def saved(path: str, strategy: Any, epochs: int, load: str | None, column: str) -> list[Tensor]:
-    module = build(column, optimizer=adamw)
-    run = trainer(strategy(), max_epochs=epochs, enable_checkpointing=False)
-    run.fit(module, *loaders(column, 8), ckpt_path=load)
+    return saved_by(path, strategy, epochs, load, column, 8)
+
+
+def saved_by(path: str, strategy: Any, epochs: int, load: str | None, column: str, batch_size: int) -> list[Tensor]:
+    module = build(column, optimizer=adamw, **TWO_BLOCKS.get(column, {}))
+    run = trainer(strategy(), max_epochs=epochs)
+    run.fit(module, *loaders(column, batch_size, samples=16, val_samples=8), ckpt_path=load)
     run.save_checkpoint(path)
     return [value.detach().clone() for value in module.state_dict().values()]
 
@@ -283,8 +286,4 @@ def test_checkpoints_into_and_out_of_other_layouts(tmp_path: Any, column: str) -
 
 
 def saved_on_two(path: str, strategy: Any, epochs: int, load: str | None, column: str) -> list[Tensor]:
-    module = build(column, optimizer=adamw)
-    run = trainer(strategy(), max_epochs=epochs)
-    run.fit(module, *loaders(column, 4), ckpt_path=load)
-    run.save_checkpoint(path)
-    return [value.detach().clone() for value in module.state_dict().values()]
+    return saved_by(path, strategy, epochs, load, column, 4)

@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 
 from lightning_parallel import ParallelPlan, TensorParallelStrategy
-from tests.curves import check_parity
+from tests.curves import Curve, check_parity, compare, reference, train
 from tests.models import build, loaders
 from tests.ranks import run_on_ranks
-from tests.techniques.tensor_layouts import TP2, WHOLE_SEQUENCE, check
+from tests.techniques.tensor_layouts import SHORT, TP2, WHOLE_SEQUENCE, check
+from tests.tiers import covering, sampled
 from tests.trainers import trainer
+
+ONE_EPOCH: dict[str, Any] = {"max_epochs": 1, "data": SHORT}
 
 # ---------------------------------------------------------------- what is refused, and what is not known
 
@@ -61,23 +64,35 @@ def test_heads_that_do_not_divide() -> None:
     ],
 )
 def test_what_ranks_cannot_divide_is_gathered_and_said(column: str, gathered: tuple[str, ...]) -> None:
-    check_parity(column, 2, TP2, max_epochs=1)
-    assert operations_that_gather("".join(run_on_ranks(2, messages_of, column))) == {*gathered}
+    expected = reference(column, **ONE_EPOCH)
+    for got, _ in (found := run_on_ranks(2, trained_and_said, column)):
+        compare(expected, got)
+    assert operations_that_gather("".join(said for _, said in found)) == {*gathered}
+
+
+def trained_and_said(column: str) -> tuple[Curve, str]:
+    handler, log = logging.handlers.BufferingHandler(1000), logging.getLogger("lightning_parallel")
+    level = log.level
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    curve = train(column, TP2, **ONE_EPOCH)
+    log.setLevel(level)
+    log.removeHandler(handler)
+    return curve, "\n".join(record.getMessage() for record in handler.buffer)
 
 
 def operations_that_gather(said: str) -> set[str]:
     return set(re.findall(r"Gathered from 2 ranks for (.+?): a tensor of shape", said))
 
 
-@pytest.mark.parametrize("strategy", [TP2, WHOLE_SEQUENCE])
+@sampled(1, "strategy", [WHOLE_SEQUENCE, TP2])  # the table above has the other
 def test_attention_that_takes_its_width_from_its_input(strategy: Any) -> None:
-    check_parity("from its input", 2, strategy, max_epochs=1, gradient_clip_val=0.5)
+    check_parity("from its input", 2, strategy, gradient_clip_val=0.5, **ONE_EPOCH)
 
 
-@pytest.mark.parametrize("strategy", [TP2, WHOLE_SEQUENCE])
-@pytest.mark.parametrize("column", ["conditioned", "gating"])
+@covering(strategy=(TP2, WHOLE_SEQUENCE), column=("conditioned", "gating"))
 def test_gradients_of_what_ranks_have_alike_and_what_they_divide_meets(column: str, strategy: Any) -> None:
-    check_parity(column, 2, strategy, max_epochs=1, gradient_clip_val=0.5)
+    check_parity(column, 2, strategy, gradient_clip_val=0.5, **ONE_EPOCH)
 
 
 @pytest.mark.parametrize(
@@ -91,34 +106,23 @@ def test_what_would_train_otherwise_is_refused(column: str, reason: str) -> None
     assert reason in refused(column, 2, TP2)
 
 
-@pytest.mark.parametrize("strategy", [TP2, WHOLE_SEQUENCE])
+@sampled(1, "strategy", [TP2, WHOLE_SEQUENCE])
 def test_a_number_of_heads_in_an_attribute_is_this_ranks(strategy: Any) -> None:
-    check_parity("counting", 2, strategy, max_epochs=1, gradient_clip_val=0.5)
+    check_parity("counting", 2, strategy, gradient_clip_val=0.5, **ONE_EPOCH)
 
 
 @pytest.mark.parametrize("column", ["between", "recomputing", "distilling"])
 def test_what_happens_between_blocks_sees_the_whole_sequence(column: str) -> None:
-    check_parity(column, 2, TP2, max_epochs=1, data={"length": 15})
+    check_parity(column, 2, TP2, max_epochs=1, data=ONE_EPOCH["data"] | {"length": 15})
 
 
-@pytest.mark.parametrize("strategy", [TP2, WHOLE_SEQUENCE])
+@sampled(1, "strategy", [TP2, WHOLE_SEQUENCE])
 def test_layers_that_recompute_themselves(strategy: Any) -> None:
     check("checkpointed", 2, strategy, max_epochs=1, model={"num_hidden_layers": 2})
 
 
 def test_what_hooks_within_a_block_see_is_whole() -> None:
     check("mixtral", 2, TP2, max_epochs=1, model={"num_hidden_layers": 2, "output_router_logits": True})
-
-
-def messages_of(column: str) -> str:
-    handler, log = logging.handlers.BufferingHandler(100), logging.getLogger("lightning_parallel")
-    level = log.level
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    fit_column(column, TP2, {})
-    log.setLevel(level)
-    log.removeHandler(handler)
-    return "\n".join(record.getMessage() for record in handler.buffer)
 
 
 def test_a_model_of_which_nothing_is_known_gets_a_plan_to_start_from() -> None:

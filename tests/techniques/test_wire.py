@@ -23,6 +23,7 @@ from lightning_parallel.mesh import AXES, ParallelMesh
 from lightning_parallel.techniques.technique import Technique
 from lightning_parallel.techniques.zero.parameters import UNIT_BYTES
 from tests.models import build, loaders
+from tests.tiers import covering
 from tests.trainers import trainer
 
 RANKS = 8
@@ -129,12 +130,12 @@ ROWS: dict[str, tuple[Technique, Closed]] = {
 }
 
 
-CELLS = [(row, model) for row in ROWS for model in MODELS if "zero 3" in row or "units" not in model]
+CELLS = {f"{row}, {model}": (row, model) for row in ROWS for model in MODELS if "zero 3" in row or "units" not in model}
 
 
-@pytest.mark.parametrize("accumulate", [1, 4])
-@pytest.mark.parametrize(("row", "model"), CELLS)
-def test_bytes_sent_per_step(world: None, row: str, model: str, accumulate: int) -> None:
+@covering(accumulate=(1, 4), cell=CELLS)
+def test_bytes_sent_per_step(world: None, cell: str, accumulate: int) -> None:
+    row, model = CELLS[cell]
     technique, closed = ROWS[row]
     module = MODELS[model]()
     sent = bytes_sent(technique, module, accumulate)
