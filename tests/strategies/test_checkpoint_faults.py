@@ -1,22 +1,29 @@
 """A save that fails fails on all ranks and leaves what was there; a run goes on from the newest valid checkpoint."""
 
+import errno
+import logging
+import os
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_parallel.checkpoint import folder
+from lightning_parallel import HybridStrategy, ZeroStrategy
+from lightning_parallel.checkpoint import commit, folder
 from lightning_parallel.checkpoint.damage import Damaged
 from lightning_parallel.checkpoint.manifest import read_manifest
 from lightning_parallel.strategies.checkpoint.files import AtomicCheckpointIO
 from tests.ranks import run_on_ranks
-from tests.strategies.test_checkpoint_use import LAYOUTS, Tied, fitted, tokens
+from tests.strategies.test_checkpoint_use import LAYOUTS, SaveHalfway, Tied, fitted, tokens
 from tests.tiers import covering
+from tests.trainers import trainer
 
-SHARDED = {name: partial(make, checkpoint="sharded") for name, make in LAYOUTS.items()}
 FORMS = ("full", "sharded")
 
 
@@ -69,3 +76,222 @@ def kept_by_model_checkpoint(make: Callable[[], Any], path: Path) -> None:
 def test_model_checkpoint(form: str, layout: str, async_save: bool, tmp_path: Path) -> None:
     make = partial(LAYOUTS[layout], checkpoint=form, async_save=async_save)
     run_on_ranks(2, kept_by_model_checkpoint, make, tmp_path / "file.ckpt")
+
+
+# ---------------------------------------------------------------- failures while saving
+
+
+def full_disk(*_: Any, **__: Any) -> Any:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def fails_everywhere(path: Path, rank: int, what: str) -> None:
+    """One rank cannot write: all raise, naming it, and what was there stays."""
+    model = Tied()
+    run = fitted(partial(ZeroStrategy, 2, stage=3, checkpoint="sharded"), model)
+    run.save_checkpoint(path)
+    before = load_model(path)
+    model.table.weight.data.zero_()
+    broken = (folder, "write_share") if what == "write its part" else (commit, "commit")
+    with pytest.MonkeyPatch.context() as patch:
+        if run.global_rank == rank:
+            patch.setattr(*broken, full_disk)
+        error = OSError if run.global_rank == rank else RuntimeError
+        with pytest.raises(
+            error, match="No space left" if error is OSError else f"rank {rank} could not {what}.*No space"
+        ):
+            run.save_checkpoint(path)
+    run.strategy.barrier()
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+    assert all(torch.equal(value, before[name]) for name, value in load_model(path).items())
+
+
+def load_model(path: Path) -> dict[str, torch.Tensor]:
+    return folder.read(path, read_manifest(path), lambda name: False)["state_dict"]
+
+
+@pytest.mark.parametrize(("rank", "what"), [(0, "write its part"), (1, "write its part"), (0, "commit")])
+def test_a_save_that_fails_on_one_rank_fails_on_all(rank: int, what: str, tmp_path: Path) -> None:
+    run_on_ranks(2, fails_everywhere, tmp_path / "file.ckpt", rank, what, timeout=10.0)
+
+
+class FailOnce(Callback):
+    """The disk is full for one save in the background, which is begun in the first batch."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        self.path, self.rank, self.begun = path, rank, 0
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.begun += 1
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if self.begun == 1:
+            with pytest.MonkeyPatch.context() as patch:
+                if trainer.global_rank == self.rank:
+                    patch.setattr(folder, "write_share", full_disk)
+                    patch.setattr(AtomicCheckpointIO, "save_checkpoint", full_disk)
+                trainer.save_checkpoint(self.path)
+                while not trainer.strategy._saves().failed:
+                    time.sleep(0.01)
+
+
+def surfaces(path: Path, form: str, rank: int, size: int) -> None:
+    failing = FailOnce(path, rank)
+    make = partial(HybridStrategy) if size == 1 else partial(ZeroStrategy, 2)
+    told = "No space left" if int(os.environ["RANK"]) == rank else f"rank {rank} could not write .*No space left"
+    with pytest.raises((OSError, RuntimeError), match=told):
+        fitted(partial(make, checkpoint=form, async_save=True), Tied(), callbacks=[failing])
+    assert failing.begun <= 2
+    assert not list(path.parent.iterdir())
+
+
+@covering(form=FORMS, size=(1, 2))
+def test_a_save_in_the_background_that_fails_is_told_before_the_next_step(form: str, size: int, tmp_path: Path) -> None:
+    rank = 1 if (form, size) == ("sharded", 2) else 0
+    run_on_ranks(size, surfaces, tmp_path / "file.ckpt", form, rank, size, timeout=10.0)
+
+
+class Unplain(Tied):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hparams["activation"] = torch.nn.ReLU()
+
+
+def refuses_what_is_not_plain(path: Path) -> None:
+    remedy = (
+        r"checkpoint\['hyper_parameters'\]\['activation'\] is a .*ReLU.*save_hyperparameters\(ignore=\['activation'\]\)"
+    )
+    with pytest.raises(TypeError, match=remedy):
+        fitted(partial(HybridStrategy, checkpoint="sharded"), Unplain()).save_checkpoint(path)
+    assert not list(path.parent.iterdir())
+
+
+def test_what_only_code_could_bring_back_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    run_on_ranks(1, refuses_what_is_not_plain, tmp_path / "file.ckpt")
+
+
+# ---------------------------------------------------------------- code
+
+
+class Payload:
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.canary),)
+
+
+def runs_no_code(path: Path) -> None:
+    run = fitted(HybridStrategy, Tied())
+    run.save_checkpoint(path)
+    checkpoint = torch.load(path, weights_only=True)
+    canary = path.parent / "canary"
+    torch.save({**checkpoint, "note": Payload(canary)}, path)
+
+    def validate(weights_only: bool | None = None, **options: Any) -> None:
+        trainer(HybridStrategy(**options)).validate(
+            Tied(), tokens(), ckpt_path=path, weights_only=weights_only, verbose=False
+        )
+
+    for given in (None, True):
+        with pytest.raises(ValueError, match=r"holds what only code could bring back .*trust_checkpoint_code=True"):
+            validate(given)
+    with pytest.raises(ValueError, match="weights_only=False would let the checkpoint run any code"):
+        validate(False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+        with pytest.raises(ValueError, match="TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD is set"):
+            validate()
+    assert not canary.exists()
+    validate(trust_checkpoint_code=True)
+    assert canary.exists()
+
+
+def test_no_code_runs_unless_the_user_trusts_it(tmp_path: Path) -> None:
+    run_on_ranks(1, runs_no_code, tmp_path / "file.ckpt")
+
+
+# ---------------------------------------------------------------- going on by itself
+
+
+def goes_on(where: Path, form: str, expected: int | str, said: str = "") -> int:
+    """Fits with `resume="auto"` and tells how many steps it took in all."""
+    often = ModelCheckpoint(where, "{step}", every_n_train_steps=1, save_top_k=-1)
+    made = partial(HybridStrategy, checkpoint=form, resume="auto")
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            fitted(made, Tied(), callbacks=[often], enable_checkpointing=True)
+        return 0
+    with LogOf("lightning_parallel.strategies.checkpoint.auto") as log:
+        run = fitted(made, Tied(), max_epochs=expected, callbacks=[often], enable_checkpointing=True)
+    assert said in log.text, log.text
+    return run.global_step
+
+
+class LogOf(logging.Handler):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.logger, self.text = logging.getLogger(name), ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text += record.getMessage()
+
+    def __enter__(self) -> "LogOf":
+        self.logger.addHandler(self)
+        self.logger.setLevel(logging.INFO)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.logger.removeHandler(self)
+
+
+def auto(where: Path, form: str) -> None:
+    """An epoch has four steps; then one more, after the newest checkpoint was damaged, and then all."""
+    assert goes_on(where, form, 1, "There is no checkpoint in") == 4
+    fitted(partial(HybridStrategy, checkpoint=form), Tied()).save_checkpoint(where / "weights.ckpt", weights_only=True)
+    damage(where / "step=4.ckpt")
+    assert goes_on(where, form, 2, "step=3.ckpt, step 3. Skipped: ") == 8
+    for path in where.glob("step=*"):
+        damage(path)
+    goes_on(where, form, "none from which this run can go on.*another.*pass resume=None to start from the beginning")
+
+
+def damage(path: Path) -> None:
+    file = max(path.glob("rank*")) if path.is_dir() else path
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] = (data[len(data) // 2] + 1) % 256
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_run_goes_on_by_itself_from_the_newest_valid_checkpoint(form: str, tmp_path: Path) -> None:
+    run_on_ranks(1, auto, tmp_path / "run", form)
+
+
+def both_ranks_go_on(where: Path) -> None:
+    made = partial(ZeroStrategy, 2, checkpoint="sharded", resume="auto")
+    saved = [SaveHalfway(where / "half.ckpt"), ModelCheckpoint(where, save_top_k=0)]
+    fitted(made, Tied(), callbacks=saved, enable_checkpointing=True)
+    again = fitted(made, Tied(), callbacks=saved, enable_checkpointing=True)
+    assert str(again.ckpt_path) == str(where / "half.ckpt")
+
+
+def test_ranks_go_on_from_the_same_one(tmp_path: Path) -> None:
+    run_on_ranks(2, both_ranks_go_on, tmp_path)
+
+
+def nobody_saves() -> None:
+    with pytest.raises(ValueError, match="resume='auto' looks where a ModelCheckpoint saves, and the trainer has none"):
+        fitted(partial(HybridStrategy, resume="auto"), Tied())
+
+
+def test_without_a_folder_there_is_nothing_to_go_on_from() -> None:
+    run_on_ranks(1, nobody_saves)
+
+
+def test_arguments_are_checked() -> None:
+    for wrong in ({"checkpoint": "shards"}, {"async_save": "yes"}, {"resume": True}, {"trust_checkpoint_code": 1}):
+        with pytest.raises(ValueError, match=f"strategy\\({next(iter(wrong))}="):
+            ZeroStrategy(2, **wrong)
+    with pytest.raises(ValueError, match="AtomicCheckpointIO writes what one has; leave out the checkpoint_io"):
+        trainer(ZeroStrategy(1, checkpoint="sharded", checkpoint_io=AtomicCheckpointIO()), devices=1)

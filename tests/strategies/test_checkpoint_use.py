@@ -18,6 +18,7 @@ from torchmetrics import MeanMetric
 from lightning_parallel.strategies.checkpoint.files import AtomicCheckpointIO
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
 from lightning_parallel.strategies.zero import ZeroStrategy
+from tests.checkpoint.folders import load
 from tests.ranks import run_on_ranks
 from tests.tiers import covering
 from tests.trainers import trainer
@@ -59,6 +60,11 @@ class Tied(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=self.hparams.lr)
+
+
+def saved(path: Path) -> dict[str, Tensor]:
+    """The model's tensors in a checkpoint of either form."""
+    return (load(path) if path.is_dir() else torch.load(path, weights_only=True))["state_dict"]
 
 
 class SaveHalfway(Callback):
@@ -109,8 +115,7 @@ def edited(make: Callable[[], Any], path: Path) -> None:
     run = fitted(make, model)
     run.save_checkpoint(path)
     weight = model.table.weight.detach().clone()
-    state = torch.load(path, weights_only=True)["state_dict"]
-    torch.testing.assert_close(state["table.weight"], weight + 1)
+    torch.testing.assert_close(saved(path)["table.weight"], weight + 1)
     again = Editing()
     trainer(make()).validate(again, tokens(), ckpt_path=path, verbose=False)
     torch.testing.assert_close(again.table.weight, 2 * (weight + 1))
@@ -136,8 +141,7 @@ def metrics_go_on(make: Callable[[], Any], path: Path) -> None:
     """A metric that is saved holds what all ranks have seen, as on one device."""
     whole, rest = SaveHalfway(path), SaveHalfway(path)
     fitted(make, Tied(), callbacks=[whole])
-    state = torch.load(path, weights_only=True)["state_dict"]
-    assert state["metric.weight"] == 2.0
+    assert saved(path)["metric.weight"] == 2.0
     model = Tied()
     trainer(make(), max_epochs=1, callbacks=[rest]).fit(model, tokens(), tokens(), ckpt_path=path)
     assert rest.end == pytest.approx(whole.end, rel=1e-6)
@@ -174,6 +178,11 @@ def best_and_last(make: Callable[[], Any], path: Path) -> None:
     assert result["test_loss"] == pytest.approx(best.best_model_score.item(), rel=1e-5)
     (result,) = run.validate(Tied(), tokens(), ckpt_path="last", verbose=False)
     assert result["val_loss"] < best.best_model_score
+
+
+@covering(use=(edited, metrics_go_on, not_strict, best_and_last), layout=LAYOUTS)
+def test_use_of_sharded_ones(use: Callable[..., None], layout: str, tmp_path: Path) -> None:
+    run_on_ranks(2, use, partial(LAYOUTS[layout], checkpoint="sharded"), tmp_path / "file.ckpt")
 
 
 @covering(use=(edited, read_by_anyone, metrics_go_on, not_strict, best_and_last), layout=LAYOUTS)
