@@ -15,8 +15,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_parallel.checkpoint import commit, folder
 from lightning_parallel.checkpoint.damage import Damaged
+from lightning_parallel.checkpoint.foreign import ForeignFolder, is_foreign
 from lightning_parallel.checkpoint.manifest import read_manifest
 from lightning_parallel.checkpoint.sealed import require_unchanged
+from lightning_parallel.strategies.checkpoint import stock
 from lightning_parallel.strategies.checkpoint.files import AtomicCheckpointIO
 from lightning_parallel.strategies.checkpoint.options import CheckpointOptions
 from lightning_parallel.strategies.ranks.agreement import gather_objects, together
@@ -102,7 +104,9 @@ def _checkpoints_in(folders: Sequence[Path]) -> Iterator[Path]:
     seen: set[str] = set()
     for each in folders:
         for path in sorted(each.iterdir()) if each.is_dir() else ():
-            meant = folder.is_folder(path) or (path.suffix == ".ckpt" and not path.name.startswith("."))
+            meant = (
+                folder.is_folder(path) or is_foreign(path) or (path.suffix == ".ckpt" and not path.name.startswith("."))
+            )
             if meant and (real := os.path.realpath(path)) not in seen:
                 seen.add(real)
                 yield path
@@ -117,6 +121,9 @@ def _opened(path: Path) -> Candidate:
     if folder.is_folder(path):
         manifest = read_manifest(path)
         step, holds = manifest.step, set(manifest.holds)
+    elif is_foreign(path):
+        step, holds = int(stock.read_rest(path)["global_step"]), {"optimizer_states"}
+        ForeignFolder(path)
     else:
         content = AtomicCheckpointIO(verifies=False).load_checkpoint(path)
         step, holds = int(content.get("global_step", 0)), set(content)
@@ -128,5 +135,7 @@ def _opened(path: Path) -> Candidate:
 def _verify(path: Path) -> None:
     if folder.is_folder(path):
         folder.require_whole(path, folder.faults(path, read_manifest(path)))
+    elif is_foreign(path):
+        folder.require_whole(path, ForeignFolder(path).faults())
     else:
         require_unchanged(path)

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
+import pickle
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 
 from lightning_parallel.checkpoint import folder
 from lightning_parallel.checkpoint.damage import Damaged
-from lightning_parallel.checkpoint.manifest import Manifest, read_manifest
+from lightning_parallel.checkpoint.foreign import ForeignFolder, is_foreign
+from lightning_parallel.checkpoint.manifest import read_manifest
+from lightning_parallel.strategies.checkpoint import stock
 from lightning_parallel.strategies.checkpoint.options import CheckpointOptions
 from lightning_parallel.strategies.checkpoint.sharded import is_divided
 from lightning_parallel.strategies.ranks.agreement import gather_objects
+
+T = TypeVar("T")
 
 FORCE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
@@ -35,7 +41,11 @@ def load(path: Any, options: CheckpointOptions, io: CheckpointIO, weights_only: 
     safe = _is_safe(options, weights_only)
     if "://" not in str(path) and folder.is_folder(Path(path)):
         return _read_folder(Path(path), host)
-    return io.load_checkpoint(path, weights_only=safe)
+    foreign = "://" not in str(path) and is_foreign(Path(path))
+    found = _read_foreign(Path(path), host) if foreign else io.load_checkpoint(path, weights_only=safe)
+    if "optimizer_states" in found:
+        found["optimizer_states"] = [stock.numbered(state) for state in found["optimizer_states"]]
+    return found
 
 
 def _is_safe(options: CheckpointOptions, weights_only: bool | None) -> bool:
@@ -56,17 +66,35 @@ def _is_safe(options: CheckpointOptions, weights_only: bool | None) -> bool:
 
 def _read_folder(path: Path, host: dist.ProcessGroup | None) -> Any:
     rank, ranks = (0, 1) if host is None else (host.rank(), host.size())
-    manifest, said = _verified(path, rank, ranks)
-    every = [said] if host is None else gather_objects(said, host)
-    folder.require_whole(path, list(dict.fromkeys(fault for some in every for fault in some)))
-    assert manifest is not None
+    manifest = _agreed(path, lambda: read_manifest(path), host)
+    _require_whole(path, lambda: folder.faults(path, manifest, rank, ranks), host)
     return folder.read(path, manifest, is_divided)
 
 
-def _verified(path: Path, rank: int, ranks: int) -> tuple[Manifest | None, list[str]]:
-    """The manifest, and what this rank finds wrong: ranks look at different files."""
-    try:
-        manifest = read_manifest(path)
-        return manifest, folder.faults(path, manifest, rank, ranks)
-    except (Damaged, OSError) as error:
-        return None, [str(error)]
+def _read_foreign(path: Path, host: dist.ProcessGroup | None) -> Any:
+    rank, ranks = (0, 1) if host is None else (host.rank(), host.size())
+    opened = _agreed(path, lambda: ForeignFolder(path), host)
+    _require_whole(path, lambda: opened.faults(rank, ranks), host)
+    return _agreed(path, lambda: stock.read_folder(opened), host)
+
+
+def _agreed(path: Path, read: Callable[[], T], host: dist.ProcessGroup | None) -> T:
+    """What is read on all ranks, or on none."""
+    said: list[str] = []
+    found: list[T] = []
+
+    def look() -> list[str]:
+        try:
+            found.append(read())
+        except (Damaged, OSError, pickle.UnpicklingError) as error:
+            said.append(str(error))
+        return said
+
+    _require_whole(path, look, host)
+    return found[0]
+
+
+def _require_whole(path: Path, look: Callable[[], list[str]], host: dist.ProcessGroup | None) -> None:
+    """Raises on all ranks what any of them sees; they look at different files."""
+    every = [look()] if host is None else gather_objects(look(), host)
+    folder.require_whole(path, list(dict.fromkeys(fault for some in every for fault in some)))
