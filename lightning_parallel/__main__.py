@@ -1,4 +1,4 @@
-"""The command `lightning-parallel`, also as `python -m lightning_parallel`: trains the recipe, or shows a schedule."""
+"""The command `lightning-parallel`, also as `python -m lightning_parallel`: trains the recipe, shows what ranks will do."""
 
 import argparse
 import runpy
@@ -7,17 +7,18 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from lightning_parallel import __version__, schedule
+from lightning_parallel import __version__, ring, schedule
 
 EXTRA = ("hydra", "tokenizers", "filelock", "matplotlib", "tqdm")
 """What the recipe imports and only the extra `recipes` installs."""
 
 EXAMPLES = """\
-train takes Hydra's overrides, schedule has options of its own; each tells them with --help:
+train takes Hydra's overrides, schedule and ring have options of their own; each tells them with --help:
   lightning-parallel train                                       ZeRO 3 on all GPUs, or on two CPU processes
   lightning-parallel train strategy=zero strategy.stage=2 trainer.devices=4
   lightning-parallel train experiment=gpt-124m --cfg job         shows the configuration without training
   lightning-parallel schedule zbv --ranks 4 --microbatches 8 --png zbv.png
+  lightning-parallel ring --ranks 4 --mask documents:20,8,24,12 --png ring.png
 """
 
 
@@ -25,12 +26,13 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     line = argparse.ArgumentParser(
         prog="lightning-parallel",
-        description="Trains a GPT on any layout of ranks, or shows a schedule of pipeline parallel.",
+        description="Trains a GPT on any layout of ranks; shows a schedule of pipeline parallel or a ring of context "
+        "parallel.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     line.add_argument("--version", action="version", version=__version__)
-    line.add_argument("command", choices=("train", "schedule"))
+    line.add_argument("command", choices=("train", "schedule", "ring"))
     line.add_argument("arguments", nargs=argparse.REMAINDER, metavar="…", help="what the command takes")
     return line
 
@@ -46,8 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command."""
     command = parser()
     line = command.parse_args(arguments)
-    if line.command == "schedule":
-        schedule.main(line.arguments, prog="lightning-parallel schedule")
+    shows = {"schedule": schedule.main, "ring": ring.main}
+    if line.command in shows:
+        shows[line.command](line.arguments, prog=f"lightning-parallel {line.command}")
         return
     missing = [module for module in EXTRA if find_spec(module) is None]
     if missing:

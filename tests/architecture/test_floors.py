@@ -19,7 +19,10 @@ FLOORS = {
     "techniques": 2,
     "strategies": 3,
 }
-COMMANDS = {"schedule": 2}  # run with `python -m`: they may import up to that floor, and no file imports them
+COMMANDS = {
+    "schedule": 2,
+    "ring": 2,
+}  # run with `python -m`: they may import up to that floor, and no file imports them
 SHARED_BY_TECHNIQUES = {"technique", "division", "step", "tools", "observed", "gradients", "divided"}
 MAX_FILES = 14
 MAX_LINES = 400

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_parallel.__main__ import EXTRA, main, recipes
+from lightning_parallel.ring import main as show_ring
 from lightning_parallel.schedule import main as show
 from tests.package.test_import import NEEDED, ROOT, imported_at_once
 
@@ -16,6 +17,13 @@ def test_schedule_is_the_command_of_that_name(capsys: pytest.CaptureFixture[str]
     show(line)
     shown = capsys.readouterr().out
     main(["schedule", *line])
+    assert capsys.readouterr().out == shown
+
+
+def test_ring_is_the_command_of_that_name(capsys: pytest.CaptureFixture[str]) -> None:
+    show_ring(["--ranks", "2"])
+    shown = capsys.readouterr().out
+    main(["ring", "--ranks", "2"])
     assert capsys.readouterr().out == shown
 
 
@@ -66,10 +74,11 @@ def test_the_extra_is_what_the_recipe_imports() -> None:
     assert found - NEEDED - brought_along - sys.stdlib_module_names - {"recipes"} == set(EXTRA)
 
 
-def test_help_tells_both_commands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_tells_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
     assert ended.value.code == 0
     shown = capsys.readouterr().out
     assert "lightning-parallel train experiment=gpt-124m" in shown
     assert "lightning-parallel schedule zbv" in shown
+    assert "lightning-parallel ring --ranks 4" in shown

@@ -47,6 +47,11 @@ def tables_of_all(mask: Tensor, runs: Sequence[Runs], keys: Sequence[Span], ever
     return [_table(each[1:], len(mine), len(keys)) for each, mine in zip(told, runs, strict=True)]
 
 
+def table_of(mask: Tensor, queries: Runs, keys: Sequence[Span]) -> Table:
+    """The relations of queries to keys, by the rows of a mask for these queries, (B, H, own, T)."""
+    return _table(_coded(mask, queries, keys)[1:].tolist(), len(queries), len(keys))
+
+
 def _table(codes: Sequence[int], rows: int, columns: int) -> Table:
     return [[Relation(code) for code in codes[row * columns : (row + 1) * columns]] for row in range(rows)]
 
