@@ -1,4 +1,4 @@
-"""The command `lightning-parallel`, also as `python -m lightning_parallel`: trains the recipe, shows what ranks will do."""
+"""The command `lightning-parallel`, also as `python -m lightning_parallel`: trains, or shows what ranks will do."""
 
 import argparse
 import runpy
