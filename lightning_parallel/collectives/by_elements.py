@@ -14,6 +14,7 @@ Source: M. Shoeybi et al., Megatron-LM, 2019 (f and g); V. Korthikanti et al., M
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -57,9 +58,6 @@ def gathered(own: Tensor, dim: int, elements: Elements, keep: bool = False) -> T
         dim: the dimension that is divided.
         elements: which they are.
         keep: whether backward keeps them, for `gathered_again`.
-
-    Raises:
-        ValueError: an element that several ranks have.
     """
     return _apply(_Gathered, own, dim, elements, keep)
 
@@ -71,11 +69,7 @@ def gathered_again(node: Any) -> Tensor:
 
 
 def total_part(x: Tensor, dim: int, elements: Elements) -> Tensor:
-    """This rank's elements of the sum of what ranks computed. ⇄ `gathered`.
-
-    Raises:
-        ValueError: an element that several ranks have.
-    """
+    """This rank's elements of the sum of what ranks computed. ⇄ `gathered`."""
     return _apply(_TotalPart, x, dim, elements)
 
 
@@ -139,19 +133,12 @@ class _Joined(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         require_first_order()
-        elements, dim = ctx.elements, ctx.dim
-        own = elements.take(gradient, dim)
-        if not elements.disjoint:
-            shape = [1] * own.dim()
-            shape[dim] = -1
-            own = own / elements.copies(own.device).view(shape)
-        return own.contiguous(), None, None
+        return summand_of(ctx.elements.take(gradient, ctx.dim), ctx.dim, ctx.elements).contiguous(), None, None
 
 
 class _Gathered(Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, dim: int, elements: Elements, keep: bool) -> Tensor:
-        _require_disjoint(elements)
         ctx.dim, ctx.elements = dim, elements
         if keep:
             ctx.save_for_backward(own)
@@ -160,20 +147,20 @@ class _Gathered(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         require_first_order()
-        return part_of_sum(gradient, ctx.dim, ctx.elements), None, None, None
+        own = part_of_sum(gradient, ctx.dim, ctx.elements)
+        return summand_of(own, ctx.dim, ctx.elements), None, None, None
 
 
 class _TotalPart(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, elements: Elements) -> Tensor:
-        _require_disjoint(elements)
         ctx.dim, ctx.elements = dim, elements
         return part_of_sum(x, dim, elements)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         require_first_order()
-        return whole_of(gradient, ctx.dim, ctx.elements), None, None
+        return sum_of_copies(gradient, ctx.dim, ctx.elements), None, None
 
 
 def require_first_order() -> None:
@@ -186,16 +173,13 @@ def require_first_order() -> None:
         )
 
 
-def _require_disjoint(elements: Elements) -> None:
-    if not elements.disjoint:
-        raise ValueError(f"ranks have copies of the elements {elements}; only elements on one rank each can be summed")
-
-
 # ---------------------------------------------------------------- without gradients of their own
 
 
 def whole_of(own: Tensor, dim: int, elements: Elements) -> Tensor:
     """The whole of what ranks have divided."""
+    if elements.everywhere:
+        return own.view_as(own)
     rows = _parts(own, dim, elements)  # (ranks x longest, ...)
     if elements.even:
         return rows.view(elements.size, *rows.shape[1:]).movedim(0, dim).contiguous()
@@ -206,10 +190,31 @@ def sum_of_copies(own: Tensor, dim: int, elements: Elements) -> Tensor:
     """The whole of what ranks have divided; of an element that several have, the sum of their copies."""
     if elements.disjoint:
         return whole_of(own, dim, elements)
+    if elements.everywhere:
+        return summed(own, elements.ranks.group)
     rows = _parts(own, dim, elements)
     sums = rows.new_zeros(elements.size + 1, *rows.shape[1:])  # one more, for padding
     sums.index_add_(0, elements.of_all(own.device), rows)
     return sums[: elements.size].movedim(0, dim).contiguous()
+
+
+def complete(own: Tensor, dim: int, elements: Elements) -> Tensor:
+    """This rank's elements, each the sum of its copies."""
+    return own if elements.disjoint else elements.take(sum_of_copies(own, dim, elements), dim)
+
+
+def completed(own: Tensor, cuts: Mapping[int, Elements]) -> Tensor:
+    """The same of several dimensions."""
+    for dim, elements in cuts.items():
+        own = complete(own, dim, elements)
+    return own
+
+
+def summand_of(own: Tensor, dim: int, elements: Elements) -> Tensor:
+    """This rank's elements as summands: those of all copies add up to what each of them is here. The opposite."""
+    if elements.disjoint:
+        return own
+    return own / elements.copies(own.device).view([-1 if k == dim else 1 for k in range(own.dim())])
 
 
 def part_of_sum(x: Tensor, dim: int, elements: Elements) -> Tensor:

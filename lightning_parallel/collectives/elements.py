@@ -10,7 +10,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
-from math import ceil
 from typing import Any, Protocol
 
 import torch
@@ -18,14 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parallel.collectives.made_of import MadeOf
+from lightning_parallel.collectives.spans import Runs, Span, bounds, indices, joined, places, without
 
 log = logging.getLogger(__name__)
-
-Span = tuple[int, int]
-"""Indices that follow each other: the first, and the one after the last."""
-
-Runs = tuple[Span, ...]
-"""The spans of one rank, in ascending order; no two touch."""
 
 KEPT = 1000
 """How many forms of a division are remembered: lengths of sequences may change with every batch."""
@@ -123,7 +117,7 @@ class Ranks:
 
     def elements(self, size: int, runs: Iterable[Iterable[Span]]) -> Elements:
         """The elements of a dimension of `size`, from the spans that each rank has."""
-        return Elements(self, size, tuple(_joined(each) for each in runs))
+        return Elements(self, size, tuple(joined(each) for each in runs))
 
     def chunks(self, *sizes: int) -> Elements:
         """Consecutive elements for each rank: of a whole dimension, or of each of the parts that it consists of.
@@ -147,29 +141,13 @@ class Ranks:
         """
         if ("zigzag", size) not in self._chunks:
             pairs = [(rank, 2 * self.count - 1 - rank) for rank in range(self.count)]
-            runs = [[_chunk(size, 2 * self.count, number) for number in pair] for pair in pairs]
+            runs = [[bounds(size, 2 * self.count, number) for number in pair] for pair in pairs]
             self._chunks["zigzag", size] = self.elements(size, runs)
         return self._chunks["zigzag", size]
 
     def _chunks_of(self, starts: Sequence[int], sizes: Sequence[int], rank: int) -> list[Span]:
-        chunks = [_chunk(size, self.count, rank) for size in sizes]
+        chunks = [bounds(size, self.count, rank) for size in sizes]
         return [(start + low, start + high) for start, (low, high) in zip(starts, chunks, strict=False)]
-
-
-def _chunk(size: int, ranks: int, rank: int) -> Span:
-    chunk = ceil(size / ranks)
-    return min(rank * chunk, size), min((rank + 1) * chunk, size)
-
-
-def _joined(runs: Iterable[Span]) -> Runs:
-    """Spans without empty ones; spans that touch become one."""
-    found: list[Span] = []
-    for start, stop in runs:
-        if start < stop and found and found[-1][1] == start:
-            found[-1] = found[-1][0], stop
-        elif start < stop:
-            found.append((start, stop))
-    return tuple(found)
 
 
 class Elements:
@@ -190,8 +168,11 @@ class Elements:
         self.own = runs[ranks.rank]
         self.disjoint = sum(self.lengths) == size
         """Whether no element is on two ranks; together they always have all."""
-        self.even = self.disjoint and runs == tuple(_joined([_chunk(size, ranks.count, r)]) for r in range(ranks.count))
-        self.even = self.even and size % ranks.count == 0
+        self.everywhere = runs == (((0, size),),) * ranks.count
+        """Whether each rank has all: copies, of whose gradient each computes a summand."""
+        chunk = size // ranks.count
+        self.even = runs == tuple([((rank * chunk, rank * chunk + chunk),) for rank in range(ranks.count)])
+        self.even = self.even and self.disjoint
         """Whether each rank has one chunk, all of the same length, in the order of the ranks."""
         self._derived: dict[tuple[str, int, int], Elements] = {}
         self._index: dict[tuple[str, torch.device], Tensor] = {}
@@ -201,6 +182,19 @@ class Elements:
         if other is None or self is other:
             return self is other
         return self.ranks is other.ranks and self.size == other.size and self.runs == other.runs
+
+    def covers(self, other: Elements) -> bool:
+        """Whether each of the same ranks has all that it has of the other."""
+        if self is other or self.ranks is not other.ranks or self.size != other.size:
+            return self is other
+        return not any(without(theirs, own) for own, theirs in zip(self.runs, other.runs, strict=True))
+
+    @property
+    def alike_where_shared(self) -> bool:
+        """Whether ranks that have copies of one element have copies of all of theirs."""
+        return self.disjoint or all(
+            one == other or without(one, other) == one for one in self.runs for other in self.runs
+        )
 
     def __repr__(self) -> str:
         shown = ", ".join(f"{start}-{stop - 1}" for start, stop in self.own) or "none"
@@ -257,9 +251,15 @@ class Elements:
             return whole.narrow(dim, self.own[0][0], self.length)
         return whole.index_select(dim, self.index(whole.device))
 
+    def take_from(self, wider: Elements, own: Tensor, dim: int) -> Tensor:
+        """This rank's elements of those that it has of `wider`, which covers them; differentiable."""
+        spans = places(wider.own, self.own) or ((0, 0),)
+        taken = [own.narrow(dim, start, stop - start) for start, stop in spans]
+        return taken[0] if len(taken) == 1 else torch.cat(taken, dim)
+
     def index(self, device: torch.device) -> Tensor:
         """This rank's indices, (length,)."""
-        return self._kept("index", device, lambda: _indices(self.own))
+        return self._kept("index", device, lambda: indices(self.own))
 
     def order(self, device: torch.device) -> Tensor:
         """For each element its row where the ranks' parts, padded to the longest, lie one after the other, (size,)."""
@@ -287,21 +287,16 @@ class Elements:
         return found
 
     def _places(self) -> Tensor:
-        places = torch.empty(self.size, dtype=torch.long)
+        found = torch.empty(self.size, dtype=torch.long)
         for rank in reversed(range(self.ranks.count)):  # of copies the first counts
-            indices = _indices(self.runs[rank])
-            places[indices] = torch.arange(len(indices)) + rank * self.longest
-        return places
+            own = indices(self.runs[rank])
+            found[own] = torch.arange(len(own)) + rank * self.longest
+        return found
 
     def _padded(self, runs: Runs) -> Tensor:
-        indices = _indices(runs)
-        return torch.cat([indices, indices.new_full((self.longest - len(indices),), self.size)])
+        own = indices(runs)
+        return torch.cat([own, own.new_full((self.longest - len(own),), self.size)])
 
     def _count(self) -> Tensor:
-        return torch.bincount(torch.cat([_indices(runs) for runs in self.runs]), minlength=self.size)[
-            _indices(self.own)
-        ]
-
-
-def _indices(runs: Runs) -> Tensor:
-    return torch.cat([torch.arange(start, stop) for start, stop in runs]) if runs else torch.empty(0, dtype=torch.long)
+        of_all = torch.cat([indices(runs) for runs in self.runs])
+        return torch.bincount(of_all, minlength=self.size)[indices(self.own)]

@@ -7,13 +7,13 @@ whose parts is divided), "vocabulary" (an embedding or an output head), or the p
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
 from lightning_parallel.plan.plan import ParallelPlan, starred
+from lightning_parallel.plan.regions import fused_style, styles_in_blocks
 
 # What Hugging Face's plans call the styles; those that are not here leave a module as it is on every rank.
 HUGGING_FACE = {
@@ -29,18 +29,10 @@ HUGGING_FACE = {
 
 GATHERED = "colwise_gather_output"
 
-QUERIES_KEYS_VALUES = re.compile(r"(c_attn|qkv|qkv_proj|w_?qkv|wqkv|in_proj_qkv|to_qkv)", re.I)
-GATE_AND_UP = re.compile(r"(gate_up_proj|gate_up|w13|up_gate_proj)", re.I)
-INTO_HEADS = re.compile(
-    r"(q|k|v|q_proj|k_proj|v_proj|query|key|value|w_?q|w_?k|w_?v|to_q|to_k|to_v|q_lin|k_lin|v_lin|query_key_value)",
-    re.I,
-)
-OUT_OF_HEADS = re.compile(r"(o|o_proj|out|out_proj|output|dense|proj|c_proj|w_?o|to_out|out_lin|attn_out)", re.I)
-
 
 def find_styles(model: nn.Module, plan: ParallelPlan) -> dict[str, str]:
     """The styles of a model's modules, by pattern: those of its `tp_plan`, or those that its blocks suggest."""
-    styles = _from_metadata(model) or _from_blocks(model, plan)
+    styles = _from_metadata(model) or styles_in_blocks(model, plan)
     return styles | _vocabulary(model, plan, styles)
 
 
@@ -73,94 +65,6 @@ def _upgraded(pattern: str, text: str, plan: Mapping[str, str], config: Any) -> 
         if beside and all(fused_style(other.rpartition(".")[2], config) for other in beside):
             return "rowwise"
     return style
-
-
-def fused_style(name: str, config: Any) -> str | None:
-    """The style of a fused weight of this name, None for any other."""
-    if GATE_AND_UP.fullmatch(name):
-        return "colwise 1:1"
-    if not QUERIES_KEYS_VALUES.fullmatch(name):
-        return None
-    queries = _number(config, "num_attention_heads", "n_heads", "n_head", "num_heads")
-    keys = _number(config, "num_key_value_heads", "n_kv_heads", "num_kv_heads") or queries
-    return f"colwise {queries}:{keys}:{keys}" if queries and keys else "colwise 1:1:1"
-
-
-def _number(config: Any, *names: str) -> int | None:
-    values = (getattr(config, name, None) for name in names)
-    return next((value for value in values if isinstance(value, int)), None)
-
-
-# ---------------------------------------------------------------- names and shapes
-
-
-def _from_blocks(model: nn.Module, plan: ParallelPlan) -> dict[str, str]:
-    styles: dict[str, str] = {}
-    for name, block in plan.find_blocks(model).items():
-        for own, module in block.named_modules():
-            found = _region(module, _linear_children(module))
-            prefix = starred(f"{name}.{own}" if own else name)
-            styles.update({f"{prefix}.{child}": style for child, style in found.items()})
-    return styles
-
-
-def _linear_children(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """Name -> (inputs, outputs) of the linear maps that a module holds."""
-    found: dict[str, tuple[int, int]] = {}
-    for name, child in module.named_children():
-        weight = child._parameters.get("weight")
-        names = {own for own, _ in child.named_parameters(recurse=False)}
-        if weight is None or weight.dim() != 2 or names - {"weight", "bias"} or isinstance(child, nn.Embedding):
-            continue
-        transposed = type(child).__name__ == "Conv1D"
-        inputs, outputs = (0, 1) if transposed else (1, 0)
-        if transposed or isinstance(child, nn.Linear):
-            found[name] = (weight.shape[inputs], weight.shape[outputs])
-    return found
-
-
-def _region(module: nn.Module, maps: dict[str, tuple[int, int]]) -> dict[str, str]:
-    """The styles of the linear maps side by side in one module."""
-    heads = _attention(module, maps)
-    rest = {name: size for name, size in maps.items() if name not in heads}
-    return heads | _feed_forward(rest)
-
-
-def _attention(module: nn.Module, maps: dict[str, tuple[int, int]]) -> dict[str, str]:
-    fused = [name for name in maps if QUERIES_KEYS_VALUES.fullmatch(name)]
-    separate = [name for name in maps if INTO_HEADS.fullmatch(name)]
-    into = fused or separate
-    out = [name for name in maps if OUT_OF_HEADS.fullmatch(name) and name not in into]
-    if not into or len(out) != 1 or (not fused and len(separate) == 2):
-        return {}
-    inner = maps[out[0]][0]
-    if not fused and inner not in (maps[separate[0]][1], maps[separate[0]][1] // 3):
-        return {}
-    source = getattr(module, "config", None) or module
-    styles = {name: fused_style(name, source) or "colwise" for name in into}
-    return styles | {out[0]: "rowwise"}
-
-
-def _feed_forward(maps: dict[str, tuple[int, int]]) -> dict[str, str]:
-    """Maps into some width, and the next one out of it again."""
-    styles: dict[str, str] = {}
-    into: list[str] = []
-    for name, (inputs, outputs) in maps.items():
-        matching = [other for other in into if _leads_to(other, maps[other], inputs) and maps[other][0] == outputs]
-        if matching:
-            styles |= {other: _into_style(other, maps[other], inputs) for other in matching} | {name: "rowwise"}
-            into = []
-        else:
-            into.append(name)
-    return styles
-
-
-def _leads_to(name: str, size: tuple[int, int], inner: int) -> bool:
-    return size[1] == inner or (bool(GATE_AND_UP.fullmatch(name)) and size[1] == 2 * inner)
-
-
-def _into_style(name: str, size: tuple[int, int], inner: int) -> str:
-    return "colwise" if size[1] == inner else "colwise 1:1"
 
 
 # ---------------------------------------------------------------- the vocabulary

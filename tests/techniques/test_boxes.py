@@ -21,7 +21,7 @@ from lightning_parallel.techniques.gradients.average import average_gradients
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.tools.holders import holders_of
 from lightning_parallel.techniques.tools.shards import (
-    PartsShard,
+    ElementsShard,
     as_shard,
     boxes,
     divided_again,
@@ -36,15 +36,16 @@ from tests.ranks import ranks
 SIZES = {"a": 2, "b": 3}
 WHOLE = torch.arange(7 * 12.0).view(7, 12)
 
+FUSED = ElementsShard(1, [((0, 2), (6, 7), (9, 10)), ((2, 4), (7, 8), (10, 11)), ((4, 6), (8, 9), (11, 12))])
 LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[Placement, ...]]] = {
     "rows": (("b",), (Shard(0),)),
     "columns": (("b",), (Shard(1),)),
     "both dimensions": (("a", "b"), (Shard(0), Shard(1))),
     "copies of columns": (("a", "b"), (Replicate(), Shard(1))),
     "columns twice": (("a", "b"), (Shard(1), Shard(1))),
-    "fused columns": (("b",), (PartsShard(1, (6, 3, 3)),)),
-    "rows of fused columns": (("a", "b"), (Shard(0), PartsShard(1, (6, 3, 3)))),
-    "fused columns twice": (("a", "b"), (Shard(1), PartsShard(1, (6, 3, 3)))),
+    "fused columns": (("b",), (FUSED,)),
+    "rows of fused columns": (("a", "b"), (Shard(0), FUSED)),
+    "fused columns twice": (("a", "b"), (Shard(1), FUSED)),
 }
 
 
@@ -91,7 +92,16 @@ def test_rows_of_a_fused_weight_are_not_those_that_torch_takes_them_for() -> Non
     with as_rank(1, 2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         whole = torch.arange(8.0).view(8, 1)
-        part = shard_of(whole, dtensor_of(whole.new_empty(0), mesh, [PartsShard(0, (4, 2, 2))], whole.shape, (1, 1)))
+        part = shard_of(
+            whole,
+            dtensor_of(
+                whole.new_empty(0),
+                mesh,
+                [ElementsShard(0, [[(0, 2), (4, 5), (6, 7)], [(2, 4), (5, 6), (7, 8)]])],
+                whole.shape,
+                (1, 1),
+            ),
+        )
         rows = [(offset[0], offset[0] + here[0].stop - here[0].start) for here, offset in boxes(part)]
     assert rows == [(2, 4), (5, 6), (7, 8)]
 
@@ -115,7 +125,12 @@ def test_what_two_axes_divide_is_divided_again() -> None:
 def test_gathering_takes_cutting_back() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
     whole = torch.arange(5 * 8.0).view(5, 8)
-    choices: list[Placement] = [Shard(0), Shard(1), Replicate(), PartsShard(1, (4, 2, 2))]
+    choices: list[Placement] = [
+        Shard(0),
+        Shard(1),
+        Replicate(),
+        ElementsShard(1, [((0, 2), (4, 5), (6, 7)), ((2, 4), (5, 6), (7, 8))]),
+    ]
     for placements in itertools.product(choices[:3], choices):
         shape = dtensor_of(whole.new_empty(0), mesh, placements, whole.shape, whole.stride())
         assert torch.equal(whole_tensor(shard_of(whole, shape)), whole), placements

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_parallel.collectives.by_elements import complete
 from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.techniques.divided import rules  # noqa: F401
 from lightning_parallel.techniques.divided.functions import functions_get_wholes
@@ -27,6 +28,19 @@ def zigzag(size: int) -> Callable[[Ranks], Elements]:
 
 def halves(size: int) -> Callable[[Ranks], Elements]:
     return lambda among: among.chunks(size)
+
+
+def copied(size: int) -> Callable[[Ranks], Elements]:
+    """The first rank has all but the last element, the other one all but the first."""
+    return lambda among: among.elements(size, [[(0, size - 1)], [(1, size)]])
+
+
+def everywhere(size: int) -> Callable[[Ranks], Elements]:
+    return lambda among: among.elements(size, [[(0, size)], [(0, size)]])
+
+
+def all_on_one(size: int) -> Callable[[Ranks], Elements]:
+    return lambda among: among.elements(size, [[(0, size)], []])
 
 
 class Swish(torch.autograd.Function):
@@ -208,6 +222,12 @@ DIVISIONS = {
     "features": {3: halves(8)},
     "features zigzag": {3: zigzag(8)},
     "samples": {0: halves(2)},
+    "copies of heads": {2: copied(4)},
+    "copies of features": {3: copied(8)},
+    "heads everywhere": {2: everywhere(4)},
+    "features everywhere": {3: everywhere(8)},
+    "heads on one rank": {2: all_on_one(4)},
+    "features on one rank": {3: all_on_one(8)},
 }
 
 
@@ -227,7 +247,7 @@ def compared(operation: Callable[[Tensor, Tensor], Any], division: dict[int, Any
     with functions_get_wholes():
         found = outcome(operation, Divided(own, {dim: elements}), alike(mine, among) if way == "alike" else mine)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(own.grad, elements.take(x.grad, dim), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(complete(own.grad, dim, elements), elements.take(x.grad, dim), rtol=1e-10, atol=1e-12)
     if w.grad is not None:
         if way != "plain":
             dist.all_reduce(mine.grad)

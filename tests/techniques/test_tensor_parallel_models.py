@@ -42,13 +42,6 @@ def fit_column(column: str, strategy: Any, model: dict[str, Any]) -> None:
     fit(build(column, **model), strategy(), column)
 
 
-def test_heads_that_do_not_divide() -> None:
-    said = refused("llama", 4, partial(TensorParallelStrategy, 4))
-    assert "k_proj has 2 heads, which 4 ranks cannot share evenly; choose 4 of them, or a tensor-parallel size" in said
-    said = refused("gpt2", 2, TP2, n_head=1, n_embd=32)
-    assert "1 heads, which 2 ranks cannot share evenly" in said
-
-
 @pytest.mark.parametrize(
     ("column", "gathered"),
     [

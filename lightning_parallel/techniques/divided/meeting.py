@@ -10,6 +10,9 @@ Where a result is divided among some ranks in one of its dimensions, a tensor th
 | no, or broadcast | plain | itself; it enters where it learns (`entered`) |
 | either | a parameter, averaged later | the same, its gradient counted `count` times |
 | no | divided by these ranks in another one | the whole, of which each uses another part (`gathered`) |
+
+Of two divisions of a dimension of which one covers the other, as heads of keys that several ranks need cover heads of
+queries, the narrower one counts, and nothing is sent. What all ranks have copies of is divided in name only.
 """
 
 from __future__ import annotations
@@ -51,8 +54,8 @@ def brought_together(
 ) -> tuple[list[Any], dict[Any, Elements]] | None:
     """What each rank computes with where dimensions of the same name run along each other.
 
-    Where the same ranks divide two dimensions, or one dimension is divided in two ways, the last tensor that is divided
-    (a product's weight) stays as it is, and what does not go with it is gathered.
+    Where the same ranks divide two dimensions, or one dimension is divided in two ways of which none covers the other,
+    the last tensor that is divided (a product's weight) stays as it is, and what does not go with it is gathered.
 
     Args:
         tensors: what meets; what is no tensor stays as it is.
@@ -65,6 +68,7 @@ def brought_together(
     """
     cuts: dict[Any, Elements] = {}
     divides: dict[Ranks, Label] = {}
+    unlike = False
     for tensor, own in zip(reversed(tensors), reversed(names), strict=True):
         if is_divided(tensor):
             for dim, elements in tensor.cuts.items():
@@ -72,8 +76,33 @@ def brought_together(
                     return None
                 if own[dim] not in cuts and elements.ranks not in divides:
                     cuts[own[dim]], divides[elements.ranks] = elements, own[dim]
+                    unlike = unlike or elements.everywhere
+                else:
+                    unlike = unlike or not elements.same(cuts.get(own[dim]))
+    if unlike:
+        cuts = _narrowest(tensors, names)
     found = [own_part(t, n, cuts, dtype) if isinstance(t, Tensor) else t for t, n in zip(tensors, names, strict=True)]
     return found, cuts
+
+
+def _narrowest(tensors: Sequence[Any], names: Sequence[Sequence[Label]]) -> dict[Any, Elements]:
+    """The divisions of the result where those of the tensors are unlike; what all ranks have gives way to others."""
+    found = [
+        (own[dim], elements)
+        for tensor, own in zip(reversed(tensors), reversed(names), strict=True)
+        if is_divided(tensor)
+        for dim, elements in tensor.cuts.items()
+    ]
+    cuts: dict[Any, Elements] = {}
+    divides: set[Ranks] = set()
+    for everywhere in (False, True):
+        for label, elements in found:
+            if elements.everywhere is everywhere and label not in cuts and elements.ranks not in divides:
+                cuts[label] = elements
+                divides.add(elements.ranks)
+            elif label in cuts and cuts[label].covers(elements):
+                cuts[label] = elements
+    return cuts
 
 
 def own_part(
@@ -94,7 +123,7 @@ def own_part(
         return _summand(tensor, names, cuts)
     if is_divided(tensor) and tensor.known is not None and not _all_stay(tensor, names, cuts):
         tensor = tensor.known
-    made, stays, has_entered = _as_far_as_it_stays(tensor, names, cuts, dtype)
+    made, stays, has_entered = _brought_along(tensor, names, cuts, dtype)
     parameter = _is_parameter(tensor)
     for name, elements in cuts.items():
         if parameter and elements.ranks.averages:
@@ -102,29 +131,38 @@ def own_part(
         elif name not in names:
             made = made if elements.ranks in has_entered else met(made, elements.ranks, dtype)
         elif (place := names.index(name)) not in stays:
-            made = _part_of_whole(made, place, elements)
+            made = _part_of_whole(made, place, elements, elements.ranks in has_entered)
     return made
 
 
-def _as_far_as_it_stays(
+def _brought_along(
     tensor: Tensor, names: Sequence[Label], cuts: Mapping[Any, Elements], dtype: torch.dtype | None
 ) -> tuple[Tensor, set[int], set[Ranks]]:
-    """A tensor in which dimensions are whole that are not divided as `cuts` says.
+    """A tensor with the wanted elements of dimensions that are divided otherwise, or all of them.
 
     Returns:
-        The tensor, the dimensions that stay divided, and the ranks of which each will use another part of it.
+        The tensor, the dimensions that stay divided, and the ranks of which each will use another part of it, or has a
+        summand of its gradient already.
     """
     if not is_divided(tensor):
         return tensor, set(), set()
     made: Tensor = tensor.own
-    elsewhere = {elements.ranks for name, elements in cuts.items() if name not in names}
     stays = {dim for dim, elements in tensor.cuts.items() if elements.same(cuts.get(names[dim]))}
     has_entered: set[Ranks] = set()
     for dim, elements in tensor.cuts.items():
-        if dim not in stays and elements.ranks in elsewhere and elements.disjoint:
+        if dim in stays:
+            continue
+        wanted, ranks = cuts.get(names[dim]), elements.ranks
+        meets = [name for name, each in cuts.items() if each.ranks is ranks]
+        if wanted is not None and elements.covers(wanted):
+            made = wanted.take_from(elements, made, dim)
+            stays.add(dim)
+        elif meets and elements.everywhere:
+            has_entered.add(ranks)
+        elif meets and meets[0] not in names:
             made = _gathered(tensor, made, dim, elements, dtype)
-            has_entered.add(elements.ranks)
-        elif dim not in stays:
+            has_entered.add(ranks)
+        else:
             made = joined(made, dim, elements)
     return made, stays, has_entered
 
@@ -133,10 +171,10 @@ def _all_stay(divided: Divided, names: Sequence[Label], cuts: Mapping[Any, Eleme
     return all(elements.same(cuts.get(names[dim])) for dim, elements in divided.cuts.items())
 
 
-def _part_of_whole(whole: Tensor, dim: int, elements: Elements) -> Tensor:
+def _part_of_whole(whole: Tensor, dim: int, elements: Elements, has_entered: bool) -> Tensor:
     if whole.shape[dim] != elements.size:
         raise ValueError(f"a tensor of shape {tuple(whole.shape)} meets {elements!r} in dimension {dim}")
-    if not learns(whole):
+    if has_entered or not learns(whole):
         return elements.take(whole, dim)
     _note(whole, elements.ranks)
     return part(whole, dim, elements)

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_parallel.collectives.elements import Elements, Ranks, Runs
+from lightning_parallel.collectives.elements import Elements, Ranks
+from lightning_parallel.collectives.spans import Runs
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.values import map_kind
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_parallel.collectives.by_elements import counted, joined, part
+from lightning_parallel.collectives.by_elements import completed, counted, joined, part
 from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.techniques.divided.function_frames import in_function
 from lightning_parallel.techniques.tools.shards import as_gradient, local
@@ -185,7 +185,8 @@ class Divided(Tensor):
         gradient = (self.own if self.stored is None else self.stored).grad
         if gradient is None or not self.cuts or local(gradient).shape != self.own.shape:
             return gradient
-        return Divided(local(gradient), self.cuts)
+        own = local(gradient)
+        return Divided(own if self.stored is not None else completed(own, self.cuts), self.cuts)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:

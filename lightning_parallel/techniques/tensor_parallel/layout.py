@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from lightning_parallel.collectives.spans import Runs, Span, bounds, joined
+from lightning_parallel.plan.linear_maps import is_transposed, linear_maps, wrapped_map
 from lightning_parallel.plan.plan import matching
-from lightning_parallel.techniques.tools.shards import PartsShard, as_shard, dtensor_of, shard_of
-
-HEAD_WIDTHS = ("head_dim", "head_size", "attention_head_size", "d_head", "d_kv", "dim_head", "head_width")
-HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "heads", "num_head")
+from lightning_parallel.techniques.tensor_parallel.heads import Heads, heads_of
+from lightning_parallel.techniques.tools.shards import as_shard, dtensor_of, placed, shard_of
 
 
 @dataclass(frozen=True)
@@ -61,26 +60,17 @@ class DividedModule:
 
     Args:
         name: its FQN.
-        module: nn.Linear or one like it, Conv1D of Hugging Face, or nn.Embedding.
+        module: nn.Linear or one like it, Conv1D of Hugging Face, nn.Embedding, or nn.MultiheadAttention.
         style: how.
         features: how many features (output of colwise, input of rowwise, ids of a vocabulary) are divided.
-        head: width of an attention head where the features are heads, else 1.
+        heads: of the attention whose map the module is; None where its features are no heads, or nothing is known.
     """
 
     name: str
     module: nn.Module
     style: Style
     features: int
-    head: int = 1
-
-    def on(self, module: nn.Module) -> DividedModule:
-        """The same for a copy of the module."""
-        return replace(self, module=module)
-
-    @property
-    def dim(self) -> int:
-        """The dimension of the weight that is divided."""
-        return _dim(self.module, self.style)
+    heads: Heads | None = None
 
     @property
     def parts(self) -> tuple[int, ...]:
@@ -88,42 +78,36 @@ class DividedModule:
         unit = self.features // sum(self.style.ratio)
         return tuple(unit * share for share in self.style.ratio)
 
-    def placements(self) -> dict[str, Placement]:
-        """How each parameter lies on the axis tp; those of a rowwise module that see the sum are whole."""
-        weight = self._place(self.dim)
-        bias = Replicate() if self.style.kind.startswith("rowwise") else self._place(0)
-        return {"weight": weight, "bias": bias}
+    def parameters(self) -> dict[str, int]:
+        """The parameters that are divided, and in which dimension; a bias that is added to a sum is whole."""
+        if isinstance(self.module, nn.MultiheadAttention):
+            names = [name for name in self.module._parameters if name.startswith("in_proj") or "_proj_" in name]
+            return dict.fromkeys(names, 0)
+        bias = {} if self.style.kind.startswith("rowwise") else {"bias": 0}
+        return {"weight": _dim(self.module, self.style), **bias}
 
-    def _place(self, dim: int) -> Placement:
-        return Shard(dim) if len(self.style.ratio) == 1 else PartsShard(dim, self.parts)
+    def placement(self, dim: int, size: int, ranks: int) -> Placement:
+        """How a parameter with this size in the divided dimension lies on the axis tp."""
+        runs: list[list[Span]] = [[] for _ in range(ranks)]
+        start = 0
+        for part in self.parts if size == self.features else (size,):
+            for own, spans in zip(runs, self._runs(part, ranks), strict=True):
+                own += [(start + a, start + b) for a, b in spans]
+            start += part
+        return placed(dim, size, [joined(own) for own in runs])
 
-    def check(self, ranks: int) -> None:
-        """Raises ValueError unless the sizes can be divided."""
+    def _runs(self, size: int, ranks: int) -> Sequence[Runs]:
+        if self.heads is not None:
+            return self.heads.runs(size, ranks)
+        return [joined([bounds(size, ranks, rank)]) for rank in range(ranks)]
+
+    def check(self) -> None:
+        """Raises ValueError unless the features are parts in the ratio that the style says."""
         if self.features % sum(self.style.ratio):
             raise ValueError(
                 f"{self.name} has {self.features} features, which are no parts in the ratio "
                 f"{':'.join(map(str, self.style.ratio))}; correct its style in the plan"
             )
-        for part in self.parts:
-            if self.head > 1 and part // self.head % ranks:
-                raise ValueError(_wrong_size(self.name, part // self.head, "heads", ranks))
-            if len(self.parts) > 1 and part % ranks:
-                raise ValueError(_wrong_size(self.name, part, "features in each of its parts", ranks))
-
-
-def _wrong_size(name: str, size: int, what: str, ranks: int) -> str:
-    below, above = size // ranks * ranks, (size // ranks + 1) * ranks
-    near = f"{below} or {above}" if below else f"{above}"
-    fitting = [n for n in range(1, size + 1) if size % n == 0]
-    return (
-        f"{name} has {size} {what}, which {ranks} ranks cannot share evenly; choose {near} of them, "
-        f"or a tensor-parallel size among {fitting}"
-    )
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Whether the weight is (inputs, outputs), as in the Conv1D of Hugging Face's GPT-2."""
-    return type(module).__name__ == "Conv1D" and "nf" in vars(module)
 
 
 def _dim(module: nn.Module, style: Style) -> int:
@@ -140,48 +124,82 @@ def find_divided(model: nn.Module, styles: Mapping[str, str]) -> list[DividedMod
     for pattern, text in styles.items():
         style = Style.parse(text)
         for name, module in matching(model, pattern):
-            if any(True for _ in module.parameters(recurse=False)):  # stand-ins of other stages have none
-                weight = _require_weight(name, module, text)
-                named[name] = DividedModule(name, module, style, weight.shape[_dim(module, style)])
-    return [replace(each, head=_head_width(model, each, named.values())) for each in named.values()]
+            if any(True for _ in module.parameters()):  # stand-ins of other stages have none
+                named.update((each.name, each) for each in _as_divided(name, module, style))
+    heads = _find_heads(model, named)
+    return [replace(each, heads=heads.get(each.name)) for each in named.values()]
 
 
-def _require_weight(name: str, module: nn.Module, style: str) -> Tensor:
+def _as_divided(name: str, module: nn.Module, style: Style) -> Iterator[DividedModule]:
+    """The module, or the linear map that it wraps, with the halves of adapters that meet the divided features."""
     weight = module._parameters.get("weight")
-    names = [own for own, _ in module.named_parameters(recurse=False)]
-    if weight is None or weight.dim() != 2 or set(names) - {"weight", "bias"}:
+    if isinstance(module, nn.MultiheadAttention) and style.kind == "colwise":
+        yield DividedModule(name, module, Style("colwise", (1, 1, 1)), 3 * module.embed_dim)
+    elif weight is not None and weight.dim() == 2:
+        yield DividedModule(name, module, style, weight.shape[_dim(module, style)])
+    elif (base := wrapped_map(module)) is not None:
+        rows = style.kind.startswith("rowwise")
+        features = base.inputs if rows else base.outputs
+        for own in linear_maps(module):
+            if own.name == base.name or features == (own.inputs if rows else own.outputs):
+                yield DividedModule(f"{name}.{own.name}", module.get_submodule(own.name), style, features)
+    else:
+        names = [own for own, _ in module.named_parameters(recurse=False)]
         raise ValueError(
-            f"{name} is to be divided {style}, but a {type(module).__name__} with the parameters {names} is no linear "
-            "map or embedding; leave it out of the plan's styles, and every rank computes it"
+            f"{name} is to be divided {style.told}, but a {type(module).__name__} with the parameters {names} is no "
+            "linear map or embedding; leave it out of the plan's styles, and every rank computes it"
         )
-    return weight
 
 
-def parent_of(name: str) -> str:
-    """The FQN of the module that holds this one."""
-    return name.rpartition(".")[0]
+# ---------------------------------------------------------------- heads
 
 
-def _head_width(model: nn.Module, each: DividedModule, all_: Iterable[DividedModule]) -> int:
-    """The width of a head, where the module is a projection of attention: its parent knows heads.
+def _find_heads(model: nn.Module, divided: Mapping[str, DividedModule]) -> dict[str, Heads]:
+    """The heads of the attentions whose maps are divided, by the names of these maps."""
+    found: dict[str, Heads] = {}
+    for within, region in _regions(model, divided):
+        inner = {each.features for each in region if each.style.kind.startswith("rowwise")}
+        into = [each for each in region if each.style.kind.startswith("colwise")]
+        owners = [model.get_submodule(name) for each in into for name in _between(within, each.name)]
+        heads = heads_of(owners, min(inner), [part for each in into for part in each.parts])
+        if len(inner) == 1 and heads is not None:
+            found.update((each.name, heads) for each in region)
+    return found
 
-    A parent that holds more than one region does not say which of them its heads are in.
+
+def _regions(model: nn.Module, divided: Mapping[str, DividedModule]) -> Iterator[tuple[str, list[DividedModule]]]:
+    """Maps into features together with those out of them, and the name of the smallest module that holds them.
+
+    Where a module holds several regions they follow each other, in the order in which it lists its parts.
     """
-    siblings = [other for other in all_ if parent_of(other.name) == parent_of(each.name)]
-    inner = [other.features for other in siblings if other.style.kind == "rowwise"]
-    if each.style.kind not in ("colwise", "rowwise") or len(inner) != 1:
-        return 1
-    parent = model.get_submodule(parent_of(each.name))
-    for width in _numbers(parent, HEAD_WIDTHS):
-        return width
-    return next((inner[0] // count for count in _numbers(parent, HEAD_COUNTS) if inner[0] % count == 0), 1)
+    order = [name for name, _ in model.named_modules() if name in divided]
+    left = {name: divided[name] for name in order if divided[name].style.kind != "vocabulary"}
+    holders = {".".join(name.split(".")[:k]) for name in left for k in range(1, name.count(".") + 2)}
+    for within in sorted(holders, key=lambda name: (-name.count("."), name)):
+        inside = [each for name, each in left.items() if name == within or name.startswith(f"{within}.")]
+        into: list[DividedModule] = []
+        regions: list[list[DividedModule]] = []
+        for each in inside:
+            if each.style.kind.startswith("colwise"):
+                into.append(each)
+            elif into:
+                regions.append([*into, each])
+                into = []
+            elif regions and regions[-1][-1].features == each.features:
+                regions[-1].append(each)
+        for region in regions:
+            for each in region:
+                del left[each.name]
+            yield within, region
 
 
-def _numbers(module: nn.Module, names: tuple[str, ...]) -> Iterator[int]:
-    for name in names:
-        value = vars(module).get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            yield value
+def _between(within: str, name: str) -> list[str]:
+    """The names of the modules from one to the one that holds it, from the innermost."""
+    parts, least = name.split("."), within.count(".") + 1
+    return [".".join(parts[:k]) for k in range(len(parts), least - 1, -1)]
+
+
+# ---------------------------------------------------------------- parameters
 
 
 def divide_parameters(model: nn.Module, divided: list[DividedModule], mesh: DeviceMesh) -> None:
@@ -192,11 +210,12 @@ def divide_parameters(model: nn.Module, divided: list[DividedModule], mesh: Devi
             owners.setdefault(id(parameter), []).append((module, name))
     made: dict[int, nn.Parameter] = {}
     for each in divided:
-        for name, placement in each.placements().items():
+        for name, dim in each.parameters().items():
             parameter = each.module._parameters.get(name)
-            if parameter is None or placement.is_replicate():
+            if parameter is None:
                 continue
             if id(parameter) not in made:
+                placement = each.placement(dim, parameter.shape[dim], mesh.size())
                 made[id(parameter)] = _divided(parameter, mesh, placement)
                 made[id(made[id(parameter)])] = made[id(parameter)]
                 for module, own in owners[id(parameter)]:  # some only hold it, as that of a bias in two places

@@ -87,7 +87,7 @@ class TensorParallel(Technique):
         if not divided:
             raise ValueError(_nothing_to_divide(self, model, ground.plan))
         for each in divided:
-            each.check(ranks)
+            each.check()
         if dist.get_rank() == 0:
             log.info("Tensor parallel divides %s", dict(styles))
         return dict(styles)

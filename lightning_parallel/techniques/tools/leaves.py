@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, cast
 
@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel.techniques.tools.shards import PartsShard, local
+from lightning_parallel.collectives.by_elements import complete
+from lightning_parallel.collectives.elements import Elements, Ranks
+from lightning_parallel.techniques.tools.shards import ElementsShard, local
 
 
 def leaf_of(parameter: Tensor) -> Tensor:
@@ -19,13 +21,14 @@ def leaf_of(parameter: Tensor) -> Tensor:
 
     Operations on a DTensor cost several times as much as those on a plain tensor, its conversion within autograd
     hardly less. So the plain part is a leaf of its own, whose gradient moves to the parameter as it arrives; hooks
-    on the parameter then run as if it had got there by itself.
+    on the parameter then run as if it had got there by itself. Of elements that several ranks have each computes a
+    summand of the gradient; as it moves they are added up.
     """
     if not isinstance(parameter, DTensor):
         return parameter
     if torch.compiler.is_compiling():
         # Gradients of a graph are DTensors, and torch cannot add up those in parts.
-        in_parts = any(isinstance(placement, PartsShard) for placement in parameter.placements)
+        in_parts = any(isinstance(placement, ElementsShard) for placement in parameter.placements)
         return _outside_of_graphs(parameter) if in_parts else parameter.to_local()
     return _plain_leaf(parameter)
 
@@ -55,6 +58,7 @@ class _PlainPart:
         self.parameter = parameter
         self.kept = parameter._local_tensor
         self.tensor = self.kept.detach()
+        self.copied = list(_copied(parameter))
         self._listens = False
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -73,12 +77,26 @@ class _PlainPart:
             self._listens = True
 
 
+def _copied(parameter: DTensor) -> Iterator[tuple[int, Elements]]:
+    """The dimensions of which several ranks have the same elements."""
+    names = parameter.device_mesh.mesh_dim_names or ()
+    for name, placement in zip(names, parameter.placements, strict=True):
+        if isinstance(placement, ElementsShard):
+            ranks = Ranks(parameter.device_mesh.get_group(name), name)
+            elements = ranks.elements(parameter.shape[placement.dim], placement.runs)
+            if not elements.disjoint:
+                yield placement.dim, elements
+
+
 def _move_gradient(of: weakref.ref[_PlainPart], tensor: Tensor) -> None:
     gradient: Any = tensor.grad
     tensor.grad, leaf = None, of()
     if leaf is None:  # nobody is left whose gradient it would be
         return
     parameter: Any = leaf.parameter
+    if gradient is not None:
+        for dim, elements in leaf.copied:
+            gradient = complete(gradient, dim, elements)
     if gradient is None:  # handed over by a pipeline for a parameter that no step used
         pass
     elif parameter.grad is None:

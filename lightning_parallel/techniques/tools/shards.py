@@ -6,9 +6,9 @@ a rank got of it over the ranks of ZeRO. Parts have ceil(size / ranks) rows, the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
-from math import ceil, prod
+from collections.abc import Callable, Sequence
+from itertools import accumulate, chain
+from math import prod
 from typing import cast
 
 import torch
@@ -20,38 +20,48 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from lightning_parallel.collectives.functional import all_gather
+from lightning_parallel.collectives.spans import Runs, Span, bounds, joined, length_of, places, within, without
 
 
-class PartsShard(Shard):
-    """The placement of a fused weight: each of its parts is divided over the ranks, and a rank keeps its piece of each.
+class ElementsShard(Shard):
+    """The placement of a dimension of which each rank keeps a list of elements of its own.
+
+    So are fused weights divided, of each of whose parts a rank keeps a piece, and heads that ranks do not share evenly.
+    Several ranks may have copies of the same element.
 
     Args:
-        dim: the dimension along which the parts lie one after the other.
-        parts: their sizes, each a multiple of the number of ranks.
+        dim: the dimension.
+        runs: for each rank the spans of its elements.
     """
 
-    def __init__(self, dim: int, parts: Sequence[int]) -> None:
+    def __init__(self, dim: int, runs: Sequence[Runs]) -> None:
         super().__init__(dim)
-        self.parts = tuple(parts)
+        self.runs = tuple(runs)
 
-    def __new__(cls, dim: int, parts: Sequence[int]) -> PartsShard:  # noqa: D102
-        make = cast(Callable[..., PartsShard], super().__new__)
+    def __new__(cls, dim: int, runs: Sequence[Runs]) -> ElementsShard:  # noqa: D102
+        make = cast(Callable[..., ElementsShard], super().__new__)
         return make(cls, dim)
 
     # DTensor remembers what operations do to placements, under the placements: there `Shard` is another one. But it
     # asserts by `!=` that what is sharded differs in no way from `Shard`.
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, PartsShard) and (self.dim, self.parts) == (other.dim, other.parts)
+        return isinstance(other, ElementsShard) and (self.dim, self.runs) == (other.dim, other.runs)
 
     def __ne__(self, other: object) -> bool:
         return not isinstance(other, Shard) or self.dim != other.dim
 
     def __hash__(self) -> int:
-        return hash((PartsShard, self.dim, self.parts))
+        return hash((ElementsShard, self.dim, self.runs))
 
-    def __reduce__(self) -> tuple[type[PartsShard], tuple[int, tuple[int, ...]]]:
-        return PartsShard, (self.dim, self.parts)
+    def __reduce__(self) -> tuple[type[ElementsShard], tuple[int, tuple[Runs, ...]]]:
+        return ElementsShard, (self.dim, self.runs)
+
+
+def placed(dim: int, size: int, runs: Sequence[Runs]) -> Placement:
+    """The placement of these elements: torch's own where that says the same."""
+    chunks = [joined([bounds(size, len(runs), rank)]) for rank in range(len(runs))]
+    return Shard(dim) if list(runs) == chunks else ElementsShard(dim, runs)
 
 
 def divides(placement: Placement) -> bool:
@@ -69,9 +79,6 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-Span = tuple[int, int]
-"""Indices of one dimension that follow each other: from, to."""
-
 Box = tuple[tuple[slice, ...], tuple[int, ...]]
 """Elements that lie together here and in the whole: their place in what this rank holds, their first index there."""
 
@@ -80,7 +87,7 @@ def boxes(tensor: Tensor) -> list[Box]:
     """The boxes of the whole that this rank holds: the one truth from which gathering and cutting follow.
 
     Rank 1 of 2 holds of a vector of 6, divided into rows, `[((slice(0, 3),), (3,))]`; of one fused from 4 and 2 of
-    them, whose parts are divided, `[((slice(0, 2),), (2,)), ((slice(2, 3),), (5,))]`.
+    them, of each of which it has the second half, `[((slice(0, 2),), (2,)), ((slice(2, 3),), (5,))]`.
     """
     found: list[Box] = [((), ())]
     for runs in runs_of(tensor):
@@ -105,27 +112,25 @@ def runs_of(tensor: Tensor) -> list[list[Span]]:
                 dim: int = placement.dim  # type: ignore[attr-defined]
                 size = sum(stop - start for start, stop in runs[dim])
                 own = pieces(placement, size, mesh.size(axis), mesh.get_local_rank(axis))
-                runs[dim] = [run for piece in own for run in _within(runs[dim], piece)]
+                runs[dim] = [run for piece in own for run in within(runs[dim], piece)]
     return runs
 
 
 def pieces(placement: Placement, size: int, ranks: int, rank: int) -> list[Span]:
     """The pieces of a dimension of this size that a rank gets by one placement."""
-    if not isinstance(placement, PartsShard):
-        return [bounds(size, ranks, rank)]
-    starts = accumulate(placement.parts, initial=0)
-    own = (bounds(part, ranks, rank) for part in placement.parts)
-    return [(before + start, before + stop) for before, (start, stop) in zip(starts, own, strict=False)]
+    return list(placement.runs[rank]) if isinstance(placement, ElementsShard) else [bounds(size, ranks, rank)]
 
 
-def _within(runs: Sequence[Span], piece: Span) -> Iterator[Span]:
-    """The part of some runs that lies from one place to another, counted along all of them."""
-    before = 0
-    for start, stop in runs:
-        first, last = max(piece[0] - before, 0), min(piece[1] - before, stop - start)
-        if first < last:
-            yield start + first, start + last
-        before += stop - start
+def once(tensor: Tensor) -> list[Tensor]:
+    """What this rank holds of a tensor, but for copies of what a rank before it on the same axis holds."""
+    found = [local(tensor)]
+    for axis, placement in enumerate(tensor.placements if isinstance(tensor, DTensor) else ()):
+        if isinstance(placement, ElementsShard) and isinstance(tensor, DTensor):
+            held = runs_of(tensor)[placement.dim]
+            before = chain.from_iterable(placement.runs[: tensor.device_mesh.get_local_rank(axis)])
+            spans = places(held, without(held, list(before)))
+            found = [piece.narrow(placement.dim, a, b - a) for piece in found for a, b in spans]
+    return found
 
 
 def shard_of(whole: Tensor, like: DTensor) -> DTensor:
@@ -138,13 +143,6 @@ def shard_of(whole: Tensor, like: DTensor) -> DTensor:
         rows = [part.narrow(dim, start, stop - start) for start, stop in runs]
         part = torch.cat(rows, dim) if len(rows) > 1 else rows[0] if rows else part.narrow(dim, 0, 0)
     return as_shard(part.contiguous().to(like.device), like)
-
-
-def bounds(size: int, ranks: int, rank: int) -> tuple[int, int]:
-    """The first index that a rank keeps of a dimension of this size, and the one after the last."""
-    chunk = ceil(size / ranks)
-    start = min(rank * chunk, size)
-    return start, min(start + chunk, size)
 
 
 def as_shard(part: Tensor, like: DTensor) -> DTensor:
@@ -220,23 +218,25 @@ def _gather(part: Tensor, mesh: DeviceMesh, axis: int, placement: Placement, sha
     dim: int = placement.dim  # type: ignore[attr-defined]
     ranks, rows = mesh.size(axis), part.movedim(dim, 0)
     held = [pieces(placement, shape[dim], ranks, rank) for rank in range(ranks)]
-    chunk = max(sum(stop - start for start, stop in runs) for runs in held)
+    chunk = max(map(length_of, held))
     rows = F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, chunk - rows.shape[0])).contiguous()
     gathered_rows = rows.new_empty(ranks * chunk, *rows.shape[1:])
     all_gather(gathered_rows, rows, mesh.get_group(axis)).wait()
-    return _in_order(gathered_rows, held, chunk).movedim(0, dim).contiguous()
+    return _in_order(gathered_rows, held, chunk, shape[dim]).movedim(0, dim).contiguous()
 
 
-def _in_order(rows: Tensor, held: Sequence[Sequence[Span]], chunk: int) -> Tensor:
+def _in_order(rows: Tensor, held: Sequence[Sequence[Span]], chunk: int, size: int) -> Tensor:
     """The rows of all ranks, each rank's padded to `chunk`, in the order of the whole."""
-    found: list[tuple[int, Tensor]] = []
+    found: list[tuple[int, int, int]] = []
     for rank, runs in enumerate(held):
-        sizes = [stop - start for start, stop in runs]
-        own = torch.split(rows[rank * chunk : rank * chunk + sum(sizes)], sizes)
-        found += [(start, piece) for (start, _), piece in zip(runs, own, strict=True)]
-    if len(held) == len(found):  # one run each: they follow each other, and only the last ones are padded
-        return rows[: sum(len(piece) for _, piece in found)]
-    return torch.cat([piece for _, piece in sorted(found, key=lambda each: each[0])])
+        ends = accumulate((stop - start for start, stop in runs), initial=rank * chunk)
+        found += [(place, start, stop) for place, (start, stop) in zip(ends, runs, strict=False)]
+    if all(place == start for place, start, _ in found):
+        return rows[:size]
+    whole = rows.new_empty(size, *rows.shape[1:])
+    for place, start, stop in found:
+        whole[start:stop] = rows[place : place + stop - start]
+    return whole
 
 
 def gathered(value: Tensor, keep: bool) -> Tensor:

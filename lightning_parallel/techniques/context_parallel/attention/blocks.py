@@ -16,7 +16,7 @@ from enum import IntEnum
 from itertools import accumulate
 from typing import NamedTuple
 
-from lightning_parallel.collectives.elements import Runs, Span
+from lightning_parallel.collectives.spans import Runs, Span
 
 
 class Relation(IntEnum):

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from lightning_parallel.collectives.circle import Circle
-from lightning_parallel.collectives.elements import Elements, Runs
+from lightning_parallel.collectives.elements import Elements
+from lightning_parallel.collectives.spans import Runs
 from lightning_parallel.techniques.context_parallel.attention.blocks import Block, Table, block_of
 from lightning_parallel.techniques.context_parallel.attention.masks import tile_of, tiled
 from lightning_parallel.techniques.context_parallel.attention.ring import Rounds

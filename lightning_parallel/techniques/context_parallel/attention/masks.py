@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.collectives.circle import Circle
-from lightning_parallel.collectives.elements import Runs, Span
+from lightning_parallel.collectives.spans import Runs, Span
 from lightning_parallel.techniques.context_parallel.attention.blocks import Relation, Table
 
 HIDDEN = -1e30

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_parallel.collectives.elements import Span
+from lightning_parallel.collectives.spans import Span
 
 Shape = tuple[int, ...]
 

@@ -19,8 +19,8 @@ from torch.autograd import Function
 
 from lightning_parallel.collectives.by_elements import require_first_order
 from lightning_parallel.collectives.circle import Circle
-from lightning_parallel.collectives.elements import Span
 from lightning_parallel.collectives.functional import Pending
+from lightning_parallel.collectives.spans import Span
 from lightning_parallel.techniques.context_parallel.attention.blocks import Block
 from lightning_parallel.techniques.context_parallel.attention.merged import Backward, Merged, wide
 from lightning_parallel.techniques.context_parallel.attention.messages import (

@@ -19,7 +19,7 @@ from torch.autograd import Function
 
 from lightning_parallel.collectives.by_elements import require_first_order
 from lightning_parallel.collectives.circle import Circle
-from lightning_parallel.collectives.elements import Runs, Span
+from lightning_parallel.collectives.spans import Runs, Span
 from lightning_parallel.techniques.context_parallel.attention.messages import (
     cut,
     length_of,

@@ -59,6 +59,8 @@ def _of_each(func: Any, args: Any, kwargs: Any) -> Any:
     divided = args[0]
     if not is_divided(divided) or "out" in kwargs or any(isinstance(each, Tensor) for each in args[1:]):
         return NotImplemented
+    if not all(map(min, (elements.lengths for elements in divided.cuts.values()))):
+        return NotImplemented  # torch has no extremes of nothing
     # On a tensor whose dimensions have different sizes one sees which are left; torch reads the arguments.
     sizes = [dim + 2 for dim in range(divided.dim())]
     left = func(torch.ones(sizes, dtype=divided.dtype, device="meta"), *args[1:], **kwargs)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lightning_parallel.collectives.by_elements import completed, summand_of
 from lightning_parallel.techniques.divided.meeting import as_divided, in_step
 from lightning_parallel.techniques.divided.randomness import drawn_apart
 from lightning_parallel.techniques.divided.tensor import (
@@ -110,6 +111,8 @@ def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
     divided = args[0] if args else None
     if not is_divided(divided) or any(isinstance(leaf, Tensor) for leaf in (*args[1:], *kwargs.values())):
         return NotImplemented
+    if not all(elements.alike_where_shared for elements in divided.cuts.values()):
+        return NotImplemented  # copies must be drawn alike
     with drawn_apart(divided.own.device, divided.cuts.values()):
         made = func(divided.own, *args[1:], **kwargs)
     return _result(func, divided, made, divided.cuts, func in IN_PLACE)
@@ -120,8 +123,13 @@ def _hooked(func: Any, args: Any, kwargs: Any) -> Any:
     divided, hook = args
 
     def on_own(gradient: Tensor) -> Any:
-        changed = hook(Divided(gradient, divided.cuts))
-        return None if changed is None else own_of(changed, divided.cuts)
+        changed = hook(Divided(completed(gradient, divided.cuts), divided.cuts))
+        if changed is None:
+            return None
+        own = own_of(changed, divided.cuts)
+        for dim, elements in divided.cuts.items():
+            own = summand_of(own, dim, elements)
+        return own
 
     return func(divided.own, on_own)
 
@@ -140,7 +148,7 @@ def _differentiated(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     found = func(outputs, [each.own if is_divided(each) else each for each in inputs], *rest, **kwargs)
     return tuple(
-        Divided(gradient, each.cuts) if is_divided(each) and gradient is not None else gradient
+        Divided(completed(gradient, each.cuts), each.cuts) if is_divided(each) and gradient is not None else gradient
         for gradient, each in zip(found, inputs, strict=True)
     )
 

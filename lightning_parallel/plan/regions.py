@@ -1,0 +1,172 @@
+"""Regions that tensor parallelism may divide, guessed from names and sizes: maps into some features, and out of them.
+
+A guess decides how fast training is, never what comes out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from math import gcd
+from typing import Any
+
+from torch import nn
+
+from lightning_parallel.plan.linear_maps import LinearMap, sizes_of, wrapped_map
+from lightning_parallel.plan.plan import ParallelPlan, starred
+
+QUERIES_KEYS_VALUES = re.compile(r"(c_attn|qkv|qkv_proj|w_?qkv|wqkv|in_proj_qkv|to_qkv|qkv_lin|query_key_value)", re.I)
+GATE_AND_UP = re.compile(r"(gate_up_proj|gate_up|w13|up_gate_proj)", re.I)
+INTO_HEADS = re.compile(
+    r"(q|k|v|query|key|value|queries|keys|values|[qkv]_?(proj|lin|linear|map)|w_?[qkv]|to_[qkv]"
+    r"|(query|key|value)_?(proj|layer|linear)|linear_[qkv]|in_proj|fc_[qkv])",
+    re.I,
+)
+OUT_OF_HEADS = re.compile(
+    r"(o|out|output|dense|proj|projection|c_proj|w_?o|to_out|attn_out|linear_out|fc_o|(o|out|output)_?(proj|lin|linear))",
+    re.I,
+)
+HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead")
+HEADS_OF_KEYS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "kv_heads")
+
+
+def styles_in_blocks(model: nn.Module, plan: ParallelPlan) -> dict[str, str]:
+    """The styles of modules in the plan's blocks, and in lists of layers that it does not name, by pattern."""
+    blocks = dict(plan.find_blocks(model))
+    for name, part in model.named_modules():
+        inside = any(name == own or name.startswith(f"{own}.") or own == "" for own in blocks)
+        alike = len({type(child) for child in part.children()}) == 1 and len(list(part.children())) > 1
+        if isinstance(part, nn.ModuleList) and alike and not inside and not _holds(name, blocks):
+            blocks.update((f"{name}.{own}", child) for own, child in part.named_children())
+    styles: dict[str, str] = {}
+    for name, block in blocks.items():
+        found: dict[str, str] = {}
+        _visit(block, name, found)
+        styles.update({starred(own): style for own, style in found.items()})
+    return styles
+
+
+def _holds(name: str, blocks: Any) -> bool:
+    return any(own.startswith(f"{name}.") for own in blocks)
+
+
+def _visit(module: nn.Module, prefix: str, found: dict[str, str]) -> list[LinearMap]:
+    """Finds the regions in a module, and returns the maps in it that belong to none yet: parts may lie further out."""
+    left: list[LinearMap] = []
+    for own, child in module.named_children():
+        name = f"{prefix}.{own}" if prefix else own
+        if isinstance(child, nn.MultiheadAttention):
+            found |= {name: "colwise", f"{name}.out_proj": "rowwise"}
+        elif (sizes := _sizes(child)) is not None:
+            left.append(LinearMap(name, *sizes))
+        else:
+            left += _visit(child, name, found)
+    for region in (_attention(module, left), _feed_forward(left)):
+        found |= region
+        left = [each for each in left if each.name not in found]
+    return left
+
+
+def _sizes(module: nn.Module) -> tuple[int, int] | None:
+    """The sizes of a linear map, or of one that has adapters beside it."""
+    if (sizes := sizes_of(module)) is not None:
+        return sizes
+    many = sum(sizes_of(part) is not None for part in module.modules()) > 1
+    base = wrapped_map(module) if many else None
+    return None if base is None else base[1:]
+
+
+def _role(name: str, pattern: re.Pattern[str]) -> bool:
+    """Whether the last component of a name that says anything says this."""
+    for part in reversed(name.split(".")):
+        roles = [each for each in (QUERIES_KEYS_VALUES, INTO_HEADS, OUT_OF_HEADS, GATE_AND_UP) if each.fullmatch(part)]
+        if roles:
+            return pattern in roles
+    return False
+
+
+# ---------------------------------------------------------------- attention
+
+
+def _attention(module: nn.Module, maps: Sequence[LinearMap]) -> dict[str, str]:
+    """The maps into heads, and the next one out of them."""
+    into = [each for each in maps if _role(each.name, QUERIES_KEYS_VALUES) or _role(each.name, INTO_HEADS)]
+    if not into:
+        return {}
+    last = max(maps.index(each) for each in into)
+    after = [*maps[last + 1 :], *maps[:last]]  # some list the way out first
+    out = next((each for each in after if _role(each.name, OUT_OF_HEADS) and _is_out_of(each, into)), None)
+    if out is None:
+        return {}
+    holders = {each.name.rpartition(".")[0] for each in into}
+    beside = [each for each in maps if each not in into and each is not out and each.outputs == out.inputs
+              and each.name.rpartition(".")[0] in holders]  # fmt: skip
+    styles = {each.name: _into_heads(each, out.inputs, module) for each in (*into, *beside)}
+    return styles | {out.name: "rowwise"}
+
+
+def _is_out_of(out: LinearMap, into: Sequence[LinearMap]) -> bool:
+    fused = any(each.outputs > out.inputs and _role(each.name, QUERIES_KEYS_VALUES) for each in into)
+    return out not in into and (fused or any(each.outputs in (out.inputs, 3 * out.inputs) for each in into))
+
+
+def _into_heads(each: LinearMap, inner: int, module: nn.Module) -> str:
+    if not _role(each.name, QUERIES_KEYS_VALUES) or each.outputs <= inner or (each.outputs - inner) % 2:
+        return "colwise"
+    keys = (each.outputs - inner) // 2
+    heads = number(module, *HEADS) or number(getattr(module, "config", None), *HEADS)
+    one_key = heads is not None and keys * heads == inner
+    if each.name.rpartition(".")[2] == "query_key_value" and not (one_key and heads != 1):
+        return "colwise"  # head by head
+    unit = gcd(inner, keys)
+    return f"colwise {inner // unit}:{keys // unit}:{keys // unit}"
+
+
+def fused_style(name: str, config: Any) -> str | None:
+    """The style of a fused weight of this name, None for any other."""
+    if GATE_AND_UP.fullmatch(name):
+        return "colwise 1:1"
+    if not QUERIES_KEYS_VALUES.fullmatch(name) or name == "query_key_value":
+        return None
+    queries = number(config, *HEADS)
+    keys = number(config, *HEADS_OF_KEYS) or queries
+    return f"colwise {queries}:{keys}:{keys}" if queries and keys else "colwise 1:1:1"
+
+
+def number(owner: Any, *names: str) -> int | None:
+    """The first of these attributes that is a number."""
+    values = (getattr(owner, name, None) for name in names)
+    return next((value for value in values if isinstance(value, int) and not isinstance(value, bool)), None)
+
+
+# ---------------------------------------------------------------- feed-forward layers
+
+
+def _feed_forward(maps: Sequence[LinearMap]) -> dict[str, str]:
+    """Maps into some width, the next one out of it again, and those that lead into the same width beside them."""
+    styles: dict[str, str] = {}
+    left: list[LinearMap] = []
+    for each in maps:
+        into = [other for other in left if _leads_back(other, each)]
+        if into:
+            styles |= {other.name: _into_width(other, each) for other in into} | {each.name: "rowwise"}
+            left = []
+        elif not _role(each.name, INTO_HEADS) and not _role(each.name, QUERIES_KEYS_VALUES):
+            left.append(each)
+    for each in left:
+        for out in maps:
+            if styles.get(out.name) == "rowwise" and _leads_back(each, out) and each.outputs != each.inputs:
+                styles.setdefault(each.name, _into_width(each, out))
+    return styles
+
+
+def _leads_back(into: LinearMap, out: LinearMap) -> bool:
+    """Whether one map leads into the width from which the other leads back."""
+    if out.outputs != into.inputs or into.outputs not in (out.inputs, 2 * out.inputs):
+        return False
+    holder, other = (each.name.rpartition(".")[0] for each in (into, out))
+    return holder == other or into.inputs != into.outputs  # square maps lead from anywhere to anywhere
+
+
+def _into_width(into: LinearMap, out: LinearMap) -> str:
+    return "colwise" if into.outputs == out.inputs else "colwise 1:1"
