@@ -180,7 +180,7 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {
         F.l1_loss(x, w.expand_as(x), reduction="none") * F.smooth_l1_loss(x * w, x, reduction="sum")
     ),
     "binary cross-entropy": lambda x, w: F.binary_cross_entropy_with_logits(
-        x * w, (x > 0).double(), pos_weight=w.abs()
+        x * w, (x > 0).double(), pos_weight=w.detach().abs()
     ),
     "divergence": lambda x, w: F.kl_div(F.log_softmax(x * w, -1), F.softmax(x.detach(), -1), reduction="batchmean"),
     "likelihood": lambda x, w: F.nll_loss(
