@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_parallel.collectives.elements import Runs, Span
+from lightning_parallel.collectives.spans import Runs, Span
 from lightning_parallel.techniques.context_parallel.attention.blocks import (
     Block,
     Relation,
