@@ -129,6 +129,7 @@ class MeshStrategy(RankStrategy):
 
     def _adopt_trainer(self, trainer: Trainer) -> None:
         adopted = self._adopted = Adoption(trainer)
+        adopted.link_checkpoints_by(self._saves().link)
         if not self.is_distributed:
             adopted.be_silent_on_syncing()
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -95,6 +96,11 @@ class Saver:
             commit.remove(Path(filepath))
         else:
             self._io.remove_checkpoint(filepath)
+
+    def link(self, filepath: str, linkpath: str) -> None:
+        """Rank 0 makes a link to a checkpoint, once that is saved, in the place of one that was there."""
+        if self._host.rank() == 0 and os.path.abspath(filepath) != os.path.abspath(linkpath):
+            self._background.afterwards(partial(commit.link, Path(filepath), Path(linkpath)))
 
     @property
     def failed(self) -> bool:

@@ -9,6 +9,7 @@ from contextlib import ExitStack, suppress
 import lightning
 import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_parallel.strategies.ranks.signals import Signals
@@ -44,6 +45,13 @@ class Adoption:
         """Has the callback called before all others."""
         lightnings.callbacks_of(self._trainer).insert(0, callback)
         self._back.callback(self._dismiss, callback)
+
+    def link_checkpoints_by(self, link: Callable[[str, str], None]) -> None:
+        """Has links to last checkpoints made by somebody who lets no moment pass without one."""
+        for callback in self._trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                lightnings.link_by(callback, link)
+                self._back.callback(lightnings.link_itself, callback)
 
     def _dismiss(self, callback: Callback) -> None:
         with suppress(ValueError):  # another list stands in the place of that one

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils._pytree import tree_unflatten
@@ -43,6 +44,21 @@ def choose_checkpoint(trainer: Trainer, choose: Callable[[], str | None]) -> Non
         restore(connector, choose() if path is None else path, weights_only)
 
     vars(connector)["_restore_modules_and_callbacks"] = restore_chosen
+
+
+def link_by(callback: ModelCheckpoint, link: Callable[[str, str], None]) -> None:
+    """Has somebody make the callback's links to its last checkpoint; Lightning removes one before it makes the next."""
+
+    def make(trainer: Trainer, filepath: str, linkpath: str) -> None:
+        link(filepath, linkpath)
+        trainer.strategy.barrier()
+
+    vars(callback)["_link_checkpoint"] = make
+
+
+def link_itself(callback: ModelCheckpoint) -> None:
+    """Takes `link_by` back."""
+    vars(callback).pop("_link_checkpoint", None)
 
 
 # ---------------------------------------------------------------- a loop

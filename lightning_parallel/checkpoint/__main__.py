@@ -1,0 +1,95 @@
+"""Looks at checkpoints: ``python -m lightning_parallel.checkpoint inspect|verify|consolidate PATH``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from math import prod
+from pathlib import Path
+from typing import IO, cast
+
+import torch
+
+from lightning_parallel.checkpoint import commit, folder
+from lightning_parallel.checkpoint.damage import Damaged
+from lightning_parallel.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from lightning_parallel.checkpoint.sealed import SealedFile, require_unchanged
+from lightning_parallel.checkpoint.tensors_file import DTYPES
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    line = argparse.ArgumentParser(prog="python -m lightning_parallel.checkpoint", description=__doc__)
+    commands = line.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (about, _) in COMMANDS.items():
+        command = commands.add_parser(name, help=about, description=about)
+        command.add_argument("path", type=Path, help="a checkpoint")
+        if name == "consolidate":
+            command.add_argument("output", type=Path, help="the file to write")
+    return line
+
+
+def inspect(line: argparse.Namespace) -> None:
+    """Prints what a sharded checkpoint holds; its files are not read."""
+    manifest = _manifest_of(line.path)
+    axes = " x ".join(f"{axis} {size}" for axis, size in manifest.layout.items() if size > 1) or "one process"
+    print(f"{line.path}: step {manifest.step}, written by {axes}, {len(manifest.files)} files")
+    print(f"written with {', '.join(f'{library} {version}' for library, version in manifest.versions.items())}")
+    held: Counter[str] = Counter()
+    for name, table in manifest.tensors.items():
+        held[name.split("/")[0]] += prod(table.shape) * DTYPES[table.dtype].itemsize
+    for part in manifest.holds:
+        print(f"  {part:<30} {held[part]:>18,} bytes of tensors" if part in held else f"  {part}")
+
+
+def verify(line: argparse.Namespace) -> None:
+    """Reads all of a checkpoint, and says whether it is as it was written."""
+    if line.path.is_dir():
+        folder.require_whole(line.path, folder.faults(line.path, _manifest_of(line.path)))
+    else:
+        require_unchanged(line.path)
+    print(f"{line.path} is as it was written")
+
+
+def consolidate(line: argparse.Namespace) -> None:
+    """Makes one plain file of a sharded checkpoint, which everybody can read; it is whole in memory meanwhile."""
+    manifest = _manifest_of(line.path)
+    folder.require_whole(line.path, folder.faults(line.path, manifest))
+    if line.output.exists():
+        raise Damaged(f"{line.output} is there already; choose another name")
+    made = commit.beside(line.output, commit.UNFINISHED)
+    try:
+        with SealedFile(made) as file:
+            torch.save(folder.read(line.path, manifest, lambda name: False), cast(IO[bytes], file))
+        commit.commit(made, line.output)
+    finally:
+        made.unlink(missing_ok=True)
+    print(f"{line.output} written")
+
+
+def _manifest_of(path: Path) -> Manifest:
+    if not (path / MANIFEST).exists():
+        raise Damaged(f"{path} is no sharded checkpoint: it has no {MANIFEST}")
+    return read_manifest(path)
+
+
+COMMANDS: dict[str, tuple[str, Callable[[argparse.Namespace], None]]] = {
+    "inspect": ("print what a sharded checkpoint holds", inspect),
+    "verify": ("read all of a checkpoint and say whether it is as it was written", verify),
+    "consolidate": ("make one plain file of a sharded checkpoint", consolidate),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command; a checkpoint that is damaged ends it with a message and the exit code 1."""
+    line = parser().parse_args(arguments)
+    try:
+        COMMANDS[line.command][1](line)
+    except (Damaged, OSError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
