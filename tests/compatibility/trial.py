@@ -179,26 +179,32 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def doubles_stay() -> Iterator[None]:
-    """Transformers computes losses, norms and routers in single precision, whatever a model computes in."""
-    ways = {name: getattr(Tensor, name) for name in ("float", "type")}
-    log_softmax = F.log_softmax
-
-    def in_double(name: str) -> Callable[..., Any]:
-        def convert(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            asked = name == "float" or args == (torch.float32,) or kwargs == {"dtype": torch.float32}
-            return tensor if asked and tensor.dtype is torch.float64 else ways[name](tensor, *args, **kwargs)
-
-        return convert
-
-    def softmax(tensor: Tensor, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
-        return log_softmax(tensor, *args, dtype=None if tensor.dtype is torch.float64 else dtype, **kwargs)
-
-    for name in ways:
-        setattr(Tensor, name, in_double(name))
-    F.log_softmax = softmax
+    """Transformers computes losses, norms, routers and weights of attention in single precision, whatever comes in."""
+    casts = {name: getattr(Tensor, name) for name in ("float", "type", "to")}
+    softmaxes = {name: getattr(F, name) for name in ("softmax", "log_softmax")}
+    for name, cast in casts.items():
+        setattr(Tensor, name, keeping_doubles(cast, always=name == "float"))
+    for name, softmax in softmaxes.items():
+        setattr(F, name, normalising_doubles(softmax, getattr(torch, name)))
     try:
         yield
     finally:
-        for name in ways:
+        for name in casts:
             delattr(Tensor, name)  # what it inherits is seen again
-        F.log_softmax = log_softmax
+        for name, softmax in softmaxes.items():
+            setattr(F, name, softmax)
+
+
+def keeping_doubles(cast: Callable[..., Any], always: bool) -> Callable[..., Any]:
+    def convert(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        asked = always or args == (torch.float32,) or kwargs == {"dtype": torch.float32}
+        return tensor if asked and tensor.dtype is torch.float64 else cast(tensor, *args, **kwargs)
+
+    return convert
+
+
+def normalising_doubles(softmax: Callable[..., Tensor], plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def normalise(tensor: Tensor, dim: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
+        return plain(tensor, dim) if tensor.dtype is torch.float64 else softmax(tensor, dim, *args, **kwargs)
+
+    return normalise
