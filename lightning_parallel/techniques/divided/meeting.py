@@ -174,10 +174,14 @@ def _all_stay(divided: Divided, names: Sequence[Label], cuts: Mapping[Any, Eleme
 def _part_of_whole(whole: Tensor, dim: int, elements: Elements, has_entered: bool) -> Tensor:
     if whole.shape[dim] != elements.size:
         raise ValueError(f"a tensor of shape {tuple(whole.shape)} meets {elements!r} in dimension {dim}")
-    if has_entered or not learns(whole):
-        return elements.take(whole, dim)
-    _note(whole, elements.ranks)
-    return part(whole, dim, elements)
+    if learns(whole):
+        if has_entered:
+            return elements.take(whole, dim)
+        _note(whole, elements.ranks)
+        return part(whole, dim, elements)
+    if len(elements.own) == 1:
+        return elements.take(whole, dim)  # a view
+    return elements.ranks.made_of.get(whole, ("elements", elements, dim), lambda: elements.take(whole, dim))
 
 
 def _note(tensor: Tensor, ranks: Ranks) -> None:
