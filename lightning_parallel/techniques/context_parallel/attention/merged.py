@@ -27,7 +27,7 @@ class Merged:
     def __init__(self, query: Tensor, value_width: int, mask: Tensor | None, scale: float | None) -> None:
         self.query, self.mask, self.scale = query, mask, scale
         b, h, rows, _ = query.shape
-        # Heads beside each other in memory, as torch's own attention returns them: models join them next, without a copy.
+        # Heads beside each other in memory, as torch's attention returns them: models join them next, without a copy.
         self._out = query.new_zeros((b, rows, h, value_width), dtype=wide(query.dtype)).transpose(1, 2)
         self._total = query.new_full(query.shape[:3], -math.inf, dtype=wide(query.dtype))
 

@@ -36,7 +36,7 @@ FUNCTIONS = ("abs", "neg", "negative", "positive", "exp", "exp2", "expm1", "log"
              "hardsigmoid", "hardshrink", "softshrink", "tanhshrink", "threshold", "bitwise_not", "sgn", "expit",
              "i0", "sinc", "lgamma", "digamma")  # fmt: skip
 KEEPING = ("clone", "detach", "float", "double", "half", "bfloat16", "long", "int", "bool", "short", "byte",
-           "type_as", "contiguous", "zeros_like", "ones_like", "full_like", "empty_like", "zero_", "fill_",
+           "contiguous", "zeros_like", "ones_like", "full_like", "empty_like", "zero_", "fill_",
            "detach_", "cuda")  # fmt: skip
 OPERATORS = ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__",
              "__rdiv__", "__div__", "__floordiv__", "__rfloordiv__", "__mod__", "__rmod__", "__pow__", "__rpow__",
@@ -92,12 +92,15 @@ def _result(func: Any, first: Any, made: Any, cuts: Any, changes: bool) -> Any:
     return as_divided(made, cuts)
 
 
-@rule(*operations("to", "type"))
+@rule(*operations("to", "type", "type_as"))
 def _to(func: Any, args: Any, kwargs: Any) -> Any:
+    """A second tensor tells nothing but a dtype and a device."""
     divided, *rest = args
+    rest = [other.own if isinstance(other, Divided) else other for other in rest]
+    if not isinstance(divided, Divided) and not any(isinstance(other, Divided) for other in kwargs.values()):
+        return func(divided, *rest, **kwargs)
     if not is_divided(divided) or not (rest or kwargs):
         return NotImplemented
-    rest = [other.own if is_divided(other) else other for other in rest]
     made = func(divided.own, *rest, **kwargs)
     if not isinstance(made, Tensor):
         return NotImplemented
@@ -116,6 +119,14 @@ def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
     with drawn_apart(divided.own.device, divided.cuts.values()):
         made = func(divided.own, *args[1:], **kwargs)
     return _result(func, divided, made, divided.cuts, func in IN_PLACE)
+
+
+@rule(*operations("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"))
+def _new(func: Any, args: Any, kwargs: Any) -> Any:
+    """Another tensor of a shape that is given, which ranks have alike."""
+    if not isinstance(args[0], Divided) or any(isinstance(each, Divided) for each in (*args[1:], *kwargs.values())):
+        return NotImplemented
+    return func(args[0].own, *args[1:], **kwargs)
 
 
 @rule(*operations("register_hook"))
