@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_parallel.collectives.elements import Elements, Ranks
-from lightning_parallel.techniques.context_parallel.attention import ContextAttention
+from lightning_parallel.techniques.context_parallel.attention import ContextAttention, kernels
 from lightning_parallel.techniques.divided.tensor import Divided, own_of
 from tests.ranks import ranks
 
@@ -298,6 +298,35 @@ def test_weights_are_dropped_and_the_rest_is_scaled() -> None:
 
 
 @ranks(2)
+def test_backward_drops_the_same_weights() -> None:
+    """The derivative along some direction is what two nearby values say."""
+    for method, kind in itertools.product(METHODS[:3], ("causal", "window")):
+        elements, mask = zigzag(group_of(method), 24), MASKS[kind] and MASKS[kind](24)
+        torch.manual_seed(2 + dist.get_rank())
+        own = [
+            torch.randn(1, heads, elements.length, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)
+        ]
+        direction = [torch.randn_like(each) for each in own]
+        weights = torch.randn_like(own[0])
+
+        def value(given: list[Tensor], mask: Any = mask, elements: Any = elements, weights: Any = weights) -> Tensor:
+            torch.manual_seed(9)
+            divided = [Divided(each, {2: elements}) for each in given]
+            out = F.scaled_dot_product_attention(
+                *divided, attn_mask=mask, dropout_p=0.3, is_causal=mask is None, enable_gqa=True
+            )
+            return (out.own * weights).sum()
+
+        value(own).backward()
+        nearby = [[each.detach() + e * d for each, d in zip(own, direction, strict=True)] for e in (1e-5, -1e-5)]
+        found = (value(nearby[0]) - value(nearby[1])) / 2e-5
+        expected = sum((each.grad * d).sum() for each, d in zip(own, direction, strict=True))
+        both = torch.stack([found, expected])
+        dist.all_reduce(both)
+        torch.testing.assert_close(both[0], both[1], rtol=1e-6, atol=1e-6)
+
+
+@ranks(2)
 def test_second_derivatives_are_refused() -> None:
     for method in METHODS[:3]:
         elements = zigzag(group_of(method), 20)
@@ -324,3 +353,25 @@ def test_heads_that_do_not_divide_are_refused_on_all_ranks() -> None:
 def test_unknown_methods_are_refused() -> None:
     with pytest.raises(ValueError, match="method='rings' is none of 'auto', 'ring', 'ulysses', 'all_gather', 'hybrid'"):
         ContextAttention("rings")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "has_bias"),
+    [
+        (kernels.Flash, torch.bfloat16, False),
+        (kernels.Efficient, torch.float32, True),
+        (kernels.Cudnn, torch.bfloat16, True),
+    ],
+)
+def test_kernels_for_other_devices_are_called_as_torch_defines_them(
+    kernel: Any, dtype: torch.dtype, has_bias: bool
+) -> None:
+    """In shapes only."""
+    with torch.device("meta"):
+        query, key, value = (torch.empty(2, 4, length, 16, dtype=dtype) for length in (20, 12, 12))
+        bias = torch.empty(1, 1, 20, 12, dtype=dtype) if has_bias else None
+        given = kernels.Given(query, key, value, bias, False, None, 0.1)
+        out, total, draws = kernel().forward(given)
+        assert (out.shape, total.shape) == (query.shape, (2, 4, 20))
+        found = kernel().backward(torch.empty_like(out), given, out, total, draws)
+    assert [each.shape for each in found] == [query.shape, key.shape, value.shape]

@@ -17,9 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_parallel.collectives import functional
+from lightning_parallel.collectives.circle import Circle
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.collectives.made_of import KEPT, MadeOf
 from lightning_parallel.techniques.context_parallel.attention import ContextAttention
+from lightning_parallel.techniques.context_parallel.attention import merged as merging
 from lightning_parallel.techniques.context_parallel.attention.attention import rounds_of_mask
 from lightning_parallel.techniques.context_parallel.attention.blocks import Relation, causal, full
 from lightning_parallel.techniques.context_parallel.attention.layout import layout_of
@@ -288,6 +290,38 @@ def test_of_long_runs_parts_are_left_out() -> None:
     tile = 256  # half a chunk: each meets itself and the one before it
     assert sum(pairs for _, pairs in found) == (16 + 15) * tile**2
     assert sum(sent for sent, _ in found) == 6 * tile * 2 * WIDTH * 4, "across the six borders between ranks"
+
+
+def order_of_steps() -> list[str]:
+    """What a rank does one after the other, forward and backward."""
+    seen: list[str] = []
+    begin, wait = Circle.exchange, functional.Pending.wait
+    attend_one, attend_back = merging.attend, merging.attend_backward
+
+    def told(name: str, function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            seen.append(name)
+            return function(*args)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Circle, "exchange", told("start", begin))
+        patch.setattr(functional.Pending, "wait", told("wait", wait))
+        patch.setattr(merging, "attend", told("compute", attend_one))
+        patch.setattr(merging, "attend_backward", told("compute", attend_back))
+        out = attend("ring", 8)
+        seen.append("backward")
+        out.own.sum().backward()
+    return seen
+
+
+def test_messages_travel_while_a_rank_computes() -> None:
+    """Those of keys and values from before a block is computed to after it, gradients while the next one is."""
+    forward = ["start", "compute", "wait", "start", "compute", "wait", "compute"]
+    backward = ["start", "compute", "wait", "start", "compute", "start", "wait", "compute", "start", "wait", "wait"]
+    for found in run_on_ranks(3, order_of_steps):
+        assert found == [*forward, "backward", *backward]
 
 
 # -------------------------------------------------------------------- choices

@@ -15,33 +15,24 @@ from torch.autograd import Function
 from lightning_parallel.collectives.by_elements import gathered, part_of_sum, require_first_order, whole_of
 from lightning_parallel.collectives.elements import Elements
 from lightning_parallel.techniques.context_parallel.attention.blocks import Block
-from lightning_parallel.techniques.context_parallel.attention.merged import Backward, Merged
+from lightning_parallel.techniques.context_parallel.attention.merged import Backward, Merged, Terms
 
 SEQUENCE = 2
 
 
-def all_gather(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    elements: Elements,
-    block: Block,
-    mask: Tensor | None,
-    scale: float | None,
-) -> Tensor:
+def all_gather(key: Tensor, value: Tensor, elements: Elements, block: Block, terms: Terms) -> Tensor:
     """This rank's rows of attention.
 
     Args:
-        query: (B, H, own, D).
         key: (B, Hkv, own, D).
         value: (B, Hkv, own, Dv).
         elements: the positions that each rank has.
         block: this rank's queries and all keys.
-        mask: this rank's rows with all columns, broadcast to (B, H, own, T).
-        scale: of scores.
+        terms: this rank's queries, and how they attend.
     """
     function: Any = _AllGather
-    out: Tensor = function.apply(query, key, value, mask, elements, block, scale)
+    query, mask, *numbers = terms
+    out: Tensor = function.apply(query, key, value, mask, elements, block, *numbers)
     return out
 
 
@@ -54,7 +45,7 @@ def all_gather_plain(
     scale: float | None,
     dropout: float,
 ) -> Tensor:
-    """The same by torch's own attention: for dropout, and for masks that learn."""
+    """The same by torch's own attention, for masks that learn."""
     key, value = (gathered(each, SEQUENCE, elements) for each in (key, value))
     grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scale, enable_gqa=grouped)
@@ -70,12 +61,12 @@ class _AllGather(Function):
         mask: Tensor | None,
         elements: Elements,
         block: Block,
-        scale: float | None,
+        *numbers: Any,
     ) -> Tensor:
-        merged = Merged(query, value.shape[-1], mask, scale)
+        merged = Merged(Terms(query, mask, *numbers), value.shape[-1])
         merged.add(block, *_wholes(key, value, elements))
         out, total = merged.result()
-        ctx.elements, ctx.block, ctx.scale = elements, block, scale
+        ctx.elements, ctx.block, ctx.numbers, ctx.hows = elements, block, numbers, merged.hows
         ctx.save_for_backward(query, key, value, mask, out, total)
         return out
 
@@ -83,11 +74,11 @@ class _AllGather(Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         require_first_order()
         query, key, value, mask, out, total = ctx.saved_tensors
-        backward = Backward(gradient, query, mask, ctx.scale, out, total)
+        backward = Backward(gradient, Terms(query, mask, *ctx.numbers), out, total, ctx.hows)
         summands = backward.add(ctx.block, *_wholes(key, value, ctx.elements))
         of_both = part_of_sum(torch.cat(summands, -1).to(key.dtype), SEQUENCE, ctx.elements)
         of_key, of_value = torch.split(of_both, [key.shape[-1], value.shape[-1]], -1)
-        return backward.of_query.to(query.dtype), of_key, of_value, None, None, None, None
+        return backward.of_query.to(query.dtype), of_key, of_value, *[None] * (3 + len(ctx.numbers))
 
 
 def _wholes(key: Tensor, value: Tensor, elements: Elements) -> tuple[Tensor, Tensor]:

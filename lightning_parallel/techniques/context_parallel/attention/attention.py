@@ -7,7 +7,7 @@
       ├ ulysses       to_heads → torch's attention → to_positions                        (ulysses.py)
       ├ hybrid        to_heads among a team → _Ring of teams → to_positions
       ├ all_gather    _AllGather: keys and values of all                                 (all_gather.py)
-      └ dropout, masks that learn: keys and values of all, and torch's attention
+      └ masks that learn: keys and values of all, and torch's attention
 
 `blocks.py` says which queries meet which keys, `masks.py` what masks leave of that, `kernels.py` computes.
 """
@@ -35,6 +35,7 @@ from lightning_parallel.techniques.context_parallel.attention.blocks import (
 from lightning_parallel.techniques.context_parallel.attention.choice import METHODS, Choice, chosen
 from lightning_parallel.techniques.context_parallel.attention.layout import Layout, layout_of
 from lightning_parallel.techniques.context_parallel.attention.masks import tables_of_all, tile_of, tiled
+from lightning_parallel.techniques.context_parallel.attention.merged import Terms
 from lightning_parallel.techniques.context_parallel.attention.ring import Rounds, ring
 from lightning_parallel.techniques.context_parallel.attention.ulysses import (
     own_heads,
@@ -115,7 +116,7 @@ class ContextAttention:
         choice = self.chosen(asked.elements, heads, key_heads, is_causal=asked.is_causal, has_rows=has_rows)
         self._tell(choice, asked.elements.ranks)
         learned = asked.mask is not None and asked.mask.requires_grad and torch.is_grad_enabled()
-        if learned or (asked.dropout and choice.method != "ulysses"):
+        if learned:
             return _plain(asked)
         layout = self._layout(asked.elements, choice.team)
         if choice.method == "ulysses":
@@ -156,7 +157,7 @@ def _going_round(asked: Asked, layout: Layout) -> Tensor:
         )
     if rounds is None:
         return _plain(asked)
-    out = ring(query, key, value, rounds, mask, asked.scale)
+    out = ring(key, value, rounds, Terms(query, mask, asked.scale, asked.dropout))
     return to_positions(out, layout.team) if swaps else out
 
 
@@ -190,7 +191,7 @@ def _gathering(asked: Asked) -> Tensor:
         block = elements.ranks.made_of.get(mask, ("block", elements.runs), lambda: _masked_block(mask, elements))
     if block is None:
         return _plain(asked)
-    return all_gather(query, key, value, elements, block, mask, asked.scale)
+    return all_gather(key, value, elements, block, Terms(query, mask, asked.scale, asked.dropout))
 
 
 def _masked_block(mask: Tensor, elements: Elements) -> Block | None:

@@ -36,7 +36,11 @@ class Given(NamedTuple):
     bias: Tensor | None  # broadcasts to (B, H, rows, keys)
     is_causal: bool
     scale: float | None
+    dropout: float
 
+
+Draws = tuple[Tensor, ...]
+"""From what a kernel drew which weights it dropped, in a form of its own."""
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
@@ -47,31 +51,42 @@ class Kernel(Protocol):
     grouped: bool
     """Whether keys and values may have fewer heads than queries."""
 
-    def forward(self, given: Given) -> tuple[Tensor, Tensor]:
-        """The output (B, H, rows, Dv), and the log-sum-exp of scores (B, H, rows)."""
+    def forward(self, given: Given) -> tuple[Tensor, Tensor, Draws]:
+        """The output (B, H, rows, Dv), the log-sum-exp of scores (B, H, rows), and what was drawn."""
 
-    def backward(self, gradient: Tensor, given: Given, out: Tensor, total: Tensor) -> Gradients:
+    def backward(self, gradient: Tensor, given: Given, out: Tensor, total: Tensor, draws: Draws) -> Gradients:
         """The gradients of queries, keys and values, given output and log-sum-exp over all keys."""
 
 
-def attend(given: Given, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp; minus infinity, and zeros, of a query that meets none of the keys.
+class How(NamedTuple):
+    """How a rectangle was computed, which backward does alike."""
+
+    kernel: Kernel
+    draws: Draws
+
+
+def attend(given: Given, mask: Tensor | None) -> tuple[Tensor, Tensor, How]:
+    """Output, log-sum-exp, and how they came about. Those of a query that meets none are zeros and minus infinity.
 
     Args:
         given: without a bias.
         mask: booleans or summands of the scores, broadcast to them.
     """
     given = given._replace(bias=_bias(mask, given.query.dtype))
-    kernel, used = _chosen(given, given.query)
-    out, total = kernel.forward(used)
+    with torch.autocast(given.query.device.type, enabled=False):
+        kernel, used = _chosen(given)
+        out, total, draws = kernel.forward(used)
+    how = How(kernel, draws)
     if mask is None:
-        return out, total
+        return out, total, how
     # Kernels do not agree on what they tell of these queries.
     alone = ~mask.any(-1) if mask.dtype == torch.bool else mask.amax(-1) == -math.inf
-    return out.masked_fill(alone[..., None], 0.0), total.masked_fill(alone, -math.inf)
+    return out.masked_fill(alone[..., None], 0.0), total.masked_fill(alone, -math.inf), how
 
 
-def attend_backward(gradient: Tensor, given: Given, mask: Tensor | None, out: Tensor, total: Tensor) -> Gradients:
+def attend_backward(
+    gradient: Tensor, given: Given, mask: Tensor | None, out: Tensor, total: Tensor, how: How
+) -> Gradients:
     """The gradients of queries, keys and values.
 
     Args:
@@ -80,10 +95,13 @@ def attend_backward(gradient: Tensor, given: Given, mask: Tensor | None, out: Te
         mask: the same.
         out: over all keys.
         total: the log-sum-exp over all keys; finite.
+        how: what `attend` told.
     """
-    given = given._replace(bias=_bias(mask, given.query.dtype))
-    kernel, used = _chosen(given, given.query.detach().requires_grad_())
-    of_query, of_key, of_value = kernel.backward(gradient, used, out, total)
+    used = given = given._replace(bias=_bias(mask, given.query.dtype))
+    if not how.kernel.grouped:
+        used = _with_all_heads(given)
+    with torch.autocast(given.query.device.type, enabled=False):
+        of_query, of_key, of_value = how.kernel.backward(gradient, used, out, total, how.draws)
     if used.key is not given.key:
         of_key, of_value = (_summed_in_groups(each, given.key.shape[1]) for each in (of_key, of_value))
     return of_query, of_key, of_value
@@ -95,29 +113,24 @@ def _bias(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -math.inf)
 
 
-def _chosen(given: Given, asked: Tensor) -> tuple[Kernel, Given]:
-    """The kernel that torch would take, and what it computes with.
-
-    Args:
-        given: all of it.
-        asked: queries, that say whether gradients will be asked for.
-    """
-    kernel = _known(given, asked)
-    if given.query.shape[1] == given.key.shape[1] or kernel.grouped:
+def _chosen(given: Given) -> tuple[Kernel, Given]:
+    """The kernel that torch would take, and what it computes with."""
+    kernel = _known(given)
+    if kernel.grouped or given.query.shape[1] == given.key.shape[1]:
         return kernel, given
-    times = given.query.shape[1] // given.key.shape[1]
-    given = given._replace(key=given.key.repeat_interleave(times, 1), value=given.value.repeat_interleave(times, 1))
-    return _known(given, asked), given
+    given = _with_all_heads(given)
+    kernel = _known(given)
+    return (Plain() if kernel.grouped else kernel), given
 
 
-def _known(given: Given, asked: Tensor) -> Kernel:
+def _known(given: Given) -> Kernel:
     is_cuda = given.query.device.type == "cuda"
     if is_cuda and given.query.shape[-1] % 8:  # torch pads such heads before it calls a kernel
         return Plain()
-    grouped = given.query.shape[1] != given.key.shape[1]
     choice = torch._fused_sdp_choice(
-        asked, given.key, given.value, given.bias, 0.0, given.is_causal, scale=given.scale, enable_gqa=grouped
-    )
+        given.query, given.key, given.value, given.bias, given.dropout, given.is_causal,
+        scale=given.scale, enable_gqa=given.query.shape[1] != given.key.shape[1],
+    )  # fmt: skip
     if choice == SDPBackend.FLASH_ATTENTION.value:
         return Flash() if is_cuda else FlashOnCpu() if given.query.device.type == "cpu" else Plain()
     if not is_cuda:
@@ -125,6 +138,13 @@ def _known(given: Given, asked: Tensor) -> Kernel:
     if choice == SDPBackend.CUDNN_ATTENTION.value:
         return Cudnn()
     return Efficient() if choice == SDPBackend.EFFICIENT_ATTENTION.value else Plain()
+
+
+def _with_all_heads(given: Given) -> Given:
+    times = given.query.shape[1] // given.key.shape[1]
+    if times == 1:
+        return given
+    return given._replace(key=given.key.repeat_interleave(times, 1), value=given.value.repeat_interleave(times, 1))
 
 
 def _summed_in_groups(gradient: Tensor, heads: int) -> Tensor:
@@ -139,23 +159,40 @@ class Plain:
 
     grouped = False
 
-    def forward(self, given: Given) -> tuple[Tensor, Tensor]:
+    def forward(self, given: Given) -> tuple[Tensor, Tensor, Draws]:
         """See `Kernel`."""
         scores = self._scores(given)
         total = torch.logsumexp(scores, -1)
         weights = (scores - total.masked_fill(total == -math.inf, 0.0)[..., None]).exp_()
-        return (weights @ given.value.to(scores.dtype)).to(given.query.dtype), total
+        draws: Draws = ()
+        if given.dropout:
+            draws = (_generator(weights.device).get_state(),)
+            weights *= self._kept(given, weights, None)
+        return (weights @ given.value.to(scores.dtype)).to(given.query.dtype), total, draws
 
-    def backward(self, gradient: Tensor, given: Given, out: Tensor, total: Tensor) -> Gradients:
+    def backward(self, gradient: Tensor, given: Given, out: Tensor, total: Tensor, draws: Draws) -> Gradients:
         """See `Kernel`."""
         scores = self._scores(given)
         query, key, value, gradient, out = (each.to(scores.dtype) for each in (*given[:3], gradient, out))
         weights = (scores - total.to(scores.dtype)[..., None]).exp_()
+        of_weights = gradient @ value.mT
         of_value = weights.mT @ gradient
-        delta = (gradient * out).sum(-1, keepdim=True)
-        of_scores = weights * (gradient @ value.mT - delta) * _scale(given)
+        if given.dropout:
+            kept = self._kept(given, weights, draws[0])
+            of_weights *= kept
+            of_value = (weights * kept).mT @ gradient
+        of_scores = weights * (of_weights - (gradient * out).sum(-1, keepdim=True)) * _scale(given)
         dtype = given.query.dtype
         return (of_scores @ key).to(dtype), (of_scores.mT @ query).to(dtype), of_value.to(dtype)
+
+    def _kept(self, given: Given, like: Tensor, state: Tensor | None) -> Tensor:
+        """What weights are multiplied with: nothing, or what makes up for those that were dropped."""
+        generator = None
+        if state is not None:
+            generator = torch.Generator(like.device)
+            generator.set_state(state)
+        kept = torch.empty_like(like).bernoulli_(1 - given.dropout, generator=generator)
+        return kept.div_(1 - given.dropout) if given.dropout < 1 else kept
 
     def _scores(self, given: Given) -> Tensor:
         dtype = torch.float64 if given.query.dtype == torch.float64 else torch.float32
@@ -168,33 +205,34 @@ class Plain:
         return scores
 
 
+def _generator(device: torch.device) -> torch.Generator:
+    return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+
+
 def _scale(given: Given) -> float:
     return 1 / math.sqrt(given.query.shape[-1]) if given.scale is None else given.scale
 
 
 class FlashOnCpu:
-    """Torch's kernel for the CPU."""
+    """Torch's kernel for the CPU, which drops nothing."""
 
     grouped = True
 
-    def forward(self, given: Given) -> tuple[Tensor, Tensor]:
+    def forward(self, given: Given) -> tuple[Tensor, Tensor, Draws]:
         """See `Kernel`."""
-        query, key, value, bias, is_causal, scale = given
-        found: tuple[Tensor, Tensor] = aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, is_causal, attn_mask=self._mask(bias), scale=scale
+        query, key, value, bias, is_causal, scale, dropout = given
+        out, total = aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, dropout, is_causal, attn_mask=bias, scale=scale
         )
-        return found
+        return out, total, ()
 
-    def backward(self, gradient: Tensor, given: Given, out: Tensor, total: Tensor) -> Gradients:
+    def backward(self, gradient: Tensor, given: Given, out: Tensor, total: Tensor, draws: Draws) -> Gradients:
         """See `Kernel`."""
-        query, key, value, bias, is_causal, scale = given
+        query, key, value, bias, is_causal, scale, dropout = given
         found: Gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient, query, key, value, out, total, 0.0, is_causal, attn_mask=self._mask(bias), scale=scale
+            gradient, query, key, value, out, total, dropout, is_causal, attn_mask=bias, scale=scale
         )
         return found
-
-    def _mask(self, bias: Tensor | None) -> Tensor | None:
-        return bias[None] if bias is not None and bias.dim() == 3 else bias
 
 
 class Flash:
@@ -202,19 +240,20 @@ class Flash:
 
     grouped = True
 
-    def forward(self, given: Given) -> tuple[Tensor, Tensor]:
+    def forward(self, given: Given) -> tuple[Tensor, Tensor, Draws]:
         """See `Kernel`."""
-        query, key, value, _, is_causal, scale = given
-        out, total, *_ = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, scale=scale)
-        return out, total
+        query, key, value, _, is_causal, scale, dropout = given
+        out, total, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout, is_causal, scale=scale
+        )
+        return out, total, (seed, offset)
 
-    def backward(self, gradient: Tensor, given: Given, out: Tensor, total: Tensor) -> Gradients:
+    def backward(self, gradient: Tensor, given: Given, out: Tensor, total: Tensor, draws: Draws) -> Gradients:
         """See `Kernel`."""
-        query, key, value, _, is_causal, scale = given
-        nothing = torch.zeros(2, dtype=torch.int64, device=query.device).view(torch.uint64)
+        query, key, value, _, is_causal, scale, dropout = given
         found: Gradients = aten._scaled_dot_product_flash_attention_backward(
-            gradient, query, key, value, out, total.contiguous(), None, None, query.shape[2], key.shape[2], 0.0,
-            is_causal, nothing, nothing[0], scale=scale,
+            gradient, query, key, value, out, total.contiguous(), None, None, query.shape[2], key.shape[2], dropout,
+            is_causal, *draws, scale=scale,
         )  # fmt: skip
         return found
 
@@ -224,22 +263,21 @@ class Efficient:
 
     grouped = False
 
-    def forward(self, given: Given) -> tuple[Tensor, Tensor]:
+    def forward(self, given: Given) -> tuple[Tensor, Tensor, Draws]:
         """See `Kernel`."""
-        query, key, value, _, is_causal, scale = given
-        out, total, *_ = aten._scaled_dot_product_efficient_attention(
-            query, key, value, _aligned(given), True, 0.0, is_causal, scale=scale
+        query, key, value, _, is_causal, scale, dropout = given
+        out, total, seed, offset = aten._scaled_dot_product_efficient_attention(
+            query, key, value, _aligned(given), True, dropout, is_causal, scale=scale
         )
-        return out, total[..., : query.shape[2]]
+        return out, total[..., : query.shape[2]], (seed, offset)
 
-    def backward(self, gradient: Tensor, given: Given, out: Tensor, total: Tensor) -> Gradients:
+    def backward(self, gradient: Tensor, given: Given, out: Tensor, total: Tensor, draws: Draws) -> Gradients:
         """See `Kernel`."""
-        query, key, value, _, is_causal, scale = given
+        query, key, value, _, is_causal, scale, dropout = given
         if torch.version.hip is None:
             total = F.pad(total, (0, -total.shape[-1] % 32), value=math.inf)
-        nothing = torch.zeros((), dtype=torch.int64, device=query.device)
         of_query, of_key, of_value, _ = aten._scaled_dot_product_efficient_attention_backward(
-            gradient, query, key, value, _aligned(given), out, total.contiguous(), nothing, nothing, 0.0,
+            gradient, query, key, value, _aligned(given), out, total.contiguous(), *draws, dropout,
             [True, True, True, False], is_causal, scale=scale,
         )  # fmt: skip
         return of_query, of_key, of_value
@@ -250,21 +288,20 @@ class Cudnn:
 
     grouped = True
 
-    def forward(self, given: Given) -> tuple[Tensor, Tensor]:
+    def forward(self, given: Given) -> tuple[Tensor, Tensor, Draws]:
         """See `Kernel`."""
-        query, key, value, bias, is_causal, scale = given
-        out, total, *_ = aten._scaled_dot_product_cudnn_attention(
-            query, key, value, bias, True, 0.0, is_causal, False, scale=scale
+        query, key, value, bias, is_causal, scale, dropout = given
+        out, total, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_cudnn_attention(
+            query, key, value, bias, True, dropout, is_causal, False, scale=scale
         )
-        return out, total.squeeze(-1)
+        return out, total.squeeze(-1), (seed, offset)
 
-    def backward(self, gradient: Tensor, given: Given, out: Tensor, total: Tensor) -> Gradients:
+    def backward(self, gradient: Tensor, given: Given, out: Tensor, total: Tensor, draws: Draws) -> Gradients:
         """See `Kernel`."""
-        query, key, value, bias, is_causal, scale = given
-        nothing = torch.zeros((), dtype=torch.int64, device=query.device)
+        query, key, value, bias, is_causal, scale, dropout = given
         found: Gradients = aten._scaled_dot_product_cudnn_attention_backward(
-            gradient, query, key, value, out, total[..., None].contiguous(), nothing, nothing, bias, None, None,
-            query.shape[2], key.shape[2], 0.0, is_causal, scale=scale,
+            gradient, query, key, value, out, total[..., None].contiguous(), *draws, bias, None, None,
+            query.shape[2], key.shape[2], dropout, is_causal, scale=scale,
         )  # fmt: skip
         return found
 

@@ -6,36 +6,53 @@ out = \sum_i exp(l_i - l) out_i      l = log \sum_i exp(l_i)
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_parallel.techniques.context_parallel.attention.blocks import Block, Piece, Relation
-from lightning_parallel.techniques.context_parallel.attention.kernels import Given, attend, attend_backward
+from lightning_parallel.techniques.context_parallel.attention.kernels import Given, How, attend, attend_backward
+
+
+class Terms(NamedTuple):
+    """What attention of all pieces has in common."""
+
+    query: Tensor
+    """This rank's, (B, H, own, D)."""
+    mask: Tensor | None
+    """This rank's rows of it with all columns, broadcast to scores."""
+    scale: float | None
+    """Of scores."""
+    dropout: float
+    """Of weights."""
 
 
 class Merged:
     """The output so far.
 
     Args:
-        query: this rank's.
+        terms: this rank's queries, and how they attend.
         value_width: of heads of values.
-        mask: this rank's rows of it with all columns, broadcast to scores.
-        scale: of scores.
     """
 
-    def __init__(self, query: Tensor, value_width: int, mask: Tensor | None, scale: float | None) -> None:
-        self.query, self.mask, self.scale = query, mask, scale
+    def __init__(self, terms: Terms, value_width: int) -> None:
+        self.terms = terms
+        query = terms.query
         b, h, rows, _ = query.shape
         # Heads beside each other in memory, as torch's attention returns them: models join them next, without a copy.
         self._out = query.new_zeros((b, rows, h, value_width), dtype=wide(query.dtype)).transpose(1, 2)
         self._total = query.new_full(query.shape[:3], -math.inf, dtype=wide(query.dtype))
+        self.hows: list[How] = []
+        """How each of the pieces was computed, in their order."""
 
     def add(self, block: Block, keys: Tensor, values: Tensor) -> None:
         """Adds what the queries find at the keys of a block."""
         for piece in block.pieces:
-            given, mask = given_of(piece, self.query, keys, values, self.mask, self.scale)
-            self._merge(piece, *attend(given, mask))
+            out, total, how = attend(*_given_of(piece, self.terms, keys, values))
+            self.hows.append(how)
+            self._merge(piece, out, total)
 
     def _merge(self, piece: Piece, out: Tensor, total: Tensor) -> None:
         rows = slice(*piece.rows)
@@ -47,7 +64,7 @@ class Merged:
 
     def result(self) -> tuple[Tensor, Tensor]:
         """The output, and for backward the log-sum-exp; a query that met nothing has zeros."""
-        return self._out.to(self.query.dtype), self._total.masked_fill_(self._total == -math.inf, 0.0)
+        return self._out.to(self.terms.query.dtype), self._total.masked_fill_(self._total == -math.inf, 0.0)
 
 
 class Backward:
@@ -55,43 +72,41 @@ class Backward:
 
     Args:
         gradient: of the output.
-        query: this rank's.
-        mask: see `Merged`.
-        scale: of scores.
+        terms: this rank's queries, and how they attend.
         out: over all keys.
         total: the log-sum-exp over all keys.
+        hows: how the pieces were computed, which come in the same order.
     """
 
-    def __init__(
-        self, gradient: Tensor, query: Tensor, mask: Tensor | None, scale: float | None, out: Tensor, total: Tensor
-    ) -> None:
-        self.gradient, self.query, self.mask, self.scale = gradient, query, mask, scale
-        self.out, self.total = out, total
-        self.of_query = torch.zeros_like(query, dtype=wide(query.dtype))
+    def __init__(self, gradient: Tensor, terms: Terms, out: Tensor, total: Tensor, hows: Sequence[How]) -> None:
+        self.gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
+        self.terms, self.out, self.total = terms, out, total
+        self.of_query = torch.zeros_like(terms.query, dtype=wide(terms.query.dtype))
+        self._hows = iter(hows)
 
     def add(self, block: Block, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of the keys and values of a block, in full precision."""
         of_keys, of_values = (torch.zeros_like(each, dtype=wide(each.dtype)) for each in (keys, values))
         for piece in block.pieces:
-            given, mask = given_of(piece, self.query, keys, values, self.mask, self.scale)
             gradient, out, total = (each[:, :, slice(*piece.rows)] for each in (self.gradient, self.out, self.total))
-            found = attend_backward(gradient, given, mask, out, total)
+            given, mask = _given_of(piece, self.terms, keys, values)
+            found = attend_backward(gradient, given, mask, out, total, next(self._hows))
             self.of_query[:, :, slice(*piece.rows)] += found[0]
             of_keys[:, :, slice(*piece.keys)] += found[1]
             of_values[:, :, slice(*piece.keys)] += found[2]
         return of_keys, of_values
 
 
-def given_of(
-    piece: Piece, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None
-) -> tuple[Given, Tensor | None]:
+def _given_of(piece: Piece, terms: Terms, keys: Tensor, values: Tensor) -> tuple[Given, Tensor | None]:
     """What a kernel gets for a piece, and its part of the mask."""
     at = slice(*piece.keys)
     given = Given(
-        query[:, :, slice(*piece.rows)], keys[:, :, at], values[:, :, at], None,
-        piece.relation == Relation.DIAGONAL, scale,
+        terms.query[:, :, slice(*piece.rows)], keys[:, :, at], values[:, :, at], None,
+        piece.relation == Relation.DIAGONAL, terms.scale, terms.dropout,
     )  # fmt: skip
-    return given, None if mask is None or piece.relation != Relation.MASKED else part_of_mask(mask, piece)
+    if terms.mask is None or piece.relation != Relation.MASKED:
+        return given, None
+    return given, part_of_mask(terms.mask, piece)
 
 
 def part_of_mask(mask: Tensor, piece: Piece) -> Tensor:

@@ -22,7 +22,7 @@ from lightning_parallel.collectives.circle import Circle
 from lightning_parallel.collectives.functional import Pending
 from lightning_parallel.collectives.spans import Span
 from lightning_parallel.techniques.context_parallel.attention.blocks import Block
-from lightning_parallel.techniques.context_parallel.attention.merged import Backward, Merged, wide
+from lightning_parallel.techniques.context_parallel.attention.merged import Backward, Merged, Terms, wide
 from lightning_parallel.techniques.context_parallel.attention.messages import (
     add,
     cut,
@@ -100,32 +100,31 @@ class Returning:
             add(total, self.spans, tensor)
 
 
-def ring(query: Tensor, key: Tensor, value: Tensor, rounds: Rounds, mask: Tensor | None, scale: float | None) -> Tensor:
+def ring(key: Tensor, value: Tensor, rounds: Rounds, terms: Terms) -> Tensor:
     """This rank's rows of attention.
 
     Args:
-        query: (B, H, own, D).
         key: (B, Hkv, own, D).
         value: (B, Hkv, own, Dv).
         rounds: what is done when.
-        mask: this rank's rows with all columns, broadcast to (B, H, own, T).
-        scale: of scores.
+        terms: this rank's queries, and how they attend.
     """
     function: Any = _Ring
-    out: Tensor = function.apply(query, key, value, mask, rounds, scale)
+    query, mask, *numbers = terms
+    out: Tensor = function.apply(query, key, value, mask, rounds, *numbers)
     return out
 
 
 class _Ring(Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rounds: Rounds, scale: float | None
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rounds: Rounds, *numbers: Any
     ) -> Tensor:
-        merged = Merged(query, value.shape[-1], mask, scale)
+        merged = Merged(Terms(query, mask, *numbers), value.shape[-1])
         for _, block, keys, values in rounds.run(key, value):
             merged.add(block, keys, values)
         out, total = merged.result()
-        ctx.rounds, ctx.scale = rounds, scale
+        ctx.rounds, ctx.numbers, ctx.hows = rounds, numbers, merged.hows
         ctx.save_for_backward(query, key, value, mask, out, total)
         return out
 
@@ -133,12 +132,12 @@ class _Ring(Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         require_first_order()
         query, key, value, mask, out, total = ctx.saved_tensors
-        backward = Backward(gradient, query, mask, ctx.scale, out, total)
+        backward = Backward(gradient, Terms(query, mask, *ctx.numbers), out, total, ctx.hows)
         sums = [torch.zeros_like(each, dtype=wide(each.dtype)) for each in (key, value)]
         for each in _returning(ctx.rounds, backward, (key, value), sums):
             each.add_to(sums)
         of_key, of_value = (each.to(key.dtype) for each in sums)
-        return backward.of_query.to(query.dtype), of_key, of_value, None, None, None
+        return backward.of_query.to(query.dtype), of_key, of_value, *[None] * (2 + len(ctx.numbers))
 
 
 def _returning(
