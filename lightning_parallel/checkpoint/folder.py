@@ -30,8 +30,8 @@ from lightning_parallel.checkpoint.shares import Shares
 from lightning_parallel.checkpoint.stored import StoredTensor
 from lightning_parallel.checkpoint.tensors_file import DTYPES, TensorsFile, write_tensors
 
-Box = Callable[[str, tuple[int, ...]], Tensor]
-"""Finds a box that this rank holds, by the tensor's name and its first element."""
+Box = Callable[[str, tuple[int, ...], tuple[int, ...]], Tensor]
+"""Finds a box that this rank holds, by the tensor's name, its first element and its shape."""
 
 
 def is_folder(path: Path) -> bool:
@@ -48,7 +48,7 @@ def share_of(rank: int, shares: Shares, box: Box) -> dict[str, Tensor]:
     for name, table in shares.tensors.items():
         for place in table.boxes:
             if place.rank == rank:
-                own[m.entry_name(name, table, place)] = box(name, place.offset)
+                own[m.entry_name(name, table, place)] = box(name, place.offset, place.shape)
     return own
 
 

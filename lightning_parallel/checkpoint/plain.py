@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import math
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ MARK = "!"
 """The key of JSON objects that stand for something else than a dictionary with names."""
 
 FACTORIES = {"int": int, "float": float, "str": str, "list": list, "dict": dict, "set": set}
-TENSORS = (Tensor, nn.Parameter, DTensor)
+TENSORS: tuple[type, ...] = (Tensor, nn.Parameter, DTensor)
 
 
 class NotPlain(TypeError):  # noqa: N818
@@ -34,13 +34,17 @@ class NotPlain(TypeError):  # noqa: N818
         super().__init__(f"checkpoint{where} is a {type(value).__module__}.{type(value).__qualname__}, no plain value")
 
 
-def encoded(value: Any) -> tuple[Any, dict[str, Tensor]]:
+def encoded(value: Any, kinds: Collection[type] = TENSORS) -> tuple[Any, dict[str, Tensor]]:
     """The value as JSON takes it, and its tensors under the names by which that calls them.
+
+    Args:
+        value: nested as you like.
+        kinds: the classes of tensors that the caller knows how to write.
 
     Raises:
         NotPlain: something in it is neither a tensor nor a number, a string or a container of Python's or NumPy's.
     """
-    encoder = _Encoder()
+    encoder = _Encoder(kinds)
     return encoder.encode(value, ()), encoder.tensors
 
 
@@ -68,8 +72,9 @@ def joined(path: tuple[Any, ...]) -> str:
 
 
 class _Encoder:
-    def __init__(self) -> None:
+    def __init__(self, kinds: Collection[type]) -> None:
         self.tensors: dict[str, Tensor] = {}
+        self._kinds = kinds
 
     def encode(self, value: Any, path: tuple[Any, ...]) -> Any:
         kind = type(value)
@@ -126,7 +131,7 @@ class _Encoder:
             raise NotPlain(path, value) from None
 
     def _set_apart(self, value: Tensor, path: tuple[Any, ...]) -> str:
-        if type(value) not in TENSORS or value.layout != torch.strided or value.is_quantized:
+        if type(value) not in self._kinds or value.layout != torch.strided or value.is_quantized:
             raise NotPlain(path, value)
         name = joined(path)
         while name in self.tensors:  # the keys 0 and "0" in one dictionary

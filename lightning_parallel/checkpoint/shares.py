@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain, pairwise, product
+from math import prod
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -56,7 +58,7 @@ def shared_out(offers: Sequence[Offer]) -> Shares:
     names = [name for name in first.shapes if name not in same]
     _require_alike(names, offers)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    plans, _ = planner.create_global_plan([_plan_of(offer, set(names)) for offer in offers])
+    plans, _ = planner.create_global_plan([_plan_of(offer) for offer in _disjoint(offers, names)])
     boxes: dict[str, list[Place]] = {name: [] for name in names}
     for rank, plan in enumerate(plans):
         for item in plan.items:
@@ -77,7 +79,36 @@ def _require_alike(names: Collection[str], offers: Sequence[Offer]) -> None:
             raise ValueError(f"{name} is not the same tensor on all ranks ({told}); hooks must change it on all alike")
 
 
-def _plan_of(offer: Offer, names: Collection[str]) -> SavePlan:
+def _disjoint(offers: Sequence[Offer], names: Collection[str]) -> list[Offer]:
+    """Offers of the same elements, in boxes of which any two are one or have nothing in common."""
+    boxes: list[dict[str, Sequence[Span]]] = [{} for _ in offers]
+    for name in names:
+        spans = [offer.boxes.get(name, ()) for offer in offers]
+        known = set(chain.from_iterable(spans))
+        if sum(prod(shape) for _, shape in known) > prod(offers[0].shapes[name][1]):
+            cuts = _cuts(known)
+            spans = [[piece for span in some for piece in _pieces(span, cuts)] for some in spans]
+        for own, some in zip(boxes, spans, strict=True):
+            own[name] = some
+    return [replace(offer, boxes=own) for offer, own in zip(offers, boxes, strict=True)]
+
+
+def _cuts(spans: Collection[Span]) -> list[list[int]]:
+    """Of each dimension, where a box begins or ends."""
+    sides = [[(start, start + size) for start, size in zip(*span, strict=True)] for span in spans]
+    return [sorted(set(chain.from_iterable(ends))) for ends in zip(*sides, strict=True)]
+
+
+def _pieces(span: Span, cuts: Sequence[Sequence[int]]) -> list[Span]:
+    """A box in pieces that end wherever any box begins or ends."""
+    sides: list[list[tuple[int, int]]] = []
+    for start, size, places in zip(*span, cuts, strict=True):
+        ends = [place for place in places if start <= place <= start + size]
+        sides.append([(first, last - first) for first, last in pairwise(ends)])
+    return [(tuple(first for first, _ in it), tuple(size for _, size in it)) for it in product(*sides)]
+
+
+def _plan_of(offer: Offer) -> SavePlan:
     return SavePlan(
         [
             WriteItem(
@@ -90,7 +121,6 @@ def _plan_of(offer: Offer, names: Collection[str]) -> SavePlan:
                 ),
             )
             for name, spans in offer.boxes.items()
-            if name in names
             for offset, shape in spans
         ]
     )

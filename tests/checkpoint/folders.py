@@ -33,7 +33,7 @@ def save(target: Path, step: int) -> None:
     shares, boxes = divided(tensors)
     made, files = commit.begin(target), {}
     for rank in range(RANKS):
-        own = folder.share_of(rank, shares, lambda name, offset, rank=rank: boxes[rank][name][offset])
+        own = folder.share_of(rank, shares, lambda name, offset, _, rank=rank: boxes[rank][name][offset])
         files |= folder.write_share(made, rank, own)
     head = Manifest(step, {"tp": RANKS}, {}, shares.tensors, shares.same, {}, ("state_dict", "global_step", "note"))
     folder.finish(made, values, head, files)

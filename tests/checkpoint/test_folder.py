@@ -180,6 +180,18 @@ def test_a_header_that_lies_is_refused(written: Path, tmp_path: Path, name: str)
         TensorsFile(path)
 
 
+def test_boxes_that_overlap_are_written_in_pieces() -> None:
+    """As heads of keys and values do, of which ranks have copies; and wholes beside parts."""
+
+    def offer(*boxes: Any) -> Offer:
+        return Offer({"w": ("F32", (6, 2))}, {"w": boxes}, {})
+
+    shares = shared_out([offer(((0, 0), (4, 2))), offer(((2, 0), (4, 2))), offer(((0, 0), (6, 2)))])
+    places = shares.tensors["w"].boxes
+    assert sorted((place.offset, place.shape) for place in places) == [((n, 0), (2, 2)) for n in (0, 2, 4)]
+    assert len({place.rank for place in places}) > 1
+
+
 def test_holes_and_ranks_that_differ_are_refused_when_they_are_saved() -> None:
     def offer(shape: tuple[int, ...], *boxes: Any) -> Offer:
         return Offer({"w": ("F32", shape)}, {"w": boxes}, {})

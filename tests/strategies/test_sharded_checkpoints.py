@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.strategies import Strategy
 
 from lightning_parallel import (
@@ -99,3 +101,35 @@ def test_a_folder_holds_every_element_once(written: tuple[Path, dict[str, Curve]
         assert manifest.same == {"state_dict/network.lm_head.weight": "state_dict/network.transformer.wte.weight"}
         assert sorted(file.suffix for file in path.iterdir()) == [".json"] * 2 + [".safetensors"] * n, row
     assert max(sizes.values()) - min(sizes.values()) < 4 * 10_240, sizes  # random states of up to four ranks
+
+
+def changed_by_a_hook(path: Path) -> None:
+    model = build("gpt2", n_layer=2)
+
+    def add(checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {name: value + 1 for name, value in checkpoint["state_dict"].items()}
+
+    vars(model)["on_save_checkpoint"] = add
+    run = trainer(TensorParallelStrategy(2, checkpoint="sharded"), max_epochs=1, callbacks=[SaveAt(path.parent, [1])])
+    with pytest.raises(RuntimeError, match="that ranks hold in pieces: a sharded checkpoint has what each rank"):
+        run.fit(model, *loaders("gpt2", 8, samples=8, val_samples=8))
+
+
+def test_a_hook_cannot_put_rows_into_another_order(tmp_path: Path) -> None:
+    run_on_ranks(2, changed_by_a_hook, tmp_path / "file.ckpt")
+
+
+def with_copies_of_heads(path: Path) -> None:
+    """Six heads of queries and three of keys and values: both ranks have the second of those."""
+    heads = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3, "num_hidden_layers": 2}
+    model = build("llama", **heads)
+    run = trainer(TensorParallelStrategy(2, checkpoint="sharded"), max_epochs=2, callbacks=[SaveAt(path.parent, [1])])
+    run.fit(model, *loaders("llama", 8, samples=16, val_samples=8))
+    again = build("llama", seed=3, **heads)
+    rest = trainer(TensorParallelStrategy(2, checkpoint="sharded"), max_epochs=2)
+    rest.fit(again, *loaders("llama", 8, samples=16, val_samples=8), ckpt_path=path)
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+
+
+def test_elements_of_which_ranks_have_copies_are_written_once(tmp_path: Path) -> None:
+    run_on_ranks(2, with_copies_of_heads, tmp_path / "1.ckpt")

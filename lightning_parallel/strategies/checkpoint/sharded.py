@@ -13,14 +13,16 @@ import lightning
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_parallel.checkpoint import commit, folder
 from lightning_parallel.checkpoint.hashed import Content
 from lightning_parallel.checkpoint.manifest import Manifest
-from lightning_parallel.checkpoint.plain import NotPlain, encoded, joined
+from lightning_parallel.checkpoint.plain import TENSORS, NotPlain, encoded, joined
 from lightning_parallel.checkpoint.shares import Offer, Shares, shared_out
 from lightning_parallel.checkpoint.tensors_file import name_of
 from lightning_parallel.mesh import Axis
+from lightning_parallel.strategies.checkpoint.held import HeldTensor, itself
 from lightning_parallel.strategies.ranks.agreement import gather_objects, together
 from lightning_parallel.techniques.tools.shards import boxes, local
 
@@ -116,12 +118,13 @@ def prepared(
     """
     rank = group.rank()
     values, tensors = together(partial(_encoded, checkpoint), f"write down the checkpoint {target}", group)
-    tensors = {name: tensor for name, tensor in tensors.items() if rank == 0 or is_divided(name)}
+    tensors = {name: itself(tensor) for name, tensor in tensors.items()}
+    tensors = {name: it for name, it in tensors.items() if rank == 0 or is_divided(name) or isinstance(it, DTensor)}
     held = {name: _boxes_here(tensor) for name, tensor in tensors.items()}
     shapes = {name: (str(name_of(tensor.dtype)), tuple(tensor.shape)) for name, tensor in tensors.items()}
     spans = {name: [(offset, tuple(box.shape)) for offset, box in found.items()] for name, found in held.items()}
     shares = _shared_out(Offer(shapes, spans, _same(checkpoint, source)), target, group)
-    own = folder.share_of(rank, shares, lambda name, offset: held[name][offset])
+    own = folder.share_of(rank, shares, lambda name, offset, shape: _within(held[name], offset, shape))
     if copies:
         own = {name: box.to("cpu", copy=True) for name, box in own.items()}
     versions = {"torch": str(torch.__version__), "lightning": str(lightning.__version__)}
@@ -132,7 +135,7 @@ def prepared(
 
 def _encoded(checkpoint: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
     try:
-        values, tensors = encoded(dict(checkpoint))
+        values, tensors = encoded(dict(checkpoint), (*TENSORS, HeldTensor))
     except NotPlain as error:
         raise TypeError(f"{error}: a sharded checkpoint holds no code; {_remedy(error.path)}") from None
     for name, tensor in tensors.items():
@@ -160,6 +163,16 @@ def _boxes_here(tensor: Tensor) -> dict[tuple[int, ...], Tensor]:
     part = local(tensor)
     found = {offset: part[here] for here, offset in boxes(tensor)}
     return {offset: box for offset, box in found.items() if box.numel()}
+
+
+def _within(held: Mapping[tuple[int, ...], Tensor], offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    """A box that lies within one of those that this rank holds."""
+    for first, box in held.items():
+        here = [start - before for start, before in zip(offset, first, strict=True)]
+        ends = [start + size for start, size in zip(here, shape, strict=True)]
+        if all(start >= 0 for start in here) and all(end <= size for end, size in zip(ends, box.shape, strict=True)):
+            return box[tuple(slice(start, end) for start, end in zip(here, ends, strict=True))]
+    raise AssertionError(f"{offset}, {shape} is no box of this rank")
 
 
 def _same(checkpoint: Mapping[str, Any], source: Source) -> dict[str, str]:

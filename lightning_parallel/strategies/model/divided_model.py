@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.strategies.build import materialise
+from lightning_parallel.strategies.checkpoint.held import shown_to_hooks
 from lightning_parallel.strategies.checkpoint.whole import whole_state_dict
 from lightning_parallel.strategies.data.loaders import checksum
 from lightning_parallel.strategies.model.pipeline_group import PipelineGroup
@@ -172,7 +173,7 @@ class DividedModel:
 
     def _gathering(self, in_parts: bool) -> tuple[bool, Callable[[Tensor], Tensor]]:
         keep = self.mesh.leads_its_stage and not in_parts
-        return keep, (lambda part: part) if in_parts else partial(gathered, keep=keep)
+        return keep, shown_to_hooks if in_parts else partial(gathered, keep=keep)
 
     def make_whole(self, copies: int) -> bool:
         """Gives the user's module all parameters, on the host, if the hosts have room for one on each rank.
