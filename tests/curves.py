@@ -5,7 +5,6 @@ The parity table in one line: `check_parity("llama", 4, partial(ZeroStrategy, 4)
 
 import functools
 import math
-import pickle
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +16,7 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
 from tests.models import Loaders, build, loaders
-from tests.rank_process import dumps
-from tests.ranks import run_on_ranks
+from tests.ranks import on_one, run_on_ranks
 from tests.trainers import trainer
 
 SMALL = 1e-2  # tensors and metrics smaller than this are compared as if they were this large
@@ -85,13 +83,8 @@ def train(
 
 def reference(column: str, **options: Any) -> Curve:
     """The same run in one process; computed once per session."""
-    return _reference(dumps((column, options)))
-
-
-@functools.cache
-def _reference(run: bytes) -> Curve:
-    column, options = pickle.loads(run)
-    return run_on_ranks(1, train, column, **options)[0]
+    curve: Curve = on_one(train, column, **options)
+    return curve
 
 
 def check_parity(

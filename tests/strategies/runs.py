@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
 
 from tests.curves import compare_weights
-from tests.ranks import run_on_ranks
+from tests.ranks import on_one, run_on_ranks
 from tests.trainers import trainer
 
 MakeStrategy = Callable[[], Strategy]
@@ -127,7 +127,7 @@ def fit(strategy: Strategy | str, make_loaders: Callable[..., Any], batch_size: 
 
 def on_device(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """The run by Lightning's own single-device Trainer."""
-    return run_on_ranks(1, with_strategy, run, None, *args, **options)[0]
+    return on_one(with_strategy, run, None, *args, **options)
 
 
 def on_ranks(n: int, run: Callable[..., Any], strategy: MakeStrategy, *args: Any, **options: Any) -> list[Any]:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel import DataParallelStrategy, HybridStrategy, ZeroStrategy
 from tests.curves import check_parity, compare_weights, whole
-from tests.ranks import run_on_ranks
+from tests.ranks import on_one, run_on_ranks
 from tests.tiers import covering
 from tests.trainers import trainer
 
@@ -76,7 +76,7 @@ def fit(strategy, batch_size: int, seed: int | None = 3, **options):
 
 @pytest.mark.parametrize("layout", STRATEGIES)
 def test_the_weights_are_those_of_one_process(layout):
-    [(expected, _, _, drawn_next)] = run_on_ranks(1, fit, HybridStrategy, 4)
+    expected, _, _, drawn_next = on_one(fit, HybridStrategy, 4)
     for weights, held, on_meta, drawn in run_on_ranks(2, fit, STRATEGIES[layout], 2):
         compare_weights(expected, weights, 1e-4)
         assert not on_meta
@@ -86,7 +86,7 @@ def test_the_weights_are_those_of_one_process(layout):
 
 def test_one_process_builds_as_plain_lightning_does():
     [(expected, *_, drawn_next)] = run_on_ranks(1, fit, lambda: "auto", 4)
-    [(weights, *_, drawn)] = run_on_ranks(1, fit, HybridStrategy, 4)
+    weights, *_, drawn = on_one(fit, HybridStrategy, 4)
     compare_weights(expected, weights, 1e-4)
     assert drawn == drawn_next
 

@@ -19,7 +19,7 @@ from lightning_parallel import (
 )
 from tests.curves import Curve, Recorder, compare
 from tests.models import Plain, loaders
-from tests.ranks import run_on_ranks
+from tests.ranks import on_one, run_on_ranks
 from tests.strategies.one_and_two import made, require_like
 from tests.tiers import sampled
 from tests.trainers import trainer
@@ -36,7 +36,7 @@ LAYOUTS = {
 
 def check(run: Any, layout: str, **options: Any) -> None:
     n, data_ranks, strategy = LAYOUTS[layout]
-    expected, *others = run_on_ranks(1, run, None, 8, **options)[0]
+    expected, *others = on_one(run, None, 8, **options)
     for rank, (got, *found) in enumerate(run_on_ranks(n, run, strategy, 8 // data_ranks, **options)):
         compare(expected, got, where=f"rank {rank}: ")
         require_like(others, found)

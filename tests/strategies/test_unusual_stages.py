@@ -18,7 +18,7 @@ from lightning_parallel import (
     Zero,
 )
 from tests.models import Plain, loaders, points
-from tests.ranks import run_on_ranks
+from tests.ranks import on_one, run_on_ranks
 from tests.strategies.one_and_two import MakeStrategy, made, require_like
 from tests.tiers import sampled
 from tests.trainers import trainer
@@ -116,7 +116,7 @@ def trained(strategy: MakeStrategy | None, model: str, batch_size: int, **run: A
 
 
 def compared(model: str, layout: str, n: int = 2, data_ranks: int = 1, **run: Any) -> None:
-    expected = run_on_ranks(1, trained, None, model, 8, **run)[0]
+    expected = on_one(trained, None, model, 8, **run)
     for found in run_on_ranks(n, trained, PIPELINES[layout], model, 8 // data_ranks, **run):
         require_like(expected, found)
 

@@ -16,6 +16,7 @@ from lightning_parallel.techniques.divided import rules  # noqa: F401
 from lightning_parallel.techniques.divided.functions import functions_get_wholes
 from lightning_parallel.techniques.divided.tensor import Divided, InGraph, alike
 from tests.ranks import ranks
+from tests.tiers import sampled
 
 SHAPE = (2, 6, 4, 8)
 
@@ -279,7 +280,7 @@ def block(x: Tensor, entering: Tensor, leaving: Tensor, norm: Tensor) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # the compiler does so itself
-@pytest.mark.parametrize("sequence_dim", [None, 1])
+@sampled(1, "sequence_dim", [1, None])
 @ranks(2)
 def test_a_block_compiles_in_one_graph(sequence_dim):
     """The compiler reads the rules: nothing of them is left at run time."""

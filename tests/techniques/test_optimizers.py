@@ -1,6 +1,5 @@
 """Every optimizer of torch, and users' own, step shards as one device steps whole parameters."""
 
-import functools
 import os
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -18,7 +17,7 @@ from lightning_parallel.strategies.zero import ZeroStrategy
 from lightning_parallel.techniques.gradients.stored_optimizer import is_elementwise
 from tests.curves import Curve, Recorder, compare, compare_weights, train
 from tests.models import build, loaders
-from tests.ranks import run_on_ranks
+from tests.ranks import on_one, run_on_ranks
 from tests.tiers import sampled
 from tests.trainers import trainer
 
@@ -139,9 +138,9 @@ def train_with(make_optimizer: Any, make_strategy: Callable[[], Any] | str, data
     return train("plain", make_strategy, data_ranks=data_ranks, model=model, data={"samples": 16}, **SHORT)
 
 
-@functools.cache
 def expected(name: str) -> Curve:
-    return run_on_ranks(1, train_all, [name])[0][name]
+    curve: Curve = on_one(train_with, EVERY[name], "auto", 1)
+    return curve
 
 
 @sampled(2, "layout", LAYOUTS)
