@@ -110,6 +110,21 @@ class UnusedTower(Handwritten):
         self.tower = nn.ModuleList(nn.Linear(99, 99) for _ in range(3))
 
 
+class Asking(Handwritten):
+    """Asks modules, one of them never called, where their parameters are and of what dtype."""
+
+    def make(self) -> None:
+        super().make()
+        self.unused = nn.Linear(WIDTH, WIDTH)
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, classes, values = batch
+        dtypes = {next(part.parameters()).dtype for part in (self.stem, self.blocks[-1], self.head)}
+        assert all(parameter.requires_grad for parameter in self.blocks[0].parameters())
+        assert [name for name, _ in self.unused.named_parameters("a")] == ["a.weight", "a.bias"]
+        return super().loss([inputs.to(next(self.unused.parameters()).device, *dtypes), classes, values])
+
+
 class UnusedHead(Handwritten):
     def make(self) -> None:
         super().make()

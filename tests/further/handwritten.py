@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from tests.further.blocks import Between, Differing, Growing
 from tests.further.built import (
+    Asking,
     Direct,
     FrozenFront,
     Nested,
@@ -53,6 +54,7 @@ MODELS: dict[str, Callable[..., Handwritten]] = {
         Regularised,
         UnusedHead,
         UnusedTower,
+        Asking,
         Nested,
         Normalised,
         Rich,

@@ -18,8 +18,8 @@ ROOT = SCRIPT.parents[2]
 pytestmark = pytest.mark.launched
 
 
-AT_ONCE = 3
-ENDED_WITHIN = 15.0  # seconds on two busy cores; three runs start at once
+AT_ONCE = 2
+ENDED_WITHIN = 60.0  # seconds on a slow machine; who waits for a rank that has gone would wait for half an hour
 
 
 class Launch(NamedTuple):
@@ -41,7 +41,7 @@ class Ended(NamedTuple):
 def launch(run: Launch, folder: Path) -> Ended:
     command = [sys.executable, "-W", "ignore", str(SCRIPT), *map(str, run), str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "RUN_MARK": str(folder)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
     ended = time.time()
     told = re.search(r"event at ([\d.]+)", done.stdout)
     assert told, done.stdout + done.stderr

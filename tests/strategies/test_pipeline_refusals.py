@@ -172,15 +172,15 @@ class CallsInSecret(Handwritten):
         self.calls[0]()
 
 
-class AsksAModule(Handwritten):
-    """Asks a module that is never called for the place of its parameters."""
+class AsksItself(Handwritten):
+    """Looks for a parameter of a module that is never called."""
 
     def make(self) -> None:
         super().make()
         self.unused = nn.Linear(7, 7)
 
     def loss(self, batch: Any) -> Tensor:
-        return super().loss([each.to(next(self.unused.parameters()).device) for each in batch])
+        return super().loss([each.to(next(p for p in self.parameters() if p.shape == (7, 7)).device) for each in batch])
 
 
 def run(make: Any, strategy: Any, **options: Any) -> None:
@@ -251,6 +251,23 @@ def test_calls_between_steps() -> None:
         assert re.search(said, message), message
 
 
+class ReadsABuffer(Handwritten):
+    """Uses a buffer of the first block after the last one."""
+
+    def make(self) -> None:
+        super().make()
+        self.blocks[0].register_buffer("table", torch.ones(7))
+
+    def body(self, x: Tensor) -> Tensor:
+        return super().body(x) * self.blocks[0].table
+
+
+def test_a_buffer_of_a_block_that_another_stage_uses() -> None:
+    said = r"blocks\.0\.table is used on stage 1, but this buffer belongs to a block of another one, .* register it on"
+    with pytest.raises(RanksFailed, match=said):
+        run_on_ranks(2, run, ReadsABuffer, PP2)
+
+
 def test_during_a_step() -> None:
     with pytest.raises(RanksFailed, match=r"block blocks\.3 was called where blocks\.0 was in the sample"):
         run_on_ranks(2, run, Sometimes, PP2)
@@ -258,7 +275,7 @@ def test_during_a_step() -> None:
 
 def test_no_rank_takes_a_missing_parameter_for_the_end_of_the_data() -> None:
     with pytest.raises(RanksFailed, match=r"raised StopIteration on stage 0: .* ask a tensor that the step has"):
-        run_on_ranks(2, run, AsksAModule, PP2)
+        run_on_ranks(2, run, AsksItself, PP2)
 
 
 @pytest.mark.parametrize(

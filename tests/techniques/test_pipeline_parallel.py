@@ -94,6 +94,10 @@ def test_stages_of_given_sizes():
     check_parity("Direct", 2, partial(PipelineParallelStrategy, 2, split=(1, 3)), **SHORT)
 
 
+def test_modules_of_other_stages_say_where_and_what_their_parameters_are():
+    check_parity("Asking", 2, partial(PipelineParallelStrategy, 2), **SHORT)
+
+
 @sampled(
     1,
     ("column", "ranks", "strategy"),

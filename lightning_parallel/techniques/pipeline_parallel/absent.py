@@ -6,17 +6,19 @@ would go on with zeros. So one microbatch of every batch runs with an eye on whe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
-from lightning_parallel.techniques.tools.elsewhere import hidden_tensors
+from lightning_parallel.techniques.tools.elsewhere import hidden_tensors, without_memory
 from lightning_parallel.values import tensors_of
 
+T = TypeVar("T", bound=Tensor)
 ABSENT = "_lightning_parallel_absent"
 
 NEW = {
@@ -35,7 +37,7 @@ ASK = {
 """Functions that give values to Python, where they may go anywhere."""
 
 
-def mark_absent(tensor: Tensor, what: str) -> Tensor:
+def mark_absent(tensor: T, what: str) -> T:
     """Notes what a tensor stands for."""
     vars(tensor)[ABSENT] = what
     return tensor
@@ -48,6 +50,32 @@ def mark_hidden(model: nn.Module) -> None:
         stand_in = vars(model.get_submodule(owner)).get(key)
         if isinstance(stand_in, Tensor):
             mark_absent(stand_in, name)
+
+
+@contextmanager
+def answering(modules: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
+    """Inside, modules of which other stages have all parameters give to who asks for some what stands for them.
+
+    Code asks for the first one to know its device or its dtype, as `module.device` of transformers does.
+    """
+    asked = list(modules)
+    for module in asked:
+        vars(module)["named_parameters"] = partial(_stand_ins, module, device)
+    try:
+        yield
+    finally:
+        for module in asked:
+            vars(module).pop("named_parameters", None)
+
+
+def _stand_ins(
+    module: nn.Module, device: torch.device, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Parameter]]:
+    make = without_memory(device)
+    for name, twin in hidden_tensors(module).items():
+        if isinstance(twin, nn.Parameter) and (recurse or "." not in name):
+            stand_in = nn.Parameter(make(twin), twin.requires_grad)
+            yield f"{prefix}.{name}" if prefix else name, mark_absent(stand_in, name)
 
 
 def absent_in(value: Any) -> str | None:

@@ -22,11 +22,11 @@ from lightning_parallel.techniques.observed.kept import in_place
 from lightning_parallel.techniques.observed.positions import Call
 from lightning_parallel.techniques.observed.refusals import UNDIVIDED
 from lightning_parallel.techniques.observed.shapes import ShapesOnly, zeros_for_shapes
-from lightning_parallel.techniques.pipeline_parallel.absent import AbsentReads, mark_absent, mark_hidden
+from lightning_parallel.techniques.pipeline_parallel.absent import AbsentReads, answering, mark_absent, mark_hidden
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut
 from lightning_parallel.techniques.pipeline_parallel.exchange import Unsent
 from lightning_parallel.techniques.pipeline_parallel.hooks import Hooks, PassingHooks, Taken
-from lightning_parallel.techniques.tools.elsewhere import is_elsewhere
+from lightning_parallel.techniques.tools.elsewhere import hidden_tensors, is_elsewhere
 from lightning_parallel.techniques.tools.means import Means
 from lightning_parallel.techniques.tools.redirect import Forward, plain_forwards, redirect_call, restore_call
 from lightning_parallel.values import map_leaves, map_tensors, tensors_of
@@ -84,6 +84,9 @@ class Stages:
         self._now: _Now | None = None
         self._reads = AbsentReads(self._refuse_absent)
         mark_hidden(model)
+        hidden = hidden_tensors(model)
+        self._buffers = {name for name, tensor in hidden.items() if not isinstance(tensor, nn.Parameter)}
+        self._emptied = [module for module in model.modules() if is_elsewhere(module)]
         modules = dict(model.named_modules())
         self._hooks = Hooks(modules, made, device)
         self._passing = PassingHooks(modules, made.seen.lasting)
@@ -123,6 +126,7 @@ class Stages:
             with (
                 self._passing.taken_back(StageEndedError),
                 torch.compiler.set_stance("force_eager"),  # means and what is absent are not seen in compiled code
+                answering(self._emptied, self._device),
                 self._reads if watched else nullcontext(),
             ):
                 output = step()
@@ -132,9 +136,8 @@ class Stages:
             return HandedOn(self._now.result, carried, self._now.shapes, taken)
         except StopIteration as error:  # Lightning would take it for the end of the data, on this rank alone
             raise RuntimeError(
-                f"the step raised StopIteration on stage {stage}: code that asks a module for the first of its "
-                "parameters, as `module.device` of transformers does, finds none where another stage has them all; ask "
-                f"a tensor that the step has, or {UNDIVIDED}"
+                f"the step raised StopIteration on stage {stage}: code that takes the first of some parameters finds "
+                f"none where other stages have them all; ask a tensor that the step has, or {UNDIVIDED}"
             ) from error
         finally:
             if means is not None:
@@ -287,14 +290,21 @@ class Stages:
         if now is None:
             return
         if now.in_block or self.cut.stage_at(now.position) == now.stage or (asked and not now.depth):
-            raise RuntimeError(
-                f"{what} is used on stage {now.stage}, but another one has it: the step that was looked at before the "
-                "run did not use it there, and stages have what that step uses (of a fit, training_step is looked at); "
-                f"use it at the same places in every step, or {UNDIVIDED}"
+            raise RuntimeError(f"{what} is used on stage {now.stage}, but {self._why_elsewhere(what)}, or {UNDIVIDED}")
+
+    def _why_elsewhere(self, what: str) -> str:
+        if what in self._buffers:
+            return (
+                "this buffer belongs to a block of another one, which may change it there; register it on the module "
+                "whose code uses it"
             )
+        return (
+            "another one has it: the step that was looked at before the run did not use it there, and stages have what "
+            "that step uses (of a fit, training_step is looked at); use it at the same places in every step"
+        )
 
 
 def _parameters_everywhere(module: nn.Module) -> list[Tensor]:
     """All parameters, and those elsewhere that stand as plain attributes."""
-    plain = (value for part in module.modules() for value in vars(part).values() if isinstance(value, Tensor))
-    return [*module.parameters(), *plain]
+    tables = [table for part in module.modules() for table in (part._parameters, vars(part))]
+    return [value for table in tables for value in table.values() if isinstance(value, Tensor)]

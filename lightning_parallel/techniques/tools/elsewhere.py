@@ -87,9 +87,10 @@ def mark_emptied(model: nn.Module) -> None:
 
 def is_elsewhere(module: nn.Module) -> bool:
     """Whether other ranks hold all its parameters."""
-    if any(True for _ in module.parameters()):
+    parts = list(module.modules())  # not its `parameters`, which in a step answer for those elsewhere
+    if any(parameter is not None for part in parts for parameter in part._parameters.values()):
         return False
-    return any(vars(part).get(KEY, _Hidden()).parameters for part in module.modules())
+    return any(vars(part).get(KEY, _Hidden()).parameters for part in parts)
 
 
 def hidden_tensors(model: nn.Module) -> dict[str, Tensor]:
