@@ -8,7 +8,7 @@ import linecache
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ from lightning_parallel import (
     ZeroStrategy,
 )
 from lightning_parallel.techniques.tools.elsewhere import unshown
-from tests.compatibility.architectures import Architecture
+from tests.compatibility.architectures import IGNORED, Architecture
 from tests.curves import Curve, curve
 from tests.rank_process import leave_group
 from tests.trainers import trainer
@@ -83,14 +83,17 @@ class Trained:
 class Model(LightningModule):
     """What a user writes around a model of transformers."""
 
-    def __init__(self, architecture: Architecture) -> None:
+    def __init__(self, architecture: Architecture, shares: Sequence[float] = ()) -> None:
         super().__init__()
+        self.shares = shares
         torch.manual_seed(0)
         self.config = architecture.config()
         self.network = architecture.build(self.config)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = self.network(**batch).loss
+        if self.shares:
+            loss = loss * self.shares[batch_idx]
         self.log("train_loss", loss)
         return loss
 
@@ -132,7 +135,7 @@ def train(architecture: Architecture, technique: str | None, padded: bool, accum
 
 
 def _train(architecture: Architecture, technique: Technique | None, padded: bool, accumulate: int) -> Trained:
-    model = Model(architecture)
+    model = Model(architecture, shares_of_parts(architecture, accumulate) if padded and accumulate > 1 else ())
     watch = Watch(sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad))
     size = BATCH // accumulate // (technique.readers if technique else 1)
     data = DataLoader(architecture.data(model.config, padded), size)
@@ -148,6 +151,18 @@ def _train(architecture: Architecture, technique: Technique | None, padded: bool
 
     result = curve(make_trainer, model, (data,))
     return Trained(result, [name for name, _ in model.named_parameters()], watch.kept / watch.total, watch.steps)
+
+
+def shares_of_parts(architecture: Architecture, parts: int) -> list[float]:
+    """By how many of its batch's targets each part of a batch has more than its even part: a mean is over targets."""
+    samples = architecture.data(architecture.config(), padded=True)
+    labels = [samples[number]["labels"] for number in range(len(samples))]
+    shifted = 0 if architecture.family in ("encoder-decoder", "text encoder") else 1
+    counts = [int((label[shifted:] != IGNORED).sum()) for label in labels]
+    size = BATCH // parts
+    of_parts = [sum(counts[start : start + size]) for start in range(0, len(counts), size)]
+    batches = [sum(of_parts[number - number % parts :][:parts]) for number in range(len(of_parts))]
+    return [parts * part / batch for part, batch in zip(of_parts, batches, strict=True)]
 
 
 def as_failure(error: Exception) -> Failure:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_parallel import DataParallelStrategy, ZeroStrategy
 from tests.curves import compare_weights
 from tests.strategies.runs import Watched, flat, loader, on_device, on_ranks, require_same_samples
-from tests.tiers import covering
+from tests.tiers import covering, sampled
 from tests.trainers import trainer
 
 STRATEGIES = [DataParallelStrategy, partial(ZeroStrategy, stage=1), partial(ZeroStrategy, stage=3)]
@@ -92,7 +92,7 @@ def many_stages(strategy: Any, batch_size: int) -> Any:
     return results, module.saw, {name: value.clone() for name, value in module.state_dict().items()}
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@sampled(2, "strategy", STRATEGIES)
 def test_stages_follow_each_other_on_one_trainer(strategy):
     results, saw, weights = on_device(many_stages, 4)
     ours = on_ranks(2, many_stages, strategy, 2)

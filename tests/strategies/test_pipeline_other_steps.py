@@ -14,6 +14,7 @@ from lightning_parallel import PipelineParallelStrategy
 from tests.models import PlainBlock, points
 from tests.ranks import RanksFailed, run_on_ranks
 from tests.strategies.one_and_two import MakeStrategy, made, on_one_and_two, require_like
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 PP2 = partial(PipelineParallelStrategy, 2, microbatches=2)
@@ -73,13 +74,14 @@ def run(evaluation: str, strategy: MakeStrategy | None) -> dict[str, float]:
     return {name: float(value) for name, value in fit.callback_metrics.items()}
 
 
-@pytest.mark.parametrize(
+@sampled(
+    2,
     ("evaluation", "what"),
     [
         ("scales again", "scale is used on stage 1"),
         ("skips", "what stem returned is used on stage 1"),
-        ("asks", "what stem returned is used on stage 1"),
         ("reads a weight", "stem.weight is used on stage 1"),
+        ("asks", "what stem returned is used on stage 1"),
     ],
 )
 def test_an_evaluation_that_uses_what_its_stage_does_not_have(evaluation: str, what: str) -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
 from lightning_parallel.strategies.zero import ZeroStrategy
 from tests.curves import check_parity, compare, train
-from tests.ranks import run_on_ranks
+from tests.ranks import on_one, run_on_ranks
 from tests.tiers import covering
 from tests.trainers import trainer
 
@@ -39,16 +39,15 @@ def trained(precision: str, make_strategy: Callable[[], Any] | str = "auto", dat
     return train("plain", make_strategy, data_ranks=data_ranks, model=model, data={"samples": 32}, **run)
 
 
-@pytest.mark.parametrize("precision", TOLERANCES)
-def test_parity(precision: str) -> None:
-    expected = run_on_ranks(1, trained, precision)[0]
-    for layout, make in LAYOUTS.items():
-        for rank, got in enumerate(run_on_ranks(2, trained, precision, make, data_ranks=2)):
-            where = f"{layout}, rank {rank}: "
-            if precision == "64-true":
-                compare(expected, got, TOLERANCES[precision], where)
-            else:
-                compare_roughly(expected, got, TOLERANCES[precision], where)
+@covering(precision=TOLERANCES, layout=LAYOUTS)
+def test_parity(precision: str, layout: str) -> None:
+    expected = on_one(trained, precision)
+    for rank, got in enumerate(run_on_ranks(2, trained, precision, LAYOUTS[layout], data_ranks=2)):
+        where = f"rank {rank}: "
+        if precision == "64-true":
+            compare(expected, got, TOLERANCES[precision], where)
+        else:
+            compare_roughly(expected, got, TOLERANCES[precision], where)
 
 
 def compare_roughly(expected: Any, got: Any, tolerance: float, where: str) -> None:

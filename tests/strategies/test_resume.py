@@ -21,7 +21,7 @@ from lightning_parallel.strategies.hybrid import HybridStrategy
 from lightning_parallel.strategies.zero import ZeroStrategy
 from tests.ranks import run_on_ranks
 from tests.strategies.test_checkpoints import SaveAt
-from tests.tiers import covering
+from tests.tiers import covering, sampled
 from tests.trainers import trainer
 
 LAYOUTS: dict[str, tuple[int, Callable[[], Any]]] = {
@@ -122,7 +122,7 @@ def test_resumed_runs_are_identical(layout: str, accumulate: int) -> None:
     run_on_ranks(n, stop_and_go_on, make, accumulate, 0, stops)
 
 
-@pytest.mark.parametrize("layout", ["none", "data_parallel"])
+@sampled(1, "layout", ["data_parallel", "none"])
 def test_resumed_runs_are_identical_where_loaders_were_made_early(layout: str) -> None:
     n, make = LAYOUTS[layout]
     run_on_ranks(n, stop_and_go_on, make, 1, 0, [2, 6, 9], Counting)

@@ -39,6 +39,7 @@ from tests.curves import SMALL, compare, curve
 from tests.grounds import ground
 from tests.models import Loaders, build
 from tests.ranks import on_one, ranks, run_on_ranks
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 T = TypeVar("T")
@@ -188,7 +189,8 @@ def fit_once(strategy: HybridStrategy, samples: int, batch_size: int = 8) -> Non
     trainer(strategy, max_epochs=1, limit_val_batches=0).fit(Tagger(), data, data)
 
 
-@pytest.mark.parametrize(
+@sampled(
+    2,
     ("techniques", "ranks_", "data_ranks"),
     [
         ((OwnPositions(2),), 2, 1),

@@ -280,8 +280,8 @@ def fit_all(
 
 
 def fit(kind: type[LightningModule], make_strategy: Callable[[], Any] | str, ranks: int) -> dict[str, Tensor]:
-    inputs = torch.randn(16, 5, generator=torch.Generator().manual_seed(1))
-    kinds = torch.tensor([0, 0, 1, 1] * 4)  # in every global batch, rank 0 reads one kind and rank 1 the other
+    inputs = torch.randn(8, 5, generator=torch.Generator().manual_seed(1))
+    kinds = torch.tensor([0, 0, 1, 1] * 2)  # in every global batch, rank 0 reads one kind and rank 1 the other
     data = DataLoader(TensorDataset(inputs, kinds), 4 // ranks)
     model = kind()
     trainer(make_strategy if isinstance(make_strategy, str) else make_strategy(), max_epochs=2).fit(model, data)
