@@ -24,6 +24,10 @@ class MadeOf:
     def __init__(self) -> None:
         self._kept: dict[int, _Entry] = {}
 
+    def forget(self) -> None:
+        """Lets go of everything, before a step: between steps memory may change without being counted as a version."""
+        self._kept.clear()
+
     def get(self, tensor: Tensor, name: Hashable, make: Callable[[], T]) -> T:
         """What `make` returns, from memory where it was made of this tensor before.
 

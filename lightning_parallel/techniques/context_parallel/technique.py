@@ -104,6 +104,7 @@ class SequenceRun(WrappedRun[T]):
     def __call__(self, *args: Any, **kwargs: Any) -> T:
         """See `Run.__call__`."""
         batch, *rest = args
+        self._sequences.ranks.made_of.forget()
         output = self.inner(self._sequences.divided(batch), *rest, **kwargs)
         made: T = tree_map_only(Divided, lambda each: each.whole("what a step returns"), output)
         return made

@@ -131,6 +131,7 @@ class WholeLooking(WrappedRun[T]):
 
     def __call__(self, *args: Any, **kwargs: Any) -> T:
         """See `Run.__call__`."""
+        self._partition.ranks.made_of.forget()
         with self._partition.shown():
             return self.inner(*args, **kwargs)
 
