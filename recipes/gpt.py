@@ -134,13 +134,13 @@ class Attention(nn.Module):
         self.v_proj = Linear(config.dim, config.n_kv_heads * config.head_dim)
         self.o_proj = Linear(config.n_heads * config.head_dim, config.dim, std=_residual_std(config))
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
-        """Let every position of ``x`` (B, T, C) look at itself and the positions before it."""
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
+        """Let every position of ``x`` (B, T, C) look at itself and those before it, or where ``mask`` lets it."""
         q = rotate(self._heads(self.q_proj(x)), rotary)  # (B, T, H, D)
         k = rotate(self._heads(self.k_proj(x)), rotary)  # (B, T, K, D)
         v = self._heads(self.v_proj(x))
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, D)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=self.grouped)
         projected: Tensor = self.o_proj(y.transpose(1, 2).flatten(2))  # (B, T, C)
         return projected
 
@@ -174,9 +174,9 @@ class Block(nn.Module):
         self.feed_forward_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.feed_forward = FeedForward(config)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
         """Map the hidden state ``x`` (B, T, C) to the next one."""
-        x = x + self.attention(self.attention_norm(x), rotary)
+        x = x + self.attention(self.attention_norm(x), rotary, mask)
         y: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
         return y
 
@@ -204,16 +204,28 @@ class GPT(nn.Module):
         if self.config.tied_head:
             self.head.weight = self.embed.weight
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        """Return logits (B, T, V) for ids (B, T); ``position_ids`` (T) or (B, T) default to 0, 1, 2, …."""
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        """Return logits (B, T, V) for ids (B, T).
+
+        ``position_ids`` (T) or (B, T) default to 0, 1, 2, …. ``documents`` (B, T) numbers the documents that are packed
+        into a sequence: no token looks at another one's.
+        """
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self.embed(input_ids)  # (B, T, C)
         rotary = self.rotary(position_ids)
+        mask = None if documents is None else within_documents(documents)
         for block in self.blocks:
-            x = block(x, rotary)
+            x = block(x, rotary, mask)
         logits: Tensor = self.head(self.norm(x))  # (B, T, V)
         return logits
+
+
+def within_documents(documents: Tensor) -> Tensor:
+    """Return where a query may look, (B, 1, T, T): at positions of its own document that are not after it."""
+    length = documents.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
+    return causal & (documents[:, None, None, :] == documents[:, None, :, None])
 
 
 class Perplexity(MeanMetric):
@@ -236,6 +248,8 @@ def warmup_cosine(step: int, warmup: int, total: float, final: float) -> float:
 
 class GPTModule(LightningModule):
     """Trains a GPT on batches of ``input_ids`` and ``labels`` (the ids one step ahead).
+
+    A batch may have ``position_ids``, and ``documents`` that are packed into its sequences: see ``GPT.forward``.
 
     Args:
         config: The network's shape, as a GPTConfig or its fields.
@@ -276,14 +290,14 @@ class GPTModule(LightningModule):
         if self.network is None:
             self.network = GPT(self.config)
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Return the logits (B, T, V)."""
         assert self.network is not None, "configure_model has not run"
-        logits: Tensor = self.network(input_ids, position_ids)
+        logits: Tensor = self.network(input_ids, position_ids, documents)
         return logits
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
-        logits = self(batch["input_ids"], batch.get("position_ids"))
+        logits = self(batch["input_ids"], batch.get("position_ids"), batch.get("documents"))
         exact = torch.promote_types(logits.dtype, torch.float32)
         return F.cross_entropy(logits.flatten(0, 1).to(exact), batch["labels"].flatten(), ignore_index=IGNORED)
 

@@ -144,6 +144,13 @@ def phi3(**overrides: Any) -> nn.Module:
     return Phi3ForCausalLM(Phi3Config(**(SMALL | GROUPED | overrides)))
 
 
+def mistral(**overrides: Any) -> nn.Module:
+    """Attention to the last few positions."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    return MistralForCausalLM(MistralConfig(**(SMALL | GROUPED | {"sliding_window": 5} | overrides)))
+
+
 def gpt_neox(**overrides: Any) -> nn.Module:
     """Queries, keys and values of each head side by side; attention and feed-forward in parallel."""
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
@@ -252,6 +259,7 @@ COLUMNS: dict[str, Callable[..., LightningModule]] = {
     "qwen3": partial(HuggingFace, qwen3),
     "phi3": partial(HuggingFace, phi3),
     "gpt_neox": partial(HuggingFace, gpt_neox),
+    "mistral": partial(HuggingFace, mistral),
 }
 if importlib.util.find_spec("recipes.gpt"):
     COLUMNS["gpt"] = own_gpt
@@ -268,7 +276,16 @@ def build(column: str, seed: int = 0, **options: Any) -> LightningModule:
 class Tokens(Dataset):
     """Sequences that a model can learn: each token follows from the one before, but for some noise."""
 
-    def __init__(self, samples: int, length: int, *, seed: int, ignored: float = 0.0, positions: bool = False) -> None:
+    def __init__(
+        self,
+        samples: int,
+        length: int,
+        *,
+        seed: int,
+        ignored: float = 0.0,
+        positions: bool = False,
+        documents: bool = False,
+    ) -> None:
         random = torch.Generator().manual_seed(seed)
         tokens = torch.randint(VOCABULARY, (samples, length + 1), generator=random)
         regular = torch.rand(samples, length, generator=random) < 0.9
@@ -279,6 +296,8 @@ class Tokens(Dataset):
         self.fields = {"input_ids": tokens[:, :-1], "labels": labels}
         if positions:
             self.fields["position_ids"] = torch.arange(length).expand(samples, length)
+        if documents:
+            self.fields["documents"] = (torch.rand(samples, length, generator=random) < 0.2).cumsum(1)
 
     def __len__(self) -> int:
         return len(self.fields["labels"])

@@ -195,7 +195,7 @@ def quiet() -> Iterator[None]:
 @contextlib.contextmanager
 def doubles_stay() -> Iterator[None]:
     """Transformers computes losses, norms, routers and weights of attention in single precision, whatever comes in."""
-    casts = {name: getattr(Tensor, name) for name in ("float", "type", "to")}
+    casts = {name: getattr(Tensor, name) for name in ("float", "type")}
     softmaxes = {name: getattr(F, name) for name in ("softmax", "log_softmax")}
     for name, cast in casts.items():
         setattr(Tensor, name, keeping_doubles(cast, always=name == "float"))

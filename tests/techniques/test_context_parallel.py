@@ -15,7 +15,16 @@ from torch.utils.data import DataLoader
 from torchmetrics import CatMetric
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_parallel import ContextParallel, ContextParallelStrategy, PipelineParallel, TensorParallel, Zero
+from lightning_parallel import (
+    ActivationCheckpoint,
+    Compile,
+    ContextParallel,
+    ContextParallelStrategy,
+    DataParallel,
+    PipelineParallel,
+    TensorParallel,
+    Zero,
+)
 from tests.rank_process import leave_group
 from tests.ranks import run_on_ranks
 from tests.techniques.tensor_layouts import check, hybrid
@@ -23,20 +32,52 @@ from tests.tiers import covering, sampled
 from tests.trainers import trainer
 
 CP2 = partial(ContextParallelStrategy, 2)
-LAYOUTS = {
+METHODS = {
     "cp2": (2, CP2, 1),
+    "cp4": (4, partial(ContextParallelStrategy, 4, method="ring"), 1),
+    "cp2 ulysses": (2, partial(ContextParallelStrategy, 2, method="ulysses"), 1),
+    "cp2 all_gather": (2, partial(ContextParallelStrategy, 2, method="all_gather"), 1),
+    "cp4 hybrid": (4, partial(ContextParallelStrategy, 4, method="hybrid"), 1),
+    "cp2 in order": (2, partial(ContextParallelStrategy, 2, load_balance=False), 1),
+}
+BESIDE = {
+    "dp2 x cp2": (4, hybrid(DataParallel(2), ContextParallel(2)), 2),
     "zero2 x cp2": (4, hybrid(Zero(2, stage=2), ContextParallel(2)), 2),
+    "zero3 over cp2": (2, hybrid(Zero(1), ContextParallel(2)), 1),
     "zero3 x cp2": (4, hybrid(Zero(2), ContextParallel(2)), 2),
     "pp2 x cp2": (4, hybrid(PipelineParallel(2, microbatches=2), ContextParallel(2)), 1),
     "cp2 x tp2": (4, hybrid(ContextParallel(2), TensorParallel(2)), 1),
+    "pp2 x cp2 x tp2": (8, hybrid(PipelineParallel(2), ContextParallel(2), TensorParallel(2)), 1),
+    "cp2 recomputed": (2, hybrid(ContextParallel(2), ActivationCheckpoint()), 1),
+    "cp2 compiled": (2, hybrid(ContextParallel(2), Compile(backend="aot_eager")), 1),
 }
-COLUMNS = ("gpt", "llama", "gpt2", "qwen3", "phi3", "gpt_neox")
+COLUMNS = ("gpt", "llama", "gpt2", "qwen3", "phi3", "mistral")
+SHORT: dict[str, Any] = {"max_epochs": 1, "data": {"samples": 32, "val_samples": 8, "length": 19, "ignored": 0.3}}
 
 
-@covering(keep=4, layout=LAYOUTS, column=COLUMNS)
-def test_a_layout_trains_as_one_process_does(layout: str, column: str) -> None:
-    n, strategy, data_ranks = LAYOUTS[layout]
-    check(column, n, strategy, data_ranks, max_epochs=1, data={"samples": 32, "val_samples": 8})
+@covering(keep=4, layout=METHODS, column=COLUMNS)
+def test_a_method_trains_as_one_process_does(layout: str, column: str) -> None:
+    exact = column in ("gpt", "llama")  # the other losses are computed in single precision, whatever comes in
+    check(column, *METHODS[layout], **SHORT, precision="64-true", rtol=1e-9 if exact else 1e-6)
+
+
+@covering(keep=5, layout=BESIDE, column=("gpt", "llama"))
+def test_beside_other_techniques(layout: str, column: str) -> None:
+    check(column, *BESIDE[layout], **SHORT)
+
+
+@sampled(1, "layout", [*METHODS, "pp2 x cp2"])
+def test_packed_documents_do_not_see_each_other(layout: str) -> None:
+    data = SHORT["data"] | {"documents": True}
+    check("gpt", *(METHODS | BESIDE)[layout], max_epochs=1, data=data, precision="64-true", rtol=1e-9)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", ["cp2", "cp2 ulysses", "cp2 all_gather"])
+def test_a_long_sequence_in_single_precision(layout: str) -> None:
+    data = {"samples": 4, "val_samples": 2, "length": 4096}
+    model = {"n_layers": 2, "context": 4096, "optimizer": partial(torch.optim.SGD, lr=0.1)}
+    check("gpt", *METHODS[layout], max_epochs=1, global_batch=2, data=data, model=model, rtol=1e-5)
 
 
 class Attends(nn.Module):
