@@ -20,7 +20,6 @@ from lightning_parallel.plan.plan import ParallelPlan, require_plan
 from lightning_parallel.strategies import refusals
 from lightning_parallel.strategies.checkpoint import auto
 from lightning_parallel.strategies.checkpoint.resumption import Resumption
-from lightning_parallel.strategies.checkpoint.sharded import Source
 from lightning_parallel.strategies.checkpoint.whole import set_positions_aside
 from lightning_parallel.strategies.data import randomness
 from lightning_parallel.strategies.data.batches import Batches
@@ -115,6 +114,8 @@ class MeshStrategy(RankStrategy):
         in_parts = self._whole.in_parts
         sharded = in_parts or any(self._is_sharded(parameter) for parameter in module.parameters())
         refusals.refuse_callbacks(self._callbacks(), in_parts)
+        if fitting and not self._checkpoints.in_parts:
+            refusals.refuse_full_checkpoints(self._callbacks(), self._whole.bytes_of_parameters(), self._host_group())
         self._gradients = WholeGradients(self._whole, self._callbacks(), self._host_group())
         self._detached.callback(WholeParameters(self._whole, self._callbacks(), self._host_group()).close)
         adapt_precision(self.precision_plugin, sharded, self._whole.ranks_holding(), self._gradients)
@@ -326,8 +327,7 @@ class MeshStrategy(RankStrategy):
             checkpoint, gather_objects(randomness.RankRandomness.now(self.root_device), self._host_group())
         )
         set_positions_aside(checkpoint)
-        source = Source(self._mesh().sizes, self._whole.tied)
-        self._saves().save(checkpoint, filepath, source, storage_options, waits=not self._ready)
+        self._saves().save(checkpoint, filepath, self._whole.source(), storage_options, waits=not self._ready)
         self._resumption.wrote = True
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import Checkpoint, ModelPruning, StochasticWeightAveraging, WeightAveraging
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_parallel.mesh import ParallelMesh
+from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.techniques.technique import Technique
 from lightning_parallel.techniques.tools.elsewhere import hidden_tensors
 
@@ -25,6 +28,29 @@ def refuse_callbacks(callbacks: list[Callback], parameters_are_sharded: bool) ->
                 "use Zero(stage=2) or DataParallel(), which keep parameters whole, or average or change them in a hook "
                 "of your own, such as on_train_batch_end, which finds them whole on every rank"
             )
+
+
+def refuse_full_checkpoints(callbacks: list[Callback], needed: int, group: dist.ProcessGroup) -> None:
+    """Raises on all ranks where the host of rank 0 cannot hold what a full checkpoint has at least.
+
+    Args:
+        callbacks: the trainer's, of which some may save.
+        needed: the bytes of the model's parameters; states of optimizers come on top, and nobody knows how many.
+        group: all ranks.
+    """
+    memory = gather_objects(memory_of_host(), group)[0]
+    if memory is not None and needed > memory and any(isinstance(callback, Checkpoint) for callback in callbacks):
+        raise ValueError(
+            f"rank 0 would gather {needed:,} bytes of parameters for a full checkpoint, and its host has {memory:,}; "
+            "pass checkpoint='sharded' to the strategy, by which no rank holds the whole, or enable_checkpointing=False"
+        )
+
+
+def memory_of_host() -> int | None:
+    """The bytes of memory that this host has in all; None where it does not say."""
+    if "SC_PHYS_PAGES" not in os.sysconf_names:
+        return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def refuse_module(module: LightningModule, mesh: ParallelMesh) -> None:

@@ -18,6 +18,7 @@ from lightning_parallel import HybridStrategy, ZeroStrategy
 from lightning_parallel.checkpoint import commit, folder
 from lightning_parallel.checkpoint.damage import Damaged
 from lightning_parallel.checkpoint.manifest import read_manifest
+from lightning_parallel.strategies import refusals
 from lightning_parallel.strategies.checkpoint.files import AtomicCheckpointIO
 from tests.ranks import run_on_ranks
 from tests.strategies.test_checkpoint_use import LAYOUTS, SaveHalfway, Tied, fitted, tokens
@@ -295,3 +296,39 @@ def test_arguments_are_checked() -> None:
             ZeroStrategy(2, **wrong)
     with pytest.raises(ValueError, match="AtomicCheckpointIO writes what one has; leave out the checkpoint_io"):
         trainer(ZeroStrategy(1, checkpoint="sharded", checkpoint_io=AtomicCheckpointIO()), devices=1)
+
+
+# ---------------------------------------------------------------- another number of ranks
+
+
+def saved_within_an_epoch(path: Path) -> None:
+    fitted(partial(HybridStrategy, checkpoint="sharded"), Tied(), callbacks=[SaveHalfway(path)])
+
+
+def goes_on_with_other_batches(path: Path) -> None:
+    remedy = r"global batches of 4, and now one has 8 \(2 ranks read different samples\).*use 2 per rank in place of 4"
+    with pytest.raises(ValueError, match=remedy):
+        trainer(ZeroStrategy(2), max_epochs=1).fit(Tied(), tokens(), tokens(), ckpt_path=path)
+
+
+def test_a_global_batch_that_would_change_within_an_epoch_is_refused(tmp_path: Path) -> None:
+    run_on_ranks(1, saved_within_an_epoch, tmp_path / "half.ckpt")
+    run_on_ranks(2, goes_on_with_other_batches, tmp_path / "half.ckpt")
+
+
+def no_room(form: str) -> None:
+    make = partial(ZeroStrategy, 2, checkpoint=form)
+    saver = ModelCheckpoint(os.environ["RANKS_SCRATCH"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(refusals, "memory_of_host", lambda: 100)
+        fitted(make, Tied())  # nobody saves
+        if form == "sharded":
+            fitted(make, Tied(), callbacks=[saver], enable_checkpointing=True)
+            return
+        with pytest.raises(ValueError, match=r"would gather 216 bytes .* its host has 100; pass checkpoint='sharded'"):
+            fitted(make, Tied(), callbacks=[saver], enable_checkpointing=True)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_full_checkpoint_for_which_there_is_no_memory_is_refused_before_the_run(form: str) -> None:
+    run_on_ranks(2, no_room, form)

@@ -18,6 +18,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_sum
 
 from lightning_parallel.checkpoint.stored import in_memory
+from lightning_parallel.strategies.data.loaders import GLOBAL_BATCH
 from lightning_parallel.strategies.trainer import lightnings
 from lightning_parallel.techniques.tools import elsewhere
 from lightning_parallel.techniques.tools.shards import as_shard, shard_of
@@ -106,4 +107,4 @@ def put_positions_back(checkpoint: dict[str, Any]) -> None:
 
 
 def _is_position(state: Any) -> bool:
-    return isinstance(state, dict) and state.keys() == {"consumed", "random"}
+    return isinstance(state, dict) and state.keys() - {GLOBAL_BATCH} == {"consumed", "random"}

@@ -31,6 +31,10 @@ from lightning_parallel.values import batch_size
 T = TypeVar("T")
 
 
+GLOBAL_BATCH = "global_batch"
+"""Where a position holds how many items of the sampler one global batch took."""
+
+
 class DividedSampler(Sampler[Any]):
     """A sampler that yields this rank's part of what the user's sampler yields.
 
@@ -94,11 +98,17 @@ class DividedSampler(Sampler[Any]):
         """The position in the epoch after so many batches."""
         started = self._started_with or RandomState.now(self.generator)
         finished = batches >= len(self)
-        return {"consumed": 0 if finished else batches * self.items_per_batch, "random": started.as_dict()}
+        consumed = 0 if finished else batches * self.items_per_batch
+        return {"consumed": consumed, "random": started.as_dict(), GLOBAL_BATCH: self.items_per_batch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next epoch starts where the state stood; a finished one starts afresh."""
+        """The next epoch starts where the state stood; a finished one starts afresh.
+
+        Raises:
+            ValueError: it stood within an epoch, which was read in global batches of another size.
+        """
         if state["consumed"]:
+            self.readers.require_same_batches(state.get(GLOBAL_BATCH, self.items_per_batch), self.items_per_batch)
             self._resume = RandomState.from_dict(state["random"]), state["consumed"]
 
 

@@ -41,6 +41,19 @@ class Readers:
         mine = self.rank < len(batches)
         return batches[self.rank if mine else 0], Share(sizes[self.rank] if mine else 0, sum(sizes))
 
+    def require_same_batches(self, before: int, now: int) -> None:
+        """Raises ValueError for a run that would go on within an epoch with global batches of another size."""
+        if now == before:
+            return
+        divisors = ", ".join(str(count) for count in range(1, before + 1) if before % count == 0)
+        other = f"{before} cannot be divided among {self.ranks}: let one of {divisors} ranks read different samples"
+        fitting = f"use {before // self.ranks} per rank in place of {now // self.ranks}"
+        raise ValueError(
+            f"the checkpoint lies within an epoch that was read in global batches of {before}, and now one has {now} "
+            f"({self.ranks} ranks read different samples): the curve would be another; "
+            f"{other if before % self.ranks else fitting}, or go on from a checkpoint at the end of an epoch"
+        )
+
 
 @dataclass
 class PassNotes:

@@ -18,6 +18,7 @@ from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.strategies.build import materialise
 from lightning_parallel.strategies.checkpoint.held import shown_to_hooks
+from lightning_parallel.strategies.checkpoint.sharded import Source
 from lightning_parallel.strategies.checkpoint.whole import whole_state_dict
 from lightning_parallel.strategies.data.loaders import checksum
 from lightning_parallel.strategies.model.pipeline_group import PipelineGroup
@@ -52,8 +53,7 @@ class DividedModel:
         self.model: nn.Module = module
         self._host = host
         self._names = list(module.state_dict())
-        #: of parameters that are another one, the name of that
-        self.tied = _tied(module)
+        self._tied = _tied(module)
         self._divisions: list[Division] = []
         self._made: dict[str, Tensor] = {}
 
@@ -144,6 +144,15 @@ class DividedModel:
         """Inside, the module's tree is whole; what other ranks hold is there without memory."""
         return elsewhere.shown(self.module, elsewhere.without_memory(self.mesh.device), self._made)
 
+    def bytes_of_parameters(self) -> int:
+        """The bytes that the parameters of all ranks take, each counted once."""
+        with self.shown():
+            return sum(parameter.numel() * parameter.element_size() for parameter in self.module.parameters())
+
+    def source(self) -> Source:
+        """Facts that a checkpoint does not tell."""
+        return Source(self.mesh.sizes, self._tied)
+
     def held(self) -> set[nn.Parameter]:
         """The parameters that this rank holds."""
         with elsewhere.unshown(self.module):
@@ -193,6 +202,7 @@ class DividedModel:
 
 
 def _tied(module: nn.Module) -> dict[str, str]:
+    """Of names of parameters that are another one, the name of that."""
     first: dict[int, str] = {}
     named = module.named_parameters(remove_duplicate=False)
     return {name: known for name, parameter in named if (known := first.setdefault(id(parameter), name)) != name}
