@@ -11,18 +11,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_parallel.collectives.by_elements import sum_of_copies
 from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.techniques.context_parallel.attention import ContextAttention, kernels
-from lightning_parallel.techniques.divided.tensor import Divided, own_of
+from lightning_parallel.techniques.divided.tensor import Divided
 from tests.ranks import ranks
 
 
 def zigzag(group: Ranks, size: int) -> Elements:
     return group.zigzag(size)
-
-
-def contiguous(group: Ranks, size: int) -> Elements:
-    return group.chunks(size)
 
 
 def striped(group: Ranks, size: int) -> Elements:
@@ -78,7 +75,7 @@ MASKS = {
 }
 METHODS = ("ring", "ulysses", "all_gather", "auto", "hybrid")
 SIZES = (32, 29, 3)
-PLACES = {"zigzag": zigzag, "contiguous": contiguous, "striped": striped}
+PLACES = {"zigzag": zigzag, "contiguous": Ranks.chunks, "striped": striped}
 WIDTH = 8
 
 
@@ -234,27 +231,50 @@ def test_a_mask_may_be_divided_itself() -> None:
         torch.testing.assert_close(gradients[2], elements.take(given[2].grad, 2))
 
 
-@ranks(4)
-def test_heads_may_be_divided_by_other_ranks() -> None:
+def on_a_grid() -> tuple[Ranks, Ranks]:
     """Two ranks divide the sequence, two the heads, as tensor parallel does."""
     groups = [[dist.new_group(members) for members in table] for table in ([[0, 1], [2, 3]], [[0, 2], [1, 3]])]
     rank = dist.get_rank()
-    along = Ranks(groups[0][rank // 2], "sequence")
-    heads = Ranks(groups[1][rank % 2], "heads")
-    for method, kind in itertools.product(METHODS[:3], ("causal", "window", "additive")):
-        mask = MASKS[kind] and MASKS[kind](20)
+    return Ranks(groups[0][rank // 2], "sequence"), Ranks(groups[1][rank % 2], "heads")
+
+
+HEADS = {
+    "even": (4, 2, [[(0, 2)], [(2, 4)]], [[(0, 1)], [(1, 2)]]),
+    "copies": (4, 1, [[(0, 2)], [(2, 4)]], [[(0, 1)], [(0, 1)]]),
+    "uneven": (3, 3, [[(0, 2)], [(2, 3)]], [[(0, 2)], [(2, 3)]]),
+    "none on one": (2, 1, [[(0, 2)], []], [[(0, 1)], []]),
+}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@ranks(4)
+def test_heads_may_be_divided_by_other_ranks(kind: str) -> None:
+    heads, key_heads, of_queries, of_keys = HEADS[kind]
+    along, others = on_a_grid()
+    orders = ("causal", "window", "additive")[: 3 if heads == 4 else 2]
+    for method, order in itertools.product(("ring", "all_gather", "auto"), orders):
+        mask = MASKS[order] and MASKS[order](20)
         along.attention = ContextAttention(method)
-        given, out, gradient = whole_attention(shapes_of(20, 4, 2), mask, kind == "causal")
-        cuts = [{1: heads.chunks(each.shape[1]), 2: along.zigzag(20)} for each in given]
-        own = [own_of(each.detach(), cut).requires_grad_() for each, cut in zip(given, cuts, strict=True)]
-        found = F.scaled_dot_product_attention(
-            *(Divided(each, cut) for each, cut in zip(own, cuts, strict=True)),
-            attn_mask=mask, is_causal=kind == "causal", enable_gqa=True,
-        )  # fmt: skip
-        found.own.backward(own_of(gradient, cuts[0]))
-        torch.testing.assert_close(found.own, own_of(out, cuts[0]))
+        given, out, gradient = whole_attention(shapes_of(20, heads, key_heads), mask, order == "causal")
+        places = [others.elements(heads, of_queries), *[others.elements(key_heads, of_keys)] * 2]
+        cuts = [{1: place, 2: along.zigzag(20)} for place in places]
+        own = [taken(each.detach(), cut).requires_grad_() for each, cut in zip(given, cuts, strict=True)]
+        divided = [Divided(each, cut) for each, cut in zip(own, cuts, strict=True)]
+        found: Any = F.scaled_dot_product_attention(
+            *divided, attn_mask=mask, is_causal=order == "causal", enable_gqa=heads != key_heads
+        )
+        assert not along.gathered
+        found.own.backward(taken(gradient, cuts[0]))
+        torch.testing.assert_close(found.own, taken(out, cuts[0]))
         for each, mine, cut in zip(given, own, cuts, strict=True):
-            torch.testing.assert_close(mine.grad, own_of(each.grad, cut))
+            summed = sum_of_copies(mine.grad, 1, cut[1])
+            torch.testing.assert_close(summed, cut[2].take(each.grad, 2))
+
+
+def taken(whole: Tensor, cuts: Any) -> Tensor:
+    for dim, elements in cuts.items():
+        whole = elements.take(whole, dim)
+    return whole.clone()
 
 
 @ranks(2)

@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_parallel.collectives.elements import Elements
 from lightning_parallel.techniques.divided.meeting import as_divided, brought_together, learns, own_part
 from lightning_parallel.techniques.divided.randomness import drawn_apart
 from lightning_parallel.techniques.divided.repeats import without_repeats
-from lightning_parallel.techniques.divided.tensor import Cuts, is_divided, rule, same_cuts
+from lightning_parallel.techniques.divided.tensor import Cuts, Divided, is_divided, rule, same_cuts
 
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
@@ -60,9 +61,15 @@ def _alike_in_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
 
 def _along_the_sequence(query: Any, key: Any, value: Any, mask: Tensor | None, given: dict[str, Any]) -> Any:
     """Attention of this rank's queries to the keys and values of all, by whom their ranks have for that."""
-    key, value, given = _each_head_once(key, value, given)
-    cuts = _cuts_of_all(query, key, value, given)
-    if cuts is None or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not all(map(is_divided, (query, key, value))):
+        return NotImplemented
+    one_key, one_value = _each_head_once(key, value)
+    cuts = _cuts_of_all(query, one_key, one_value, one_key is not key or bool(given.get("enable_gqa")))
+    if cuts is not None:
+        key, value = one_key, one_value
+    else:
+        cuts = _cuts_of_all(query, key, value, bool(given.get("enable_gqa")))
+    if cuts is None:
         return NotImplemented
     dim, causal = query.dim() - 2, bool(given.get("is_causal"))
     if mask is not None and (causal or mask.dim() > query.dim() or mask.dim() < 2):
@@ -87,33 +94,43 @@ def _along_the_sequence(query: Any, key: Any, value: Any, mask: Tensor | None, g
     return own if own is NotImplemented else as_divided(own, cuts)
 
 
-def _each_head_once(key: Any, value: Any, given: dict[str, Any]) -> tuple[Any, Any, dict[str, Any]]:
+def _each_head_once(key: Divided, value: Divided) -> tuple[Divided, Divided]:
     """Keys and values as they were before the model repeated their heads for those of queries."""
-    if not is_divided(key) or not is_divided(value):
-        return key, value, given
     (one_key, times), (one_value, others) = without_repeats(key), without_repeats(value)
-    return (one_key, one_value, {**given, "enable_gqa": True}) if times == others > 1 else (key, value, given)
+    return (one_key, one_value) if times == others > 1 else (key, value)
 
 
-def _cuts_of_all(query: Any, key: Any, value: Any, given: dict[str, Any]) -> Cuts | None:
+def _cuts_of_all(query: Divided, key: Divided, value: Divided, grouped: bool) -> Cuts | None:
     """The cuts of queries where keys and values are divided alike, the sequence by ranks that know what to do."""
-    if not is_divided(query) or not is_divided(key) or not is_divided(value):
-        return None
     dim, heads = query.dim() - 2, query.dim() - 3
     if dim not in query.cuts or query.cuts[dim].ranks.attention is None or not same_cuts(key.cuts, value.cuts):
         return None
     if query.shape[:heads] != key.shape[:heads] or key.shape[:dim] != value.shape[:dim]:
         return None
-    times = query.shape[heads] // key.shape[heads] if heads >= 0 and given.get("enable_gqa") else 1
-    expected = dict(query.cuts)
-    if heads >= 0 and query.shape[heads] != key.shape[heads] * times:
+    times = query.shape[heads] // key.shape[heads] if grouped else 1
+    if query.shape[heads] != key.shape[heads] * times or query.shape[-1] != key.shape[-1]:
         return None
-    if heads in expected and times > 1:
-        groups = expected[heads].shrunk(times)
-        if groups is None:
-            return None
-        expected[heads] = groups
-    return query.cuts if same_cuts(key.cuts, expected) and query.shape[-1] == key.shape[-1] else None
+    of_queries, of_keys = ({k: each for k, each in cuts.items() if k != heads} for cuts in (query.cuts, key.cuts))
+    alike = same_cuts(of_queries, of_keys) and _in_groups(query.cuts.get(heads), key.cuts.get(heads), times)
+    return query.cuts if alike else None
+
+
+def _in_groups(queries: Elements | None, keys: Elements | None, times: int) -> bool:
+    """Whether, on each rank, each head of keys is that of as many heads of queries that follow each other."""
+    if queries is None or keys is None or queries.ranks is not keys.ranks:
+        return queries is keys
+    return all(map(_groups_fit, _heads(queries), _heads(keys), [times] * len(queries.runs)))
+
+
+def _heads(elements: Elements) -> list[list[int]]:
+    return [[head for start, stop in runs for head in range(start, stop)] for runs in elements.runs]
+
+
+def _groups_fit(queries: list[int], keys: list[int], times: int) -> bool:
+    if not queries or not keys:
+        return queries == keys
+    each, rest = divmod(len(queries), len(keys))
+    return not rest and all(head // times == keys[number // each] for number, head in enumerate(queries))
 
 
 def _own_rows(mask: Tensor, cuts: Cuts, dims: int) -> Tensor:
