@@ -42,6 +42,7 @@ PARTICULAR: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [8, 16], "attn_layers": ["local"] * 4},
     "siglip2": {"num_patches": 16},
     "swin": {"patch_size": 2},
+    "vibevoice_asr": {"acoustic_tokenizer_chunk_size": 3200},
     "wav2vec2-bert": {"vocab_size": 64},
     "wav2vec2-conformer": {"vocab_size": 64},
     "xmod": {"default_language": "en_XX"},

@@ -66,6 +66,7 @@ NUMBERS: list[tuple[str, int]] = [
     (r"num_conv_pos_embedding_groups", 4),
     (r"num_codevectors_per_group", 8),
     (r"num_negatives", 4),
+    (r"num_filters", 4),
     (r"image_size|input_size|img_size", IMAGE),
     (r"patch_size|encoder_stride", PATCH),
     (r"max_(length|target_positions)", POSITIONS),
