@@ -6,8 +6,6 @@ rank 0 and 16-31 on rank 1; `shrunk(8)` gives those of the heads, 0-1 and 2-3, a
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any, Protocol
@@ -18,8 +16,6 @@ from torch import Tensor
 
 from lightning_parallel.collectives.made_of import MadeOf
 from lightning_parallel.collectives.spans import Runs, Span, bounds, indices, joined, places, without
-
-log = logging.getLogger(__name__)
 
 KEPT = 1000
 """How many forms of a division are remembered: lengths of sequences may change with every batch."""
@@ -86,8 +82,10 @@ class Ranks:
         self.regathers, self.overlaps, self.averages = regathers, overlaps, averages
         self.rank, self.count = group.rank(), group.size()
         self._chunks: dict[tuple[int | str, ...], Elements] = {}
-        self.gathered: Counter[tuple[str, str]] = Counter()
-        """How often each operation gathered a tensor of which shape, for want of a rule."""
+        self.gathered: dict[tuple[Any, str, torch.Size], tuple[int, int]] = {}
+        """What was gathered for want of a rule: module, operation and shape, and how often and how many bytes."""
+        self.told: set[tuple[str, torch.Size]] = set()
+        """The operations and shapes of which this was said."""
         self.met: dict[int, Tensor] = {}
         """Parameters that met divided tensors, by their `id`, which nobody else gets while they are held here."""
         self.last_entered: tuple[Any, Any, Tensor] | None = None
@@ -98,17 +96,6 @@ class Ranks:
         """What is called where these ranks have divided queries, keys and values along the sequence, by their owner."""
         self.made_of = MadeOf()
         """What each of many layers would make of the same mask again."""
-
-    def tell(self, reader: str, what: str) -> None:
-        """Counts that something was gathered for an operation, and says so the first time.
-
-        Args:
-            reader: the operation.
-            what: was gathered, such as "shape (2, 8)".
-        """
-        if (reader, what) not in self.gathered and self.rank == 0:
-            log.info("Gathered from %s ranks for %s: a tensor of %s", self.count, reader, what)
-        self.gathered[reader, what] += 1
 
     def forget(self, gone: Any) -> None:
         """Lets go of what stands for the tensor of this weak reference, which is no more."""

@@ -75,7 +75,8 @@ def trained_and_said(column: str) -> tuple[Curve, str]:
 
 
 def operations_that_gather(said: str) -> set[str]:
-    return set(re.findall(r"Gathered from 2 ranks for (.+?): a tensor of shape", said))
+    lines = [line.split("  ") for line in said.splitlines() if re.search(r"\(\d.*\) +\d+ +[\d,]+$", line)]
+    return {[cell.strip() for cell in line if cell][1] for line in lines}
 
 
 @sampled(1, "strategy", [WHOLE_SEQUENCE, TP2])  # the table above has the other

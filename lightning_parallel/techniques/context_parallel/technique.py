@@ -91,7 +91,7 @@ class DividedSequences(Division):
 
     def settle(self, step: Step) -> Step:
         """Gives whole tensors to what goes around rules, and to what runs between steps."""
-        return DividedStep(step, self.model)
+        return DividedStep(step, self.model, self.sequences.ranks)
 
 
 class SequenceRun(WrappedRun[T]):

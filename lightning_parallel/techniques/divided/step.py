@@ -9,7 +9,9 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.techniques.divided.functions import functions_get_wholes
+from lightning_parallel.techniques.divided.gathered import tell
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.step import Run, Step, WrappedStep
 from lightning_parallel.values import like
@@ -33,10 +35,12 @@ class DividedStep(WrappedStep):
     Args:
         inner: the step to wrap.
         model: the user's module.
+        ranks: that divide its tensors; what they gathered for want of a rule is told after the step.
     """
 
-    def __init__(self, inner: Step, model: nn.Module) -> None:
+    def __init__(self, inner: Step, model: nn.Module, ranks: Ranks) -> None:
         super().__init__(inner)
+        self._model, self._ranks = model, ranks
         self._tables = [vars(module) for module in model.modules()]
         self._in_forward = self._went_back = False
 
@@ -47,7 +51,7 @@ class DividedStep(WrappedStep):
             output = self.inner.forward(run, *args, **kwargs)
         self._in_forward = False  # not where it raised: the run is over
         if self._went_back or not torch.is_grad_enabled():
-            self._make_kept_whole()
+            self._leave()
         return output
 
     def backward(self, run: Callable[[], None]) -> None:
@@ -56,9 +60,10 @@ class DividedStep(WrappedStep):
             self.inner.backward(run)
         self._went_back = True
         if not self._in_forward:
-            self._make_kept_whole()
+            self._leave()
 
-    def _make_kept_whole(self) -> None:
+    def _leave(self) -> None:
+        tell(self._ranks, self._model)
         for table in self._tables:
             for name, value in table.items():
                 if name not in OF_TORCH and (made := _whole(value)) is not value:

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_parallel.collectives.by_elements import completed, counted, joined, part
 from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.techniques.divided.function_frames import in_function
+from lightning_parallel.techniques.divided.gathered import note
 from lightning_parallel.techniques.tools.shards import as_gradient, local
 
 aten = torch.ops.aten
@@ -109,7 +110,7 @@ class Divided(Tensor):
         made = self.own
         for dim, elements in self.cuts.items():
             if reader:
-                elements.ranks.tell(reader, f"shape {tuple(self._shape)}")
+                note(elements.ranks, reader, self.own, self._shape)
             made = joined(made, dim, elements)
         self.gathers[key] = made
         return made

@@ -119,7 +119,7 @@ class DividedFeatures(Division):
 
     def settle(self, step: Step) -> Step:
         """Adds the sum of what ranks have summands of; the module keeps whole tensors."""
-        return DividedStep(TensorParallelStep(step, self.partition), self.model)
+        return DividedStep(TensorParallelStep(step, self.partition), self.model, self.partition.ranks)
 
 
 class WholeLooking(WrappedRun[T]):
