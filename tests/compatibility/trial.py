@@ -28,6 +28,8 @@ from lightning_parallel import (
     TensorParallelStrategy,
     ZeroStrategy,
 )
+from lightning_parallel.techniques.divided.rules import single  # noqa: F401  (enters the rules in the table)
+from lightning_parallel.techniques.divided.tensor import NAMES, RULES
 from lightning_parallel.techniques.tools.elsewhere import unshown
 from tests.compatibility.architectures import IGNORED, Architecture
 from tests.curves import Curve, curve
@@ -195,10 +197,11 @@ def quiet() -> Iterator[None]:
 @contextlib.contextmanager
 def doubles_stay() -> Iterator[None]:
     """Transformers computes losses, norms, routers and weights of attention in single precision, whatever comes in."""
-    casts = {name: getattr(Tensor, name) for name in ("float", "type")}
+    casts = {name: getattr(Tensor, name) for name in ("float", "type", "to")}
     softmaxes = {name: getattr(F, name) for name in ("softmax", "log_softmax")}
     for name, cast in casts.items():
-        setattr(Tensor, name, keeping_doubles(cast, always=name == "float"))
+        setattr(Tensor, name, convert := keeping_doubles(cast, always=name == "float"))
+        RULES[convert], NAMES[convert] = RULES[cast], name  # torch asks for rules of what stands in the class
     for name, softmax in softmaxes.items():
         setattr(F, name, normalising_doubles(softmax, getattr(torch, name)))
     try:
@@ -212,7 +215,7 @@ def doubles_stay() -> Iterator[None]:
 
 def keeping_doubles(cast: Callable[..., Any], always: bool) -> Callable[..., Any]:
     def convert(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        asked = always or args == (torch.float32,) or kwargs == {"dtype": torch.float32}
+        asked = always or (args, kwargs) in (((torch.float32,), {}), ((), {"dtype": torch.float32}))
         return tensor if asked and tensor.dtype is torch.float64 else cast(tensor, *args, **kwargs)
 
     return convert

@@ -122,6 +122,7 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "weighted": lambda x, w: x * w + 1,
     "operators": lambda x, w: (2 - x) / (w**2 + 1) - x.detach() // 3 + (-x).abs() ** 1.5,
     "compared": lambda x, w: torch.where(x > w, x, w.expand_as(x)).masked_fill(x < -1, 0.0),
+    "cast as it": lambda x, w: (w[:1].float().type_as(x) + w[1:2].float().to(x)) * x,
     "functions": lambda x, w: F.gelu(x) + F.silu(x) + x.tanh() + torch.sigmoid(w) * F.softplus(x),
     "cast": lambda x, w: x.float().double() + x.to(w.dtype) + x.type_as(w) + w.type_as(x) + torch.arange(8).to(x),
     "new": lambda x, w: x * x.new_full((8,), 2.0) + x.new_zeros(4, 8) + x.new_tensor([1.0]),
@@ -149,6 +150,11 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "axes": lambda x, w: x.unsqueeze(1).squeeze(1).swapaxes(1, 2).mT * 2 + (w.sum() * x).permute(0, 2, 3, 1),
     "expanded": lambda x, w: (x * w)[:, :, None].expand(2, 6, 3, 4, 8).reshape(2, 18, 4, 8),
     "repeated": lambda x, w: torch.repeat_interleave(x * w, 2, dim=2) + (x * w).repeat(1, 1, 2, 1),
+    "a list of one": lambda x, w: (x * w)[:, :, [-2]] + x[:, [0]],
+    "added to products": lambda x, w: (x[:, 0] * w).baddbmm(x[:, 1] @ x[:, 2].mT, x[:, 3], beta=0.5, alpha=2),
+    "one key for all queries": lambda x, w: F.scaled_dot_product_attention(
+        (x * w).transpose(1, 2), x[:, :, :1].transpose(1, 2), x[:, :, 1:2].transpose(1, 2)
+    ),
     "stacked": lambda x, w: torch.stack([x, x * w, w.expand_as(x)], dim=1),
     "joined": lambda x, w: torch.cat([x, w.expand(2, 6, 4, 8), x * 2], dim=1),
     "rotated": lambda x, w: torch.cat((-x[..., 4:], x[..., :4]), dim=-1) * w,

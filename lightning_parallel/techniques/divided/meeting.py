@@ -72,6 +72,8 @@ def brought_together(
     for tensor, own in zip(reversed(tensors), reversed(names), strict=True):
         if is_divided(tensor):
             for dim, elements in tensor.cuts.items():
+                if own[dim] is None and elements.everywhere:
+                    continue
                 if own[dim] is None:
                     return None
                 if own[dim] not in cuts and elements.ranks not in divides:
@@ -92,6 +94,7 @@ def _narrowest(tensors: Sequence[Any], names: Sequence[Sequence[Label]]) -> dict
         for tensor, own in zip(reversed(tensors), reversed(names), strict=True)
         if is_divided(tensor)
         for dim, elements in tensor.cuts.items()
+        if own[dim] is not None
     ]
     cuts: dict[Any, Elements] = {}
     divides: set[Ranks] = set()

@@ -31,8 +31,12 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Any:
     if given.get("enable_gqa") and query.shape[-3] != key.shape[-3]:
         query, key, value = _alike_in_heads(query, key, value)
         given["enable_gqa"] = False
-    names: list[Any] = [[*lead, "query", "in"], [*lead, "key", "in"], [*lead, "key", "out"]]
     tensors = [query, key, value]
+    wide = [max(each.shape[k] for each in tensors) for k in lead]
+    leads = [[k if each.shape[k] == wide[k] else None for k in lead] for each in tensors]
+    names: list[Any] = [
+        [*of, *last] for of, last in zip(leads, (("query", "in"), ("key", "in"), ("key", "out")), strict=True)
+    ]
     if mask is not None:
         over = [*lead, "query", "key"][len(lead) + 2 - mask.dim() :]
         tensors.append(mask)

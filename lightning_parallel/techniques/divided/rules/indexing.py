@@ -17,14 +17,23 @@ def _item(func: Any, args: Any, kwargs: Any) -> Any:
     divided, index = args
     if not is_divided(divided):
         return NotImplemented  # a divided index
-    index = list(index) if isinstance(index, tuple) else [index]
+    given = list(index) if isinstance(index, tuple) else [index]
+    index = [_as_slice(each) for each in given] if isinstance(index, tuple) else given
     if any(is_divided(each) or isinstance(each, (list, bool)) for each in index):
         return NotImplemented
     spelled = _spelled_out(index, divided.dim())
     chosen = [each for each in spelled if isinstance(each, Tensor)]
     if spelled is None or (chosen and not _leading(spelled)):
         return NotImplemented
-    return _chosen(divided, spelled)
+    made = _chosen(divided, spelled)
+    copies = made is not NotImplemented and any(isinstance(each, list) for each in given)
+    return Divided(made.own.clone(), made.cuts) if copies else made
+
+
+def _as_slice(each: Any) -> Any:
+    """A list of one number among other indices is a slice."""
+    one = isinstance(each, list) and len(each) == 1 and type(each[0]) is int
+    return slice(each[0], each[0] + 1 or None) if one else each
 
 
 def _spelled_out(index: list[Any], dims: int) -> list[Any]:

@@ -116,6 +116,16 @@ def _addmm(func: Any, args: Any, kwargs: Any) -> Any:
     return _product(torch.mm, args[1:], (["row", "in"], ["in", "out"]), ["row", "out"], args[0])
 
 
+@rule(torch.baddbmm, Tensor.baddbmm)
+def _baddbmm(func: Any, args: Any, kwargs: Any) -> Any:
+    given = {**dict(zip(("input", "batch1", "batch2"), args, strict=False)), **kwargs}
+    beta, alpha = given.pop("beta", 1), given.pop("alpha", 1)
+    if len(given) != 3:
+        return NotImplemented
+    made = torch.bmm(given["batch1"], given["batch2"]) * alpha
+    return made if beta == 0 else made + given["input"] * beta
+
+
 @rule(torch.einsum)
 def _einsum(func: Any, args: Any, kwargs: Any) -> Any:
     equation, *tensors = args
