@@ -61,9 +61,10 @@ def _visit(module: nn.Module, prefix: str, found: dict[str, str]) -> list[Linear
             left.append(LinearMap(name, *sizes))
         else:
             left += _visit(child, name, found)
-    for region in (_attention(module, left), _feed_forward(left)):
-        found |= region
-        left = [each for each in left if each.name not in found]
+    found |= _attention(module, left)
+    left = [each for each in left if each.name not in found]
+    found |= _feed_forward(left)
+    left = [each for each in left if each.name not in found]
     return left
 
 
@@ -98,9 +99,9 @@ def _attention(module: nn.Module, maps: Sequence[LinearMap]) -> dict[str, str]:
     out = next((each for each in after if _role(each.name, OUT_OF_HEADS) and _is_out_of(each, into)), None)
     if out is None:
         return {}
-    holders = {each.name.rpartition(".")[0] for each in into}
+    holders = {_holder(each) for each in into}
     beside = [each for each in maps if each not in into and each is not out and each.outputs == out.inputs
-              and each.name.rpartition(".")[0] in holders]  # fmt: skip
+              and _holder(each) in holders]  # fmt: skip
     styles = {each.name: _into_heads(each, out.inputs, module) for each in (*into, *beside)}
     return styles | {out.name: "rowwise"}
 
@@ -146,12 +147,15 @@ def _feed_forward(maps: Sequence[LinearMap]) -> dict[str, str]:
     """Maps into some width, the next one out of it again, and those that lead into the same width beside them."""
     styles: dict[str, str] = {}
     left: list[LinearMap] = []
+    roles = (INTO_HEADS, QUERIES_KEYS_VALUES)
+    of_heads = {_holder(each) for each in maps if any(_role(each.name, role) for role in roles)}
+    maps = [each for each in maps if _holder(each) not in of_heads]  # the way out of heads lies further out
     for each in maps:
         into = [other for other in left if _leads_back(other, each)]
         if into:
             styles |= {other.name: _into_width(other, each) for other in into} | {each.name: "rowwise"}
             left = []
-        elif not _role(each.name, INTO_HEADS) and not _role(each.name, QUERIES_KEYS_VALUES):
+        else:
             left.append(each)
     for each in left:
         for out in maps:
@@ -164,8 +168,11 @@ def _leads_back(into: LinearMap, out: LinearMap) -> bool:
     """Whether one map leads into the width from which the other leads back."""
     if out.outputs != into.inputs or into.outputs not in (out.inputs, 2 * out.inputs):
         return False
-    holder, other = (each.name.rpartition(".")[0] for each in (into, out))
-    return holder == other or into.inputs != into.outputs  # square maps lead from anywhere to anywhere
+    return _holder(into) == _holder(out) or into.inputs != into.outputs  # square maps lead from anywhere to anywhere
+
+
+def _holder(each: LinearMap) -> str:
+    return each.name.rpartition(".")[0]
 
 
 def _into_width(into: LinearMap, out: LinearMap) -> str:
