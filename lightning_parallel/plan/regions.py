@@ -64,8 +64,7 @@ def _visit(module: nn.Module, prefix: str, found: dict[str, str]) -> list[Linear
     found |= _attention(module, left)
     left = [each for each in left if each.name not in found]
     found |= _feed_forward(left)
-    left = [each for each in left if each.name not in found]
-    return left
+    return [each for each in left if each.name not in found]
 
 
 def _sizes(module: nn.Module) -> tuple[int, int] | None:
@@ -99,9 +98,9 @@ def _attention(module: nn.Module, maps: Sequence[LinearMap]) -> dict[str, str]:
     out = next((each for each in after if _role(each.name, OUT_OF_HEADS) and _is_out_of(each, into)), None)
     if out is None:
         return {}
-    holders = {_holder(each) for each in into}
+    alike = {(_holder(each), each.inputs) for each in into}
     beside = [each for each in maps if each not in into and each is not out and each.outputs == out.inputs
-              and _holder(each) in holders]  # fmt: skip
+              and (_holder(each), each.inputs) in alike]  # fmt: skip
     styles = {each.name: _into_heads(each, out.inputs, module) for each in (*into, *beside)}
     return styles | {out.name: "rowwise"}
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_parallel.collectives.by_elements import completed, summand_of
 from lightning_parallel.techniques.divided.meeting import as_divided, in_step
