@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
@@ -26,6 +27,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_parallel.collectives.functional import begun_in, within_reach
+from lightning_parallel.collectives.samples import of_all
 from lightning_parallel.mesh import ParallelMesh, resolve_sizes
 from lightning_parallel.strategies.checkpoint.files import AtomicCheckpointIO
 from lightning_parallel.strategies.checkpoint.loader import load
@@ -200,9 +202,11 @@ class RankStrategy(ParallelStrategy):
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """The tensors of the ranks that hold different samples, unless a smaller group is given."""
+        if not dist.is_initialized():
+            return tensor
         chosen = self._mesh().data.get_group() if group is None or group is dist.group.WORLD else group
-        reached = within_reach(tensor, chosen)
-        return super().all_gather(reached, group=chosen, sync_grads=sync_grads).to(tensor.device)
+        with nullcontext() if sync_grads else torch.no_grad():
+            return of_all(within_reach(tensor, chosen), chosen).to(tensor.device)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """An object of one rank, on all ranks."""

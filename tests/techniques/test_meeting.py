@@ -13,10 +13,19 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_parallel import DataParallelStrategy, ZeroStrategy
+from lightning_parallel import (
+    DataParallel,
+    DataParallelStrategy,
+    HybridStrategy,
+    TensorParallel,
+    TensorParallelStrategy,
+    ZeroStrategy,
+)
 from lightning_parallel.techniques.tools.means import Means
 from lightning_parallel.techniques.tools.meeting import meeting_of, uses_of
+from tests.models import Optimized
 from tests.ranks import run_on_ranks
+from tests.techniques.tensor_layouts import hybrid
 from tests.trainers import trainer
 
 B = 8
@@ -209,7 +218,6 @@ def train(strategy: Any, *runs: tuple[str, bool]) -> list[list[str]]:
 KINDS = [("pairs", False), ("pairs", True), ("apart", False), ("gathered", False), ("exp", False), ("learned", False)]
 
 
-@pytest.mark.filterwarnings("ignore:.*all_gather is deprecated.*")
 @pytest.mark.parametrize("strategy", [DataParallelStrategy, partial(ZeroStrategy, stage=2)])
 def test_ranks_that_read_different_samples_are_told_once(strategy: Any) -> None:
     first, second = run_on_ranks(2, train, strategy, *KINDS)
@@ -219,3 +227,39 @@ def test_ranks_that_read_different_samples_are_told_once(strategy: Any) -> None:
     assert "Exp of a mean" in first[4][0]
     assert "learned" in first[5][0]
     assert not any(second)
+
+
+class Contrastive(Optimized):
+    """Samples that meet those of all ranks, which compute a model of which each has a part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.make_optimizer = partial(torch.optim.SGD, lr=0.5)
+        self.embed = nn.Linear(4, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(2))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = self.embed(batch[0])
+        for layer in self.layers:
+            x = x + layer(x)
+        z = F.normalize(self.all_gather(x, sync_grads=True).flatten(0, 1), dim=-1)
+        return F.cross_entropy(z @ z.T * 5, torch.arange(len(z)).roll(1))
+
+
+def trained_on(strategy: Any, batch: int) -> list[Tensor]:
+    torch.manual_seed(0)
+    module, x = Contrastive(), torch.randn(16, 4)
+    trainer(strategy(), max_epochs=2).fit(module, DataLoader(TensorDataset(x), batch))
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("n", "strategy", "readers"),
+    [(2, partial(TensorParallelStrategy, 2), 1), (4, hybrid(DataParallel(2), TensorParallel(2)), 2)],
+    ids=["tp2", "dp2 x tp2"],
+)
+def test_samples_meet_across_ranks_that_divide_a_model(n: int, strategy: Any, readers: int) -> None:
+    """In backward too, where the ranks that read other samples are not the first ones of the world."""
+    (expected,) = run_on_ranks(1, trained_on, HybridStrategy, 8)
+    for found in run_on_ranks(n, trained_on, strategy, 8 // readers):
+        torch.testing.assert_close(found, expected)
