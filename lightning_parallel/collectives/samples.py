@@ -14,7 +14,7 @@ from lightning_parallel.collectives.functional import parts_of_all, scattered
 def of_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The ranks' tensors, (ranks, *shape); the gradient of each is summed over the ranks that use it.
 
-    In backward torch's own (`torch.distributed.nn.functional.all_gather`) takes ranks of a group for those of the world.
+    Torch's own (`torch.distributed.nn.functional.all_gather`) goes back to ranks of the world, not of the group.
     """
     made: Tensor = _GatheredSamples.apply(tensor, group)  # type: ignore[no-untyped-call]
     return made
