@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import time
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 
 from lightning_parallel import HybridStrategy, ZeroStrategy
 from lightning_parallel.checkpoint import commit, folder
@@ -279,6 +281,21 @@ def both_ranks_go_on(where: Path) -> None:
 
 def test_ranks_go_on_from_the_same_one(tmp_path: Path) -> None:
     run_on_ranks(2, both_ranks_go_on, tmp_path)
+
+
+def goes_on_in_the_next_version(where: Path) -> None:
+    """A logger counts its runs, and each has a folder of its own."""
+    warnings.filterwarnings("ignore", "The dirpath has changed")
+    for epochs in (1, 2):
+        saver, logger = ModelCheckpoint(), CSVLogger(where)
+        options = {"callbacks": [saver], "logger": logger, "enable_checkpointing": True, "max_epochs": epochs}
+        run = fitted(partial(HybridStrategy, resume="auto"), Tied(), **options)
+    assert run.global_step == 8
+    assert "version_0" in str(run.ckpt_path)
+
+
+def test_a_run_goes_on_from_another_version_of_its_logger(tmp_path: Path) -> None:
+    run_on_ranks(1, goes_on_in_the_next_version, tmp_path)
 
 
 def nobody_saves() -> None:

@@ -86,4 +86,4 @@ def test_a_rank_is_killed_while_all_save(rank: int, first: int, step: int, tmp_p
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_a_rank_is_killed_at_every_touch(rank: int, tmp_path: Path) -> None:
-    assert sweep(tmp_path, rank, 1, 1) > 3
+    assert sweep(tmp_path, rank, 1, 1) >= 2

@@ -132,10 +132,13 @@ def test_resumed_runs_are_identical_with_loader_workers() -> None:
     run_on_ranks(2, stop_and_go_on, LAYOUTS["zero_3"][1], 1, 1, [4], limit=120)
 
 
-def write_in_the_background(make: Callable[..., Any]) -> None:
-    stop_and_go_on(lambda: make(checkpoint_io=AsyncCheckpointIO(AtomicCheckpointIO())), 1, 0, [2])
+def write_in_the_background(make: Callable[..., Any], ours: bool) -> None:
+    mine = {"checkpoint": "sharded", "async_save": True}
+    stop_and_go_on(
+        lambda: make(**(mine if ours else {"checkpoint_io": AsyncCheckpointIO(AtomicCheckpointIO())})), 1, 0, [2]
+    )
 
 
-@pytest.mark.parametrize("layout", ["data_parallel", "zero_3"])
-def test_files_written_in_the_background(layout: str) -> None:
-    run_on_ranks(2, write_in_the_background, LAYOUTS[layout][1])
+@pytest.mark.parametrize(("layout", "ours"), [("data_parallel", False), ("zero_3", True)])
+def test_checkpoints_written_in_the_background(layout: str, ours: bool) -> None:
+    run_on_ranks(2, write_in_the_background, LAYOUTS[layout][1], ours)
