@@ -38,8 +38,10 @@ both ranks, are compared with one process that reads the whole batch: losses to 
 {weights:g} of the largest element of their tensor. Small models say nothing about speed, nor about what only large ones
 have. Where transformers computes a loss or a norm in single precision, it is made to stay in double.
 
-As halves are those in which samples of a batch meet, by BatchNorm, in a contrastive loss or in a mean over something
-that samples have more or less of: two ranks, or two microbatches, each see their own samples only.
+As halves are those in which samples of a batch meet, by BatchNorm, in a contrastive loss, where an expert takes so many
+tokens of a batch and leaves out the rest (`nllb-moe` with room for all of them is exact), or in a mean over something
+that samples have more or less of: two ranks, or two microbatches, each see their own samples only. Halves of padded
+batches count by their targets.
 
 | Word | Meaning |
 |---|---|
