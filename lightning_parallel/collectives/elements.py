@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_parallel.collectives.made_of import MadeOf
+from lightning_parallel.collectives.made_of import Made, MadeOf
 from lightning_parallel.collectives.spans import Runs, Span, bounds, indices, joined, places, without
 
 KEPT = 1000
@@ -32,6 +32,7 @@ class SequenceAttention(Protocol):
         elements: Elements,
         *,
         mask: Tensor | None,
+        made: Made,
         has_rows: bool,
         is_causal: bool,
         scale: float | None,
@@ -45,6 +46,7 @@ class SequenceAttention(Protocol):
             value: the same.
             elements: which positions each rank has.
             mask: booleans or summands of scores, this rank's rows of it with all columns; broadcast as torch does.
+            made: what was made of the mask before, by other layers.
             has_rows: whether queries differ in the mask: a rank that has one of them cannot see that.
             is_causal: whether queries meet earlier positions and their own only.
             scale: of scores; None for one over the root of the width.

@@ -1,6 +1,8 @@
 """What was made of a tensor, kept for as long as the tensor lives and nobody changes it.
 
-All ranks that do the same with tensors find the same, so what is made may need a collective.
+What is made may need a collective, so all ranks must find the same. They do for tensors that they have alike, and for
+tensors that are the same object for the user's code on all ranks. They need not for what they took of such a tensor:
+that of one rank may be a view and live on with it, that of another one a copy.
 """
 
 from __future__ import annotations
@@ -15,11 +17,25 @@ from torch import Tensor
 T = TypeVar("T")
 
 KEPT = 8
-"""How much is kept of one tensor: a buffer may be cut in another way with every batch."""
+"""Of how many views of one tensor something is kept: a buffer may be cut in another way with every batch."""
+
+
+class Made:
+    """What was made of one tensor, by name."""
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, Any] = {}
+
+    def get(self, name: Hashable, make: Callable[[], T]) -> T:
+        """What `make` returns, or returned when it was called under this name."""
+        if name not in self._made:
+            self._made[name] = make()
+        made: T = self._made[name]
+        return made
 
 
 class MadeOf:
-    """The memory of what was made. Views are known by the tensor that they look into."""
+    """The memory of what was made of each tensor."""
 
     def __init__(self) -> None:
         self._kept: dict[int, _Entry] = {}
@@ -28,38 +44,27 @@ class MadeOf:
         """Lets go of everything, before a step: between steps memory may change without being counted as a version."""
         self._kept.clear()
 
-    def get(self, tensor: Tensor, name: Hashable, make: Callable[[], T]) -> T:
-        """What `make` returns, from memory where it was made of this tensor before.
+    def plain(self, tensor: Tensor) -> Made:
+        """What was made of a tensor that all ranks have alike. Views are known by the tensor that they look into."""
+        if torch.compiler.is_compiling() or tensor.is_inference():  # such a tensor tells nobody that it was changed
+            return Made()
+        base = tensor if tensor._base is None else tensor._base
+        key = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+        return self._entry(base, tensor._version).made(key)
+
+    def wrapper(self, tensor: Tensor, own: Tensor) -> Made:
+        """What was made of a tensor of which ranks have different elements.
 
         Args:
-            tensor: a plain tensor.
-            name: of what is made; nothing else gets it.
-            make: makes it.
+            tensor: the same object for the user's code on all ranks.
+            own: this rank's elements.
         """
-        if torch.compiler.is_compiling() or tensor.is_inference():  # such a tensor tells nobody that it was changed
-            return make()
-        made, key = self._made_of(tensor), _key(tensor, name)
-        if key not in made:
-            self.note(tensor, name, make())
-        result: T = made[key]
-        return result
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+            return Made()
+        return self._entry(tensor, version(own)).made(None)
 
-    def note(self, tensor: Tensor, name: Hashable, value: Any) -> None:
-        """Keeps a value for `noted`."""
-        made = self._made_of(tensor)
-        while len(made) >= KEPT:
-            del made[next(iter(made))]
-        made[_key(tensor, name)] = value
-
-    def noted(self, tensor: Tensor, name: Hashable) -> Any:
-        """What was noted of a tensor that nobody has changed since; None if nothing was."""
-        return None if tensor.is_inference() else self._made_of(tensor).get(_key(tensor, name))
-
-    def _made_of(self, tensor: Tensor) -> dict[Hashable, Any]:
-        return self._entry(tensor if tensor._base is None else tensor._base).made
-
-    def _entry(self, tensor: Tensor) -> _Entry:
-        number, version = id(tensor), tensor._version
+    def _entry(self, tensor: Tensor, version: int) -> _Entry:
+        number = id(tensor)
         found = self._kept.get(number)
         if found is None or found.tensor() is not tensor or found.version != version:
             found = self._kept[number] = _Entry(weakref.ref(tensor, lambda gone: self._forget(number, gone)), version)
@@ -70,11 +75,19 @@ class MadeOf:
             del self._kept[number]
 
 
-def _key(tensor: Tensor, name: Hashable) -> Hashable:
-    return name, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
-
-
 class _Entry:
     def __init__(self, tensor: weakref.ref[Tensor], version: int) -> None:
         self.tensor, self.version = tensor, version
-        self.made: dict[Hashable, Any] = {}
+        self._views: dict[Hashable, Made] = {}
+
+    def made(self, key: Hashable) -> Made:
+        if key not in self._views:
+            if len(self._views) >= KEPT:
+                del self._views[next(iter(self._views))]
+            self._views[key] = Made()
+        return self._views[key]
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor's memory was changed; of one that was made for inference nobody knows."""
+    return 0 if torch.compiler.is_compiling() or tensor.is_inference() else tensor._version

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -19,7 +17,6 @@ from torch import Tensor
 from lightning_parallel.collectives import functional
 from lightning_parallel.collectives.circle import Circle
 from lightning_parallel.collectives.elements import Ranks
-from lightning_parallel.collectives.made_of import KEPT, MadeOf
 from lightning_parallel.techniques.context_parallel.attention import ContextAttention
 from lightning_parallel.techniques.context_parallel.attention import merged as merging
 from lightning_parallel.techniques.context_parallel.attention.attention import rounds_of_mask
@@ -356,29 +353,3 @@ def test_auto_takes_a_ring_where_positions_differ_in_a_mask() -> None:
     choice = ContextAttention().chosen(pretend(0, 8).zigzag(64), 32, 32, has_rows=True)
     assert (choice.method, choice.team) == ("ring", 1)
     assert "keeps its own rows" in choice.reason
-
-
-# -------------------------------------------------------------------- what is made once
-
-
-def test_what_was_made_of_a_tensor_lives_as_long_as_it() -> None:
-    made, memory = [], MadeOf()
-
-    def get(tensor: Tensor, name: str = "rows") -> int:
-        return memory.get(tensor, name, lambda: made.append(1) or len(made))
-
-    tensor = torch.ones(4, 4)
-    assert [get(tensor), get(tensor), get(tensor[:2]), get(tensor[:2]), get(tensor, "table")] == [1, 1, 2, 2, 3]
-    tensor.add_(1)
-    assert get(tensor) == 4, "it was changed"
-    with torch.inference_mode():
-        unknown = torch.ones(2)
-        assert [get(unknown), get(unknown)] == [5, 6], "nobody knows whether it was changed"
-    for number in range(3 * KEPT):
-        get(tensor, str(number))
-    assert get(tensor) != 4, "little is kept of one tensor"
-    gone = weakref.ref(tensor)
-    del tensor
-    gc.collect()
-    assert gone() is None
-    assert not memory._kept

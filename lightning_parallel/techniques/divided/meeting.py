@@ -184,7 +184,7 @@ def _part_of_whole(whole: Tensor, dim: int, elements: Elements, has_entered: boo
         return part(whole, dim, elements)
     if len(elements.own) == 1:
         return elements.take(whole, dim)  # a view
-    return elements.ranks.made_of.get(whole, ("elements", elements, dim), lambda: elements.take(whole, dim))
+    return elements.ranks.made_of.plain(whole).get(("elements", elements, dim), lambda: elements.take(whole, dim))
 
 
 def _note(tensor: Tensor, ranks: Ranks) -> None:

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 
 from lightning_parallel.collectives.elements import Ranks
-from lightning_parallel.techniques.divided.tensor import Divided, version_of
+from lightning_parallel.collectives.made_of import version
+from lightning_parallel.techniques.divided.tensor import Divided
 
 
 class _Repeats(NamedTuple):
@@ -36,8 +37,8 @@ def note_reshaped(before: Divided, after: Divided) -> None:
 def note_repeated(once: Divided, after: Divided, times: int, dim: int) -> None:
     """Notes that a tensor has each element of a dimension several times, one after the other."""
     ranks = _ranks_of(after)
-    if ranks is not None and dim == after.dim() - 3 and not after.own.is_inference():
-        ranks.made_of.note(after.own, "repeats", _Repeats(once, times, version_of(once.own)))
+    if ranks is not None and dim == after.dim() - 3:
+        _note_of(after, ranks, _Repeats(once, times, version(once.own)))
 
 
 def without_repeats(tensor: Divided) -> tuple[Divided, int]:
@@ -47,10 +48,15 @@ def without_repeats(tensor: Divided) -> tuple[Divided, int]:
         return tensor, 1
     if heads >= 0 and heads not in tensor.cuts and tensor.shape[heads] > 1 and tensor.own.stride(heads) == 0:
         return Divided(tensor.own.narrow(heads, 0, 1), tensor.cuts), tensor.shape[heads]
-    noted = ranks.made_of.noted(tensor.own, "repeats")
-    if noted is None or noted.version != version_of(noted.once.own):
+    noted = _note_of(tensor, ranks, None)
+    if noted is None or noted.version != version(noted.once.own):
         return tensor, 1
     return noted.once, noted.times
+
+
+def _note_of(tensor: Divided, ranks: Ranks, made: _Repeats | None) -> _Repeats | None:
+    """What was noted first."""
+    return ranks.made_of.wrapper(tensor, tensor.own).get("repeats", lambda: made)
 
 
 def _ranks_of(tensor: Divided) -> Ranks | None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor
 
 from lightning_parallel.collectives.circle import Circle
 from lightning_parallel.collectives.elements import KEPT, Elements, Ranks
+from lightning_parallel.collectives.made_of import Made
 from lightning_parallel.techniques.context_parallel.attention.all_gather import all_gather, all_gather_plain
 from lightning_parallel.techniques.context_parallel.attention.blocks import (
     Block,
@@ -58,6 +60,7 @@ class Asked(NamedTuple):
     value: Tensor  # (B, Hkv, own, Dv)
     elements: Elements
     mask: Tensor | None  # broadcasts to (B, H, own, T)
+    made: Made  # of the mask
     has_rows: bool  # of the mask: whether positions differ in it
     is_causal: bool
     scale: float | None
@@ -89,6 +92,7 @@ class ContextAttention:
         elements: Elements,
         *,
         mask: Tensor | None = None,
+        made: Made | None = None,
         has_rows: bool = True,
         is_causal: bool = False,
         scale: float | None = None,
@@ -98,14 +102,19 @@ class ContextAttention:
         if torch.compiler.is_compiling() or not elements.disjoint:
             return NotImplemented
         lead = query.shape[:-2]
-        query, key, value, mask = _as_autocast(query, key, value, mask, ranks=elements.ranks)
+        made = Made() if made is None else made
+        query, key, value = map(_as_autocast, (query, key, value))
+        if mask is not None and not mask.requires_grad:
+            mask = made.get(("autocast", _autocast_dtype(mask)), partial(_as_autocast, mask))
+        elif mask is not None:
+            mask = _as_autocast(mask)
         if not query.dtype == key.dtype == value.dtype:
             return NotImplemented
         if not math.prod(lead):  # other ranks have all the heads; backward must reach all three on every rank
             return query @ query.new_zeros(query.shape[-1], value.shape[-1]) + key.sum() + value.sum()
         mask = _with_four(mask, lead)
         query, key, value = (each.reshape(math.prod(each.shape[:-3]), *each.shape[-3:]) for each in (query, key, value))
-        asked = Asked(query, key, value, elements, mask, has_rows, is_causal, scale, dropout)
+        asked = Asked(query, key, value, elements, mask, made, has_rows, is_causal, scale, dropout)
         return self._attend(asked).reshape(*lead, elements.length, value.shape[-1])
 
     def chosen(self, elements: Elements, heads: int, key_heads: int, **kwargs: bool) -> Choice:
@@ -154,9 +163,7 @@ def _going_round(asked: Asked, layout: Layout) -> Tensor:
     if mask is None:
         rounds = layout.rounds(causal if asked.is_causal else full)
     else:
-        rounds = elements.ranks.made_of.get(
-            mask, ("rounds", layout.all_runs), lambda: rounds_of_mask(mask, layout, elements)
-        )
+        rounds = asked.made.get(("rounds", mask.dtype, layout.all_runs), lambda: rounds_of_mask(mask, layout, elements))
     if rounds is None:
         return _plain(asked)
     out = ring(key, value, rounds, Terms(query, mask, asked.scale, asked.dropout))
@@ -190,7 +197,7 @@ def _gathering(asked: Asked) -> Tensor:
         keys = sorted(run for runs in elements.runs for run in runs)
         block = block_of_whole(elements.own, keys, (causal if asked.is_causal else full)(elements.own, keys))
     else:
-        block = elements.ranks.made_of.get(mask, ("block", elements.runs), lambda: _masked_block(mask, elements))
+        block = asked.made.get(("block", mask.dtype, elements.runs), lambda: _masked_block(mask, elements))
     if block is None:
         return _plain(asked)
     return all_gather(key, value, elements, block, Terms(query, mask, asked.scale, asked.dropout))
@@ -204,7 +211,7 @@ def _masked_block(mask: Tensor, elements: Elements) -> Block | None:
 
 
 def _plain(asked: Asked) -> Tensor:
-    query, key, value, elements, mask, _, is_causal, scale, dropout = asked
+    query, key, value, elements, mask, _, _, is_causal, scale, dropout = asked
     mask = _causal_rows(elements, query.device) if is_causal else mask
     return all_gather_plain(query, key, value, elements, mask, scale, dropout)
 
@@ -212,21 +219,16 @@ def _plain(asked: Asked) -> Tensor:
 # ---------------------------------------------------------------- what they are asked for
 
 
-def _as_autocast(*tensors: Tensor | None, ranks: Ranks) -> list[Any]:
-    """What torch's attention would compute with under autocast; a mask is turned once for all layers."""
-    kind = next(tensor.device.type for tensor in tensors if tensor is not None)
-    if not torch.is_autocast_enabled(kind):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(kind)
+def _as_autocast(tensor: Tensor) -> Tensor:
+    """What torch's attention would compute with under autocast."""
+    dtype = _autocast_dtype(tensor)
+    return tensor if dtype is None else tensor.to(dtype)
 
-    def turned(tensor: Tensor | None) -> Tensor | None:
-        if tensor is None or not tensor.is_floating_point() or tensor.dtype in (torch.float64, dtype):
-            return tensor
-        if tensor.requires_grad:
-            return tensor.to(dtype)
-        return ranks.made_of.get(tensor, ("autocast", dtype), lambda: tensor.to(dtype))
 
-    return list(map(turned, tensors))
+def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    kind = tensor.device.type
+    is_turned = tensor.is_floating_point() and tensor.dtype != torch.float64 and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if is_turned else None
 
 
 def _with_four(mask: Tensor | None, lead: torch.Size) -> Tensor | None:
@@ -252,7 +254,7 @@ def _mask_of_team(asked: Asked, layout: Layout) -> Tensor | None:
         return None
     if not asked.has_rows:
         return mask[:, slice(*own_heads(mask.shape[1], team)[team.circle.place])]
-    return asked.elements.ranks.made_of.get(mask, ("rows", team.runs), lambda: rows_of_all(mask, team))
+    return asked.made.get(("rows", mask.dtype, team.runs), lambda: rows_of_all(mask, team))
 
 
 def _causal_rows(elements: Elements, device: torch.device) -> Tensor:

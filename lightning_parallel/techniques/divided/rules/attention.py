@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_parallel.collectives.elements import Elements
+from lightning_parallel.collectives.made_of import Made
 from lightning_parallel.techniques.divided.meeting import as_divided, brought_together, learns, own_part
 from lightning_parallel.techniques.divided.randomness import drawn_apart
 from lightning_parallel.techniques.divided.repeats import without_repeats
@@ -82,10 +83,13 @@ def _along_the_sequence(query: Any, key: Any, value: Any, mask: Tensor | None, g
     attention = elements.ranks.attention
     assert attention is not None
 
+    made = Made() if mask is None or learns(mask) else _made_of(mask, elements)
+
     def attend() -> Any:
         return attention(
             query.own, key.own, value.own, elements,
-            mask=None if mask is None else _own_rows(mask, cuts, query.dim()),
+            mask=None if mask is None else _own_rows(mask, cuts, query.dim(), made),
+            made=made,
             has_rows=mask is not None and mask.shape[-2] != 1,
             is_causal=causal, scale=given.get("scale"), dropout=drops,
         )  # fmt: skip
@@ -137,13 +141,15 @@ def _groups_fit(queries: list[int], keys: list[int], times: int) -> bool:
     return not rest and all(head // times == keys[number // each] for number, head in enumerate(queries))
 
 
-def _own_rows(mask: Tensor, cuts: Cuts, dims: int) -> Tensor:
-    """This rank's part of a mask with all columns; that of one which does not learn is made once for all layers."""
-    if learns(mask):
-        return _part_of_mask(mask, cuts, dims)
-    own, mine = (mask.own, tuple(mask.cuts)) if is_divided(mask) else (mask, ())
-    name = "own rows", dims, mine, tuple((dim, elements.runs) for dim, elements in cuts.items())
-    return cuts[dims - 2].ranks.made_of.get(own, name, lambda: _part_of_mask(mask, cuts, dims))
+def _made_of(mask: Tensor, elements: Elements) -> Made:
+    made_of = elements.ranks.made_of
+    return made_of.wrapper(mask, mask.own) if is_divided(mask) else made_of.plain(mask)
+
+
+def _own_rows(mask: Tensor, cuts: Cuts, dims: int, made: Made) -> Tensor:
+    """This rank's part of a mask with all columns, once for all layers."""
+    name = "own rows", dims, tuple((dim, elements.runs) for dim, elements in cuts.items())
+    return made.get(name, lambda: _part_of_mask(mask, cuts, dims))
 
 
 def _part_of_mask(mask: Tensor, cuts: Cuts, dims: int) -> Tensor:
