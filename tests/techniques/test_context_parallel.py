@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.data import DataLoader
 from torchmetrics import CatMetric
 from torchmetrics.classification import MulticlassAccuracy
@@ -25,6 +27,10 @@ from lightning_parallel import (
     TensorParallel,
     Zero,
 )
+from lightning_parallel.collectives.elements import Ranks
+from lightning_parallel.techniques.context_parallel.attention import ContextAttention
+from lightning_parallel.techniques.context_parallel.sequence import Sequences
+from tests.models import build
 from tests.rank_process import leave_group
 from tests.ranks import run_on_ranks
 from tests.techniques.tensor_layouts import check, hybrid
@@ -78,6 +84,42 @@ def test_a_long_sequence_in_single_precision(layout: str) -> None:
     data = {"samples": 4, "val_samples": 2, "length": 4096}
     model = {"n_layers": 2, "context": 4096, "optimizer": partial(torch.optim.SGD, lr=0.1)}
     check("gpt", *METHODS[layout], max_epochs=1, global_batch=2, data=data, model=model, rtol=1e-5)
+
+
+def saved(run: Callable[[], Tensor], parameters: Iterable[Tensor]) -> int:
+    """Bytes of what backward needs, but for parameters."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+    found: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            found[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = run()  # held: what is freed could be found again at the same place
+    del loss
+    return sum(found.values())
+
+
+@sampled(1, "n", [2, 4])
+def test_activations_are_divided_by_the_ranks_logits_and_loss_too(n: int) -> None:
+    for column in ("gpt", "llama"):
+        run_on_ranks(n, require_activations, column, 512)
+
+
+def require_activations(column: str, length: int) -> None:
+    model = build(column, **({"context": length} if column == "gpt" else {"max_position_embeddings": length}))
+    model.configure_model()
+    loss = model._loss if column == "gpt" else model.loss
+    batch = {name: torch.arange(2 * length).view(2, length) % 7 for name in ("input_ids", "labels")}
+    among = Ranks(dist.group.WORLD, "cp", averages=True)
+    among.attention = ContextAttention("ring")
+    divided = Sequences(among, 1, balanced=True, asker="").divided(batch)
+    alone = saved(lambda: loss(batch), model.parameters())
+    assert saved(lambda: loss(divided), model.parameters()) == pytest.approx(alone / among.count, rel=0.03)
+    assert not among.gathered
 
 
 class Attends(nn.Module):
