@@ -1,0 +1,122 @@
+"""Architectures of which a rank holds half, and no attention is computed whole."""
+
+from __future__ import annotations
+
+import logging
+import logging.handlers
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.compatibility.architectures import architectures
+from tests.compatibility.sweep import References, first_difference
+from tests.compatibility.trial import Failure, Trained, train
+from tests.models import Optimized
+from tests.ranks import run_on_ranks
+from tests.techniques.tensor_layouts import TP2
+from tests.techniques.test_regions import adapted
+from tests.tiers import sampled
+from tests.trainers import trainer
+
+ATTENTION = re.compile(r"att", re.I)
+
+
+def trained_and_gathered(name: str) -> tuple[Trained | Failure, list[str]]:
+    """The run, and the modules in which something was gathered."""
+    handler, log = logging.handlers.BufferingHandler(1000), logging.getLogger("lightning_parallel.techniques")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    found = train(architectures()[name], "tp2", padded=False)
+    log.setLevel(logging.NOTSET)
+    log.removeHandler(handler)
+    lines = "\n".join(record.getMessage() for record in handler.buffer).splitlines()
+    return found, [line.split()[0] for line in lines if re.search(r"\(\d.*\) +\d+ +[\d,]+$", line)]
+
+
+@sampled(
+    2,
+    ("name", "share"),
+    [
+        ("gpt_bigcode", 0.6), ("falcon", 0.6), ("bert", 0.6), ("roberta", 0.6), ("deberta", 0.6), ("deberta-v2", 0.6),
+        ("phi3", 0.6), ("bloom", 0.6), ("mpt", 0.6), ("gpt_oss", 1.0), ("olmo2", 0.6), ("t5", 0.6), ("gpt_neox", 0.6),
+    ],
+)  # fmt: skip
+def test_a_rank_holds_half_and_attends_with_its_heads(name: str, share: float) -> None:
+    """Experts are whole on every rank, so that those of GPT-OSS count."""
+    expected = References(architectures()[name]).get(padded=False)
+    ranks: Any = run_on_ranks(2, trained_and_gathered, name)
+    assert not first_difference(expected.curve, [trained for trained, _ in ranks])
+    assert max(trained.share for trained, _ in ranks) <= share
+    assert not [module for module in ranks[0][1] if ATTENTION.search(module)]
+
+
+class Encoder(Optimized):
+    """Torch's own layers, of three heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.make_optimizer = partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
+        layer = nn.TransformerEncoderLayer(24, 3, 50, dropout=0.0, batch_first=True)
+        self.encoder, self.out = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(24, 5)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return F.cross_entropy(self.out(self.encoder(batch[0]).mean(1)), batch[1])
+
+
+class Adapted(nn.Module):
+    """A linear map with an adapter, as peft computes it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        made = adapted(base)
+        self.base_layer, self.lora_A, self.lora_B = made.base_layer, made.lora_A, made.lora_B
+        self.base_layer.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + 2 * self.lora_B["default"](self.lora_A["default"](x))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (Adapted(nn.Linear(24, 24)) for _ in range(4))
+        self.up, self.down = Adapted(nn.Linear(24, 40)), Adapted(nn.Linear(40, 24))
+        self.num_heads = 3
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            p(x).view(*x.shape[:2], self.num_heads, 8).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        x = x + self.o_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class LowRank(Encoder):
+    """A frozen model of which adapters learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(Block(), Block())
+
+
+def trained(kind: type[Encoder], strategy: Any) -> list[Tensor]:
+    torch.manual_seed(0)
+    module = kind().double()
+    data = TensorDataset(torch.randn(16, 6, 24, dtype=torch.float64), torch.arange(16) % 5)
+    run = trainer(strategy, max_epochs=2, precision="64-true", gradient_clip_val=0.1)
+    run.fit(module, DataLoader(data, 8))
+    return [p.detach().clone() for p in module.parameters()]
+
+
+@pytest.mark.parametrize("kind", [Encoder, LowRank])
+def test_layers_of_torch_and_adapters(kind: type[Encoder]) -> None:
+    (expected,) = run_on_ranks(1, trained, kind, "auto")
+    for found in run_on_ranks(2, trained, kind, TP2()):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
