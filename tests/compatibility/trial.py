@@ -215,7 +215,7 @@ def doubles_stay() -> Iterator[None]:
 
 def keeping_doubles(cast: Callable[..., Any], always: bool) -> Callable[..., Any]:
     def convert(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        asked = always or (args, kwargs) in (((torch.float32,), {}), ((), {"dtype": torch.float32}))
+        asked = always or any(each is torch.float32 for each in (*args, kwargs.get("dtype")))
         return tensor if asked and tensor.dtype is torch.float64 else cast(tensor, *args, **kwargs)
 
     return convert
