@@ -130,8 +130,12 @@ class Machine:
             assert choices & self.done[rank], f"{action} on rank {rank} lacks {choices}"
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("rendezvous", [True, False], ids=["rendezvous", "buffered"])
+# Who need not wait with rendezvous does not wait for messages that lie until they are taken: one schedule shows it.
+FIRST, *OTHERS = SCHEDULES
+BUFFERED = [(FIRST, False), *(pytest.param(name, False, marks=pytest.mark.exhaustive) for name in OTHERS)]
+
+
+@pytest.mark.parametrize(("name", "rendezvous"), [*((name, True) for name in SCHEDULES), *BUFFERED])
 def test_no_rank_waits_for_ever(name: str, rendezvous: bool) -> None:
     for schedule in schedules_of(name):
         Machine(schedule, rendezvous).run()
