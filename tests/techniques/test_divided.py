@@ -122,6 +122,7 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "weighted": lambda x, w: x * w + 1,
     "operators": lambda x, w: (2 - x) / (w**2 + 1) - x.detach() // 3 + (-x).abs() ** 1.5,
     "compared": lambda x, w: torch.where(x > w, x, w.expand_as(x)).masked_fill(x < -1, 0.0),
+    "asked": lambda x, w: x * w * w.element_size() + w.is_cuda + x.is_sparse + w.is_meta,
     "cast as it": lambda x, w: (w[:1].float().type_as(x) + w[1:2].float().to(x)) * x,
     "functions": lambda x, w: F.gelu(x) + F.silu(x) + x.tanh() + torch.sigmoid(w) * F.softplus(x),
     "cast": lambda x, w: x.float().double() + x.to(w.dtype) + x.type_as(w) + w.type_as(x) + torch.arange(8).to(x),

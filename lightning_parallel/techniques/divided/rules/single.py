@@ -173,7 +173,7 @@ PROPERTIES = ("is_cuda", "is_cpu", "is_sparse", "is_meta", "layout", "is_quantiz
 def _asked(func: Any, args: Any, kwargs: Any) -> Any:
     if func is Tensor.__hash__:
         return id(args[0])
-    return func(*(each.own if is_divided(each) else each for each in args), **kwargs)
+    return func(*(each.own if isinstance(each, Divided) else each for each in args), **kwargs)
 
 
 @rule(Tensor.stride, Tensor.is_contiguous, torch.numel, Tensor.nelement, Tensor.ndimension, Tensor.storage_offset)
