@@ -182,9 +182,9 @@ def _part_of_whole(whole: Tensor, dim: int, elements: Elements, has_entered: boo
             return elements.take(whole, dim)
         _note(whole, elements.ranks)
         return part(whole, dim, elements)
-    if len(elements.own) == 1:
-        return elements.take(whole, dim)  # a view
-    return elements.ranks.made_of.plain(whole).get(("elements", elements, dim), lambda: elements.take(whole, dim))
+    make = elements.ranks.made_of.plain(whole)
+    # A copy, for a view would keep the whole alive until backward.
+    return make.get(("elements", elements, dim), lambda: elements.take(whole, dim).clone())
 
 
 def _note(tensor: Tensor, ranks: Ranks) -> None:

@@ -239,7 +239,7 @@ def _place(label: Tensor, columns: Elements | None) -> tuple[Tensor, Tensor]:
 
 def _at(x: Tensor, place: Tensor, here: Tensor) -> Tensor:
     if not x.shape[-1]:
-        return x.new_zeros(x.shape[:-1])
+        return x.sum(-1)  # zeros that have a history, for backward must come by on all ranks
     return x.gather(-1, place[..., None]).squeeze(-1).masked_fill(~here, 0)
 
 
