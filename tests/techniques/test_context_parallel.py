@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,9 +31,11 @@ from lightning_parallel import (
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.techniques.context_parallel.attention import ContextAttention
 from lightning_parallel.techniques.context_parallel.sequence import Sequences
+from lightning_parallel.techniques.divided import boundary
+from tests.curves import train
 from tests.models import build
 from tests.rank_process import leave_group
-from tests.ranks import run_on_ranks
+from tests.ranks import ranks, run_on_ranks
 from tests.techniques.tensor_layouts import check, hybrid
 from tests.tiers import covering, sampled
 from tests.trainers import trainer
@@ -70,6 +73,17 @@ def test_a_method_trains_as_one_process_does(layout: str, column: str) -> None:
 @covering(keep=5, layout=BESIDE, column=("gpt", "llama"))
 def test_beside_other_techniques(layout: str, column: str) -> None:
     check(column, *BESIDE[layout], **SHORT)
+
+
+@ranks(2)
+def test_blocks_that_send_messages_run_as_they_are_and_their_parts_are_compiled() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with mock.patch.object(boundary.log, "warning") as said:
+        train("gpt", BESIDE["cp2 compiled"][1], model={"n_layers": 2}, max_epochs=1, limit_val_batches=0)
+    text = said.call_args_list[0].args
+    assert "attention over a divided sequence" in text[0] % text[1:]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1  # the feed-forward's
 
 
 @sampled(1, "layout", [*METHODS, "pp2 x cp2"])

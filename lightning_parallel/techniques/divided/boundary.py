@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.techniques.divided.tensor import Divided, InGraph, alike
+from lightning_parallel.techniques.tools.redirect import redirect_forward
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,8 @@ class CompiledForward:
     """A compiled forward that takes, returns, and finds in the module's parameters, tensors that ranks have divided.
 
     With divided tensors it is one graph or runs as it is: behind a break, code would meet them in the form of graphs.
+    Where it runs as it is, as where attention sends messages along a divided sequence, its parts are compiled, such as
+    the feed-forward of a block.
 
     Args:
         module: whose forward it is.
@@ -41,6 +44,7 @@ class CompiledForward:
         self._module, self._forward, self._must_compile = module, forward, must_compile
         self._tables: list[dict[str, Any]] = [part._parameters for part in module.modules()]
         self._told: list[Any] = []
+        self._compiled = compiled
         self._plain, self._in_one_graph = compiled(forward), compiled(self._inside, fullgraph=True)
         self._eager = False
 
@@ -85,11 +89,28 @@ class CompiledForward:
             raise error
         self._eager = True
         log.warning(
-            "%s runs as it is, not compiled: with tensors that ranks have divided it is one graph or none, "
-            "and torch.compile says: %s",
+            "%s runs as it is, and only its parts are compiled: with tensors that ranks have divided it is one graph "
+            "or none, and torch.compile says: %s",
             type(self._module).__name__,
-            str(error).strip().splitlines()[0],
+            _said(error),
         )
+        for part in _parts(self._module):
+            redirect_forward(part, lambda forward, part=part: CompiledForward(part, forward, self._compiled, False))  # type: ignore[misc]
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules within that have parts of their own: a graph of a single map is worth nothing."""
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):  # these have no forward
+            yield from _parts(child)
+        elif any(True for _ in child.children()):
+            yield child
+
+
+def _said(error: TorchDynamoException) -> str:
+    """The message of a break on purpose, else the first line."""
+    lines = str(error).strip().splitlines()
+    return next((line.partition("Message: ")[2] for line in lines if "Message: " in line), lines[0])
 
 
 @contextmanager

@@ -66,8 +66,10 @@ def _alike_in_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
 
 def _along_the_sequence(query: Any, key: Any, value: Any, mask: Tensor | None, given: dict[str, Any]) -> Any:
     """Attention of this rank's queries to the keys and values of all, by whom their ranks have for that."""
-    if torch.compiler.is_compiling() or not all(map(is_divided, (query, key, value))):
+    if not all(map(is_divided, (query, key, value))):
         return NotImplemented
+    if torch.compiler.is_compiling():
+        return _not_in_a_graph(query)
     one_key, one_value = _each_head_once(key, value)
     cuts = _cuts_of_all(query, one_key, one_value, one_key is not key or bool(given.get("enable_gqa")))
     if cuts is not None:
@@ -106,6 +108,14 @@ def _each_head_once(key: Divided, value: Divided) -> tuple[Divided, Divided]:
     """Keys and values as they were before the model repeated their heads for those of queries."""
     (one_key, times), (one_value, others) = without_repeats(key), without_repeats(value)
     return (one_key, one_value) if times == others > 1 else (key, value)
+
+
+def _not_in_a_graph(query: Divided) -> Any:
+    """Ends the graph where messages along the sequence would be sent in it; the whole is exact, but no use."""
+    along = query.cuts.get(query.dim() - 2)
+    if along is not None and along.ranks.attention is not None:
+        torch._dynamo.graph_break(msg="attention over a divided sequence sends messages, which no graph has")
+    return NotImplemented
 
 
 def _cuts_of_all(query: Divided, key: Divided, value: Divided, grouped: bool) -> Cuts | None:
