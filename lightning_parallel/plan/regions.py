@@ -42,7 +42,8 @@ def styles_in_blocks(model: nn.Module, plan: ParallelPlan) -> dict[str, str]:
     for name, block in blocks.items():
         found: dict[str, str] = {}
         _visit(block, name, found)
-        styles.update({starred(own): style for own, style in found.items()})
+        # Within a block numbers stay: in a Sequential they are the way in and the way out.
+        styles.update({starred(name) + own[len(name) :]: style for own, style in found.items()})
     return styles
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -77,6 +78,7 @@ def test_beside_other_techniques(layout: str, column: str) -> None:
 
 @ranks(2)
 def test_blocks_that_send_messages_run_as_they_are_and_their_parts_are_compiled() -> None:
+    warnings.simplefilter("ignore")  # the compiler itself raises some of them
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     with mock.patch.object(boundary.log, "warning") as said:

@@ -79,10 +79,9 @@ class _PlainPart:
 
 def _copied(parameter: DTensor) -> Iterator[tuple[int, Elements]]:
     """The dimensions of which several ranks have the same elements."""
-    names = parameter.device_mesh.mesh_dim_names or ()
-    for name, placement in zip(names, parameter.placements, strict=True):
+    for axis, placement in enumerate(parameter.placements):
         if isinstance(placement, ElementsShard):
-            ranks = Ranks(parameter.device_mesh.get_group(name), name)
+            ranks = Ranks(parameter.device_mesh.get_group(axis), str(axis))
             elements = ranks.elements(parameter.shape[placement.dim], placement.runs)
             if not elements.disjoint:
                 yield placement.dim, elements
