@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from tests.curves import RUN, Curve, compare, curve, reference
 from tests.models import COLUMNS, Loaders, build, datasets, loaders
 from tests.ranks import run_on_ranks
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 ANY_LAYOUT = ("gpt", "llama", "gpt2", "plain")
@@ -39,7 +40,7 @@ def train_with_ddp(column: str) -> Curve:
         return curve(partial(trainer, "ddp", use_distributed_sampler=False, **RUN), build(column), data)
 
 
-@pytest.mark.parametrize("column", ANY_LAYOUT)
+@sampled(2, "column", ANY_LAYOUT)
 def test_ddp_follows_one_process(column: str) -> None:
     for rank, got in enumerate(run_on_ranks(2, train_with_ddp, column)):
         compare(reference(column), got, where=f"rank {rank}: ")

@@ -88,7 +88,7 @@ def looking(strategy: Any, batch_size: int) -> Any:
     return fitted(model, strategy, batch_size, max_epochs=1), model.largest
 
 
-@sampled(3, "layout", LAYOUTS)
+@sampled(2, "layout", LAYOUTS)
 def test_gradients_look_whole_to_hooks(layout: str) -> None:
     check(looking, layout)
 

@@ -16,6 +16,7 @@ from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.techniques.context_parallel.attention import ContextAttention, kernels
 from lightning_parallel.techniques.divided.tensor import Divided
 from tests.ranks import ranks
+from tests.tiers import sampled
 
 
 def zigzag(group: Ranks, size: int) -> Elements:
@@ -142,7 +143,7 @@ def test_two_ranks_attend_as_one_device_does(kind: str) -> None:
         same(method, shapes_of(size, 4, 2 if size == 29 else 4), mask, kind == "causal")
 
 
-@pytest.mark.parametrize("kind", MASKS)
+@sampled(4, "kind", MASKS)
 @ranks(4)
 def test_four_ranks_attend_as_one_device_does(kind: str) -> None:
     for method, size in itertools.product(METHODS, SIZES):

@@ -226,7 +226,7 @@ LAYOUTS = {
 MODELS = (Classifies, Translates, Remembers, Forecasts, Weighs, Chooses, StepsByHand)
 
 
-@sampled(4, ("model", "layout"), [(model, layout) for layout in LAYOUTS for model in MODELS])
+@sampled(3, ("model", "layout"), [(model, layout) for layout in LAYOUTS for model in MODELS])
 def test_a_model_trains_as_on_one_device(model: type[Model], layout: str) -> None:
     (expected, weights), *_ = run_on_ranks(1, trained, model, None)
     for metrics, found in run_on_ranks(LAYOUTS[layout][0], trained, model, LAYOUTS[layout][1]):

@@ -71,7 +71,7 @@ def test_a_method_trains_as_one_process_does(layout: str, column: str) -> None:
     check(column, *METHODS[layout], **SHORT, precision="64-true", rtol=1e-9 if exact else 1e-6)
 
 
-@covering(keep=5, layout=BESIDE, column=("gpt", "llama"))
+@covering(keep=3, layout=BESIDE, column=("gpt", "llama"))
 def test_beside_other_techniques(layout: str, column: str) -> None:
     check(column, *BESIDE[layout], **SHORT)
 

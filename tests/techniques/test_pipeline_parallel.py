@@ -33,7 +33,7 @@ def beside(ranks: int, other: Any) -> HybridStrategy:
     return HybridStrategy(PipelineParallel(ranks), other)
 
 
-@covering(keep=3, schedule=SCHEDULES, ranks=(2, 4))
+@covering(keep=2, schedule=SCHEDULES, ranks=(2, 4))
 def test_every_schedule(schedule, ranks):
     model = {"n_layers": 2 * ranks, "tied_head": ranks == 2, "optimizer": adamw}
     check_parity("gpt", ranks, partial(PipelineParallelStrategy, ranks, schedule=schedule), model=model, **SHORT)
@@ -56,7 +56,7 @@ LAYOUTS = {
 }
 
 
-@covering(keep=3, layout=LAYOUTS, column=("gpt2", "plain"))
+@covering(keep=2, layout=LAYOUTS, column=("gpt2", "plain"))
 def test_every_layout(layout, column):
     ranks, strategy, data_ranks = LAYOUTS[layout]
     check_parity(column, ranks, strategy, data_ranks=data_ranks, model=TWO_BLOCKS[column], **SHORT)
@@ -78,7 +78,7 @@ def test_losses_of_routers_on_other_stages(name):
     check_parity(name, 2, strategy, rtol=1e-6, precision="64-true", **SHORT)
 
 
-@sampled(6, "name", handwritten.MODELS)
+@sampled(4, "name", handwritten.MODELS)
 def test_models_written_by_hand(name):
     """With the blocks of one rank not beside each other, and its backwards in halves."""
     strategy = partial(PipelineParallelStrategy, 2, schedule="zbv", microbatches=4)

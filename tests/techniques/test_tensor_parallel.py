@@ -46,7 +46,7 @@ AS_MANY_KEYS_AS_RANKS = {name: {"num_key_value_heads": 4} for name in ("llama", 
 }
 
 
-@covering(keep=4, layout=LAYOUTS, column=COLUMNS)
+@covering(keep=3, layout=LAYOUTS, column=COLUMNS)
 def test_a_layout_trains_as_one_process_does(layout: str, column: str) -> None:
     n, strategy, data_ranks = LAYOUTS[layout]
     model = AS_MANY_KEYS_AS_RANKS.get(column, {}) if layout == "tp4" else {}
