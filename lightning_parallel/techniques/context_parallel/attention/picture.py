@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from lightning_parallel.techniques.context_parallel.attention.blocks import Relation
 from lightning_parallel.techniques.context_parallel.attention.course import Course, Meeting
+from lightning_parallel.techniques.tools import pictures
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,18 +35,12 @@ def draw(course: Course, path: str | Path) -> None:
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as missing:
-        raise ModuleNotFoundError(
-            "pictures are drawn by matplotlib, which is not installed: pip install 'lightning-parallel[recipes]'"
-        ) from missing
     columns = min(course.ranks, PER_ROW)
     rows = -(-course.ranks // columns)
     side = INCHES["panel"] + INCHES["gap"]
     width = max(INCHES["left"] + columns * side + INCHES["right"], 9.0)
     height = INCHES["top"] + rows * side + INCHES["bottom"]
-    figure = Figure(figsize=(width, height), facecolor="white")
+    figure = pictures.figure(width, height)
     for step in range(course.ranks):
         left = INCHES["left"] + step % columns * side
         bottom = height - INCHES["top"] - INCHES["gap"] - INCHES["panel"] - step // columns * side

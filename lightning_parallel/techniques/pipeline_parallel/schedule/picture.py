@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_parallel.techniques.pipeline_parallel.schedule.actions import ActionKind
 from lightning_parallel.techniques.pipeline_parallel.schedule.simulate import Timed, Timeline
+from lightning_parallel.techniques.tools import pictures
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,17 +36,11 @@ def draw(timeline: Timeline, path: str | Path) -> None:
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as missing:
-        raise ModuleNotFoundError(
-            "pictures are drawn by matplotlib, which is not installed: pip install 'lightning-parallel[recipes]'"
-        ) from missing
     ranks = len(timeline.rows)
     shortest = min(timed.end - timed.start for row in timeline.rows for timed in row if timed.end > timed.start)
     width = min(max(timeline.step / shortest * INCHES["cell"], INCHES["least"]), INCHES["most"])
     height = ranks * INCHES["row"] + MARGINS["top"] + MARGINS["bottom"]
-    figure = Figure(figsize=(width, height), facecolor="white")
+    figure = pictures.figure(width, height)
     inside = width - MARGINS["left"] - MARGINS["right"], ranks * INCHES["row"]
     corner = MARGINS["left"] / width, MARGINS["bottom"] / height
     axes = figure.add_axes((*corner, inside[0] / width, inside[1] / height))
