@@ -206,7 +206,6 @@ class StepsByHand(Classifies):
 
 def trained(model: Callable[[], Any], make_strategy: Any) -> tuple[dict[str, float], dict[str, Tensor]]:
     warnings.simplefilter("ignore")  # what torch's layers say of masks, and Lightning of single devices
-    torch.backends.mha.set_fastpath_enabled(False)  # in evaluation it has other values where something is masked
     if make_strategy is None:
         leave_group()
     torch.manual_seed(0)
@@ -214,7 +213,11 @@ def trained(model: Callable[[], Any], make_strategy: Any) -> tuple[dict[str, flo
     data = DataLoader(model.batches(), batch_size=None)
     automatic = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2} if module.automatic_optimization else {}
     run = trainer(make_strategy() if make_strategy else "auto", max_epochs=2, **automatic)
-    run.fit(module, data, data)
+    torch.backends.mha.set_fastpath_enabled(False)  # in evaluation it has other values where something is masked
+    try:
+        run.fit(module, data, data)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
     return {name: float(value) for name, value in run.callback_metrics.items()}, dict(module.state_dict())
 
 
