@@ -155,7 +155,7 @@ BETWEEN: dict[str, tuple[Technique, Callable[[int], Any]]] = {
 }
 
 
-@covering(keep=3, d=(2, 4), row=BETWEEN)
+@covering(keep=2, d=(2, 4), row=BETWEEN)
 def test_while_gradients_accumulate(row: str, d: int) -> None:
     technique, table = BETWEEN[row]
     for counts in run_on_ranks(d, held, technique, 3):
