@@ -84,6 +84,8 @@ class Reductions:
         self._kinds, self._host, self._tell = kinds, host, tell
         self._decided: dict[tuple[str, str], Kind] = {}
         self._asked = Counter[tuple[str, str]]()
+        #: numbers that were 1 on all ranks where none had one sample: where one has, they count no samples either
+        self._ones: set[tuple[str, str]] = set()
 
     def agreed(self, hook: str, seen: Mapping[str, SeenKind]) -> dict[str, str | None]:
         """The reduction of each name, None where `reduce_fx` is to say; all ranks come with the same names."""
@@ -96,6 +98,10 @@ class Reductions:
         return {name: HOW.get(kind) for name, kind in found.items()}
 
     def _decide(self, hook: str, name: str, of_ranks: Sequence[SeenKind]) -> Kind:
+        if all(seen == SeenKind(None, 1.0) for seen in of_ranks):
+            self._ones.add((hook, name))
+        if (hook, name) in self._ones:
+            of_ranks = [SeenKind(None, 1.0) if seen.number == 1.0 else seen for seen in of_ranks]
         sure = common((seen.kind for seen in of_ranks), by_value=of_ranks[0].number is not None)
         kind = joined(of_ranks).kind or Kind.OTHER
         self._asked[hook, name] += 1
