@@ -12,6 +12,9 @@ from lightning.pytorch.callbacks import Checkpoint, TQDMProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
+from recipes.moe import MoEModule
+from recipes.report import draw_load
+
 
 class TokensPerSecond(Callback):
     """Logs how many tokens all ranks together train on per second, over the last batches.
@@ -85,3 +88,36 @@ class SaveLast(Checkpoint):
     def _save(self, trainer: Trainer) -> None:
         self.saved = trainer.global_step
         trainer.save_checkpoint(self.path, weights_only=False)
+
+
+class ExpertLoad(Callback):
+    """Draws at the end how many tokens went to each expert, in ``experts.png``.
+
+    Args:
+        dirpath: Folder of the picture.
+    """
+
+    def __init__(self, dirpath: str) -> None:
+        self.picture = Path(dirpath) / "experts.png"
+        self.load: Tensor | None = None
+        self.steps = 0
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Add the load of an optimizer step."""
+        assert isinstance(pl_module, MoEModule), f"{type(pl_module).__name__} has no experts"
+        if trainer.global_step > self.steps and pl_module.load is not None:
+            self.steps, load = trainer.global_step, pl_module.load.cpu()
+            self.load = load if self.load is None else self.load + load
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw the load of the whole run."""
+        if self.load is not None and trainer.is_global_zero:
+            draw_load(self.load, self.picture)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run goes on from."""
+        return {"load": self.load, "steps": self.steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from there."""
+        self.load, self.steps = state_dict["load"], state_dict["steps"]

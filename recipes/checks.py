@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 
 class ConfigurationError(ValueError):
@@ -29,6 +30,13 @@ def flag(**values: object) -> None:
     for name, value in values.items():
         if not isinstance(value, bool):
             raise ConfigurationError(f"{_dotted(name)}={value} must be true or false")
+
+
+def choice(choices: Sequence[object], **values: object) -> None:
+    """Raise ConfigurationError for a value that is none of the choices."""
+    for name, value in values.items():
+        if value not in choices:
+            raise ConfigurationError(f"{_dotted(name)}={value} must be one of {', '.join(map(str, choices))}")
 
 
 def _dotted(name: str) -> str:

@@ -132,7 +132,7 @@ class Attention(nn.Module):
         self.q_proj = Linear(config.dim, config.n_heads * config.head_dim)
         self.k_proj = Linear(config.dim, config.n_kv_heads * config.head_dim)
         self.v_proj = Linear(config.dim, config.n_kv_heads * config.head_dim)
-        self.o_proj = Linear(config.n_heads * config.head_dim, config.dim, std=_residual_std(config))
+        self.o_proj = Linear(config.n_heads * config.head_dim, config.dim, std=residual_std(config))
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
         """Let every position of ``x`` (B, T, C) look at itself and those before it, or where ``mask`` lets it."""
@@ -152,11 +152,12 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU: one projection gates another."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, hidden_dim: int | None = None) -> None:
         super().__init__()
-        self.gate_proj = Linear(config.dim, config.hidden_dim)
-        self.up_proj = Linear(config.dim, config.hidden_dim)
-        self.down_proj = Linear(config.hidden_dim, config.dim, std=_residual_std(config))
+        hidden_dim = hidden_dim or config.hidden_dim
+        self.gate_proj = Linear(config.dim, hidden_dim)
+        self.up_proj = Linear(config.dim, hidden_dim)
+        self.down_proj = Linear(hidden_dim, config.dim, std=residual_std(config))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``x`` (B, T, C) position by position."""
@@ -167,12 +168,12 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """Attention, then feed-forward, each normalised before and added to the hidden state after."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, feed_forward: nn.Module | None = None) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = Attention(config)
         self.feed_forward_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.feed_forward = FeedForward(config)
+        self.feed_forward = feed_forward or FeedForward(config)
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
         """Map the hidden state ``x`` (B, T, C) to the next one."""
@@ -181,7 +182,8 @@ class Block(nn.Module):
         return y
 
 
-def _residual_std(config: GPTConfig) -> float:
+def residual_std(config: GPTConfig) -> float:
+    """Return the deviation of weights that end a branch."""
     # 2 * n_layers branches add up in the hidden state; scaled like this their sum keeps its variance with depth.
     return 0.02 / math.sqrt(2 * config.n_layers)
 
@@ -194,10 +196,14 @@ class GPT(nn.Module):
         self.config = config
         self.embed = Embedding(config.vocab_size, config.dim)
         self.rotary = Rotary(config.head_dim, config.rope_theta)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
+        self.blocks = nn.ModuleList(self.make_block(layer) for layer in range(config.n_layers))
         self.norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.head = Linear(config.dim, config.vocab_size)
         self.tie_weights()
+
+    def make_block(self, layer: int) -> nn.Module:
+        """Return block number ``layer``."""
+        return Block(self.config)
 
     def tie_weights(self) -> None:
         """Make the head the embedding, where the config says so; to be repeated after ``to_empty``, which unties."""
@@ -210,15 +216,21 @@ class GPT(nn.Module):
         ``position_ids`` (T) or (B, T) default to 0, 1, 2, …. ``documents`` (B, T) numbers the documents that are packed
         into a sequence: no token looks at another one's.
         """
-        if position_ids is None:
-            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
-        x = self.embed(input_ids)  # (B, T, C)
-        rotary = self.rotary(position_ids)
-        mask = None if documents is None else within_documents(documents)
+        x, *places = self.enter(input_ids, position_ids, documents)
         for block in self.blocks:
-            x = block(x, rotary, mask)
+            x = block(x, *places)
         logits: Tensor = self.head(self.norm(x))  # (B, T, V)
         return logits
+
+    def enter(
+        self, input_ids: Tensor, position_ids: Tensor | None, documents: Tensor | None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor], Tensor | None]:
+        """Return what the first block is given: the hidden state (B, T, C), rotary angles, and where to look."""
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)
+        x = self.embed(input_ids)
+        rotary = self.rotary(position_ids)
+        return x, rotary, None if documents is None else within_documents(documents)
 
 
 def within_documents(documents: Tensor) -> Tensor:
@@ -246,13 +258,18 @@ def warmup_cosine(step: int, warmup: int, total: float, final: float) -> float:
     return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
+def inputs_of(batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return what the network is given of a batch."""
+    return batch["input_ids"], batch.get("position_ids"), batch.get("documents")
+
+
 class GPTModule(LightningModule):
     """Trains a GPT on batches of ``input_ids`` and ``labels`` (the ids one step ahead).
 
     A batch may have ``position_ids``, and ``documents`` that are packed into its sequences: see ``GPT.forward``.
 
     Args:
-        config: The network's shape, as a GPTConfig or its fields.
+        config: The network's shape, as a GPTConfig (of the class ``config_class``) or its fields.
         learning_rate: Peak learning rate of AdamW.
         weight_decay: Decay of matrices; gains of norms are never decayed.
         betas: AdamW's decay rates.
@@ -260,6 +277,9 @@ class GPTModule(LightningModule):
         final_lr: The last learning rate, as a share of the peak.
         fused: Whether AdamW runs its fused kernel.
     """
+
+    config_class: type[GPTConfig] = GPTConfig
+    network_class: type[GPT] = GPT
 
     def __init__(
         self,
@@ -277,7 +297,7 @@ class GPTModule(LightningModule):
         checks.number(0, 1, **{f"betas__{place}": beta for place, beta in enumerate(betas)})
         checks.whole(0, warmup_steps=warmup_steps)
         checks.flag(fused=fused)
-        self.config = config if isinstance(config, GPTConfig) else GPTConfig(**config)
+        self.config = config if isinstance(config, GPTConfig) else self.config_class(**config)
         self.save_hyperparameters(ignore="config")
         # Plain values, so that a checkpoint can be read without running code from it.
         self.save_hyperparameters({"config": asdict(self.config)})
@@ -288,7 +308,7 @@ class GPTModule(LightningModule):
     def configure_model(self) -> None:
         """Build the network here and not in the constructor, so that a strategy can build it without memory first."""
         if self.network is None:
-            self.network = GPT(self.config)
+            self.network = self.network_class(self.config)
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Return the logits (B, T, V)."""
@@ -297,7 +317,9 @@ class GPTModule(LightningModule):
         return logits
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
-        logits = self(batch["input_ids"], batch.get("position_ids"), batch.get("documents"))
+        return self._cross_entropy(self(*inputs_of(batch)), batch)
+
+    def _cross_entropy(self, logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
         exact = torch.promote_types(logits.dtype, torch.float32)
         return F.cross_entropy(logits.flatten(0, 1).to(exact), batch["labels"].flatten(), ignore_index=IGNORED)
 

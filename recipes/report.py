@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 matplotlib.use("Agg")  # draws into files, on machines without a display
 from matplotlib import pyplot as plt
+from matplotlib.ticker import MaxNLocator
 
 
 @torch.no_grad()
@@ -58,12 +59,26 @@ def draw_curves(log: Path, picture: Path) -> None:
     plt.close(figure)
 
 
-def print_report(metrics: Mapping[str, float], sample: str | None, checkpoint: Path, picture: Path) -> None:
+def draw_load(load: Tensor, picture: Path) -> None:
+    """Draw how many tokens went to each expert of each layer (L, E), where 1 is an equal share."""
+    relative = load / load.double().mean(1, keepdim=True)
+    layers, experts = load.shape
+    figure, axes = plt.subplots(figsize=(7, min(7, 2 + layers / 3)), layout="constrained")
+    image = axes.imshow(relative, cmap="RdBu_r", vmin=0, vmax=2, aspect="auto", interpolation="nearest")
+    axes.set(xlabel="expert", ylabel="layer with experts", title="Load of experts over the whole run")
+    for axis, count in ((axes.xaxis, experts), (axes.yaxis, layers)):
+        axis.set_major_locator(MaxNLocator(integer=True, nbins=min(count, 10)))
+    figure.colorbar(image, extend="max", label="tokens, relative to an equal share")
+    figure.savefig(picture, dpi=120)
+    plt.close(figure)
+
+
+def print_report(metrics: Mapping[str, float], sample: str | None, files: Mapping[str, Path]) -> None:
     """Print the end of the story, with the files that there are."""
     print(f"\nvalidation loss  {metrics['val_loss']:.4f}")
     print(f"perplexity       {metrics['val_perplexity']:.2f}")
     if sample is not None:
         print("sample           " + sample.replace("\n", "\n                 "))
-    for name, file in (("checkpoint", checkpoint), ("loss curves", picture)):
+    for name, file in files.items():
         if file.exists():
             print(f"{name:<16} {file}", flush=True)

@@ -58,7 +58,8 @@ def report(
         draw_curves(log, folder / "curves.png")
     tokenizer = data.tokenizer()
     sample = write_sample(model, tokenizer, context=model.config.context, **config.sample) if tokenizer else None
-    print_report(metrics, sample, folder / "checkpoints" / "last.ckpt", folder / "curves.png")
+    files = {"checkpoint": "checkpoints/last.ckpt", "loss curves": "curves.png", "load of experts": "experts.png"}
+    print_report(metrics, sample, {name: folder / file for name, file in files.items()})
 
 
 def run_apart() -> None:
