@@ -102,17 +102,16 @@ class ExpertLoad(Callback):
         self.load: Tensor | None = None
         self.steps = 0
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: MoEModule, *_: Any) -> None:  # type: ignore[override]
         """Add the load of an optimizer step."""
-        assert isinstance(pl_module, MoEModule), f"{type(pl_module).__name__} has no experts"
         if trainer.global_step > self.steps and pl_module.load is not None:
             self.steps, load = trainer.global_step, pl_module.load.cpu()
             self.load = load if self.load is None else self.load + load
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: MoEModule) -> None:  # type: ignore[override]
         """Draw the load of the whole run."""
         if self.load is not None and trainer.is_global_zero:
-            draw_load(self.load, self.picture)
+            draw_load(self.load, pl_module.config.dense_layers, self.picture)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run goes on from."""

@@ -190,6 +190,7 @@ class Experts(nn.Module):
         if torch.compiler.is_compiling() and dtype != torch.bfloat16:  # no other has a rule for shapes
             return False
         widths = self.down_proj.shape[1:]
+        # Tensors without values are on neither device; the loop finds their shapes and work for any dtype.
         known = x.is_cpu or (x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 0))
         return known and not any(width * dtype.itemsize % 16 for width in widths)
 
@@ -322,7 +323,7 @@ class MoEModule(GPTModule):
     """Trains a GPT with experts on batches of ``input_ids`` and ``labels``, as ``GPTModule`` does.
 
     Attributes:
-        load: Pairs of token and expert in the last optimizer step, for each layer and expert (L, E).
+        load: Pairs of token and expert in the last optimizer step, of all ranks, for each layer and expert (L, E).
     """
 
     config_class = MoEConfig

@@ -59,13 +59,14 @@ def draw_curves(log: Path, picture: Path) -> None:
     plt.close(figure)
 
 
-def draw_load(load: Tensor, picture: Path) -> None:
-    """Draw how many tokens went to each expert of each layer (L, E), where 1 is an equal share."""
-    relative = load / load.double().mean(1, keepdim=True)
+def draw_load(load: Tensor, first_layer: int, picture: Path) -> None:
+    """Draw how many tokens went to each expert of each layer from ``first_layer`` on (L, E); 1 is an equal share."""
+    relative = (load / load.double().mean(1, keepdim=True)).numpy()
     layers, experts = load.shape
     figure, axes = plt.subplots(figsize=(7, min(7, 2 + layers / 3)), layout="constrained")
-    image = axes.imshow(relative, cmap="RdBu_r", vmin=0, vmax=2, aspect="auto", interpolation="nearest")
-    axes.set(xlabel="expert", ylabel="layer with experts", title="Load of experts over the whole run")
+    edges = (-0.5, experts - 0.5, first_layer + layers - 0.5, first_layer - 0.5)
+    image = axes.imshow(relative, cmap="RdBu_r", vmin=0, vmax=2, aspect="auto", interpolation="nearest", extent=edges)
+    axes.set(xlabel="expert", ylabel="layer", title="Load of experts over the whole run")
     for axis, count in ((axes.xaxis, experts), (axes.yaxis, layers)):
         axis.set_major_locator(MaxNLocator(integer=True, nbins=min(count, 10)))
     figure.colorbar(image, extend="max", label="tokens, relative to an equal share")

@@ -16,10 +16,13 @@ from lightning_parallel import (
     TensorParallelStrategy,
     ZeroStrategy,
 )
+from recipes.callbacks import ExpertLoad
 from recipes.gpt import GPT, GPTConfig
 from recipes.moe import Experts, MoEConfig, MoEGPT, MoEModule, Router, Routing, load_balancing
 from tests.curves import check_parity
 from tests.ranks import ranks
+from tests.recipes.test_train import fit, write_texts
+from tests.tiers import covering, sampled
 from tests.trainers import trainer
 
 DENSE = {"vocab_size": 50, "context": 16, "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 48}
@@ -325,19 +328,71 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, balance):
     assert balance == "aux" or whole["network.blocks.0.feed_forward.router.correction"].any()
 
 
+@pytest.mark.parametrize("balance", ["aux", "bias", "none"])
+def test_training_lowers_the_loss(balance):
+    trained, losses = module(balance=balance, z_weight=0.001), []
+
+    class Losses(Callback):
+        def on_train_batch_end(self, trainer, *_):
+            losses.append(float(trainer.callback_metrics["train_loss"]))
+
+    trainer(max_epochs=6, callbacks=[Losses()]).fit(trained, batches(), batches())
+    assert sum(losses[-8:]) < 0.9 * sum(losses[:8])
+
+
+@pytest.fixture
+def texts(tmp_path):
+    return write_texts(tmp_path / "texts")
+
+
+@ranks(2)
+def test_the_recipe_draws_the_load(tmp_path, texts):
+    fit(tmp_path / "out", texts, 4, "experiment=moe", "model.config.dense_layers=1")
+    torch.distributed.barrier()  # rank 0 draws
+    assert (tmp_path / "out" / "experts.png").read_bytes().startswith(b"\x89PNG")
+
+
+@ranks(1)
+def test_a_resumed_run_draws_the_load_of_all_of_it(tmp_path):
+    def load(steps, **resume):
+        drawn, save = ExpertLoad(tmp_path), Save(tmp_path / str(steps))
+        run = trainer(HybridStrategy(), max_steps=steps, accumulate_grad_batches=2, callbacks=[drawn, save])
+        run.fit(module(), batches(), batches(), **resume)
+        return drawn.load.sum(1).tolist()
+
+    pairs = 2 * 2 * 16 * 3  # batches of a step, samples of a batch, tokens of a sample, experts of a token
+    assert load(2) == [2 * pairs] * 2
+    assert load(4, ckpt_path=tmp_path / "2") == [4 * pairs] * 2
+
+
 LAYOUTS = {
     "dp2": (2, 2, DataParallelStrategy),
-    "zero1": (2, 2, partial(ZeroStrategy, stage=1)),
-    "zero3": (2, 2, ZeroStrategy),
-    "recomputed": (1, 1, partial(HybridStrategy, ActivationCheckpoint())),
     "pp2": (2, 1, PipelineParallelStrategy),
+    "zero3": (2, 2, ZeroStrategy),
     "tp2": (2, 1, TensorParallelStrategy),
     "cp2": (2, 1, ContextParallelStrategy),
+    "zero1": (2, 2, partial(ZeroStrategy, stage=1)),
+    "recomputed": (1, 1, partial(HybridStrategy, ActivationCheckpoint())),
+}
+WHOLE = {  # in which a batch is not divided, nor the loss that balances experts
+    **{name: LAYOUTS[name] for name in ("recomputed", "tp2", "cp2")},
+    "pp2": (2, 1, partial(PipelineParallelStrategy, microbatches=1)),
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("column", ["moe", "moe bias"])
+@covering(keep=3, layout=LAYOUTS, column=("moe bias", "moe"))
 def test_experts_train_as_in_one_process(column, layout):
     ranks, readers, strategy = LAYOUTS[layout]
     check_parity(column, ranks, strategy, data_ranks=readers, rtol=1e-6, max_epochs=1, precision="64-true")
+
+
+@sampled(1, "layout", WHOLE)
+def test_losses_on_routers_are_those_of_one_process(layout):
+    ranks, _, strategy = WHOLE[layout]
+    check_parity("moe aux", ranks, strategy, rtol=1e-6, max_epochs=1, precision="64-true")
+
+
+@pytest.mark.exhaustive
+def test_stages_multiply_groups():
+    """In single precision, where experts without tokens have gradients of rounding."""
+    check_parity("moe", 2, PipelineParallelStrategy, max_epochs=1, rtol=1e-4)

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from recipes.report import draw_curves, generate, read_curve
+from recipes.report import draw_curves, draw_load, generate, read_curve
 
 
 class Counting(torch.nn.Module):
@@ -31,3 +31,8 @@ def test_curves_are_drawn_from_the_log(tmp_path):
     assert read_curve(log, "val_loss") == ([1], [2.5])
     draw_curves(log, tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_load_of_experts_is_drawn(tmp_path):
+    draw_load(torch.tensor([[3, 1, 0, 4], [2, 2, 2, 2]]), 1, tmp_path / "experts.png")
+    assert (tmp_path / "experts.png").read_bytes().startswith(b"\x89PNG")
