@@ -265,10 +265,10 @@ class Routing:
     """
 
     def __init__(self, of_samples: Tensor) -> None:
-        layers = of_samples.mean(0)  # (L, 2E + 3)
-        experts = (layers.shape[1] - 3) // 2
-        self.fraction, self.probability, rest = torch.split(layers, [experts, experts, 3], dim=1)
-        self.entropy, self.z, self.dropped = rest.unbind(1)
+        experts = (of_samples.shape[2] - 3) // 2
+        self.fraction = of_samples[..., :experts].mean(0)
+        self.probability = of_samples[..., experts:-3].mean(0)
+        self.entropy, self.z, self.dropped = (of_samples[..., place].mean(0) for place in (-3, -2, -1))
 
     def balance_loss(self) -> Tensor:
         """Return Σ fraction · probability · E for each layer (L): 1 where experts are equally loaded."""
