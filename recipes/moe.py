@@ -180,7 +180,7 @@ class Experts(nn.Module):
         y = self._grouped(pairs, ends) if self._is_groupable(pairs) else self._looped(pairs, ends)
         place = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
         y = y.index_select(0, place).view(*index.shape, x.shape[1])  # (N, K, C)
-        return (weights.to(y.dtype)[:, None] @ y).squeeze(1)
+        return (weights.to(y.dtype)[..., None] * y).sum(1, dtype=y.dtype)
 
     def _is_groupable(self, x: Tensor) -> bool:
         """Whether torch multiplies groups of such rows: widths are multiples of 16 bytes, and the device knows how."""
