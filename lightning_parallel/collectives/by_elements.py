@@ -30,9 +30,29 @@ def entered(x: Tensor, ranks: Ranks) -> Tensor:
     return _apply(_Enter, x, ranks)
 
 
-def counted(x: Tensor, factor: float) -> Tensor:
-    """The tensor itself, whose gradient counts `factor` times: a share of what ranks add up later, or several."""
-    return _apply(_Count, x, factor)
+def reduced_later(x: Tensor, ranks: Ranks, factor: float = 1) -> Tensor:
+    """A parameter that each rank uses for its own elements; its gradient is reduced over the ranks when a step ends.
+
+    In a backward pass of the user's own, as `torch.autograd.grad` within the step, it is summed at once: nobody does so
+    later, and an average of equal ones is the same.
+
+    Args:
+        x: the parameter.
+        ranks: over which is reduced.
+        factor: how often a rank's summand counts: as often as there are ranks, where they are averaged.
+    """
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return x
+    if torch.compiler.is_compiling():  # whose graphs are the same for all backward passes
+        return x if factor == 1 else _apply(_Count, x, factor)
+    return _apply(_Later, x, ranks, factor)
+
+
+def shared_out(x: Tensor, ranks: Ranks) -> Tensor:
+    """A parameter that all ranks use alike, while others of its uses are reduced later: each has its share."""
+    if torch.compiler.is_compiling():
+        return _apply(_Count, x, 1 / ranks.count)
+    return _apply(_Share, x, ranks)
 
 
 def total(x: Tensor, ranks: Ranks) -> Tensor:
@@ -99,6 +119,31 @@ class _Count(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient * ctx.factor, None
+
+
+class _Later(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks, factor: float) -> Tensor:
+        ctx.ranks, ctx.factor = ranks, factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if ctx.ranks.reduces_later:
+            return gradient if ctx.factor == 1 else gradient * ctx.factor, None, None
+        require_first_order()
+        return summed(gradient, ctx.ranks.group), None, None
+
+
+class _Share(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient / ctx.ranks.count if ctx.ranks.reduces_later else gradient, None
 
 
 class _Total(Function):

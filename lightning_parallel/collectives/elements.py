@@ -67,8 +67,9 @@ class Ranks:
             these ranks keep their parts of it between the layers that they divide; None where they keep the whole.
         regathers: whether backward gathers the inputs of products again, to keep only parts of them.
         overlaps: whether products overlap with the collectives of a split sequence.
-        averages: whether the gradients of all parameters are averaged over these ranks when a step ends. What a rank
-            computed a summand of then counts `count` times; otherwise it is summed where it is used.
+        averages: tells whether a tensor is a parameter whose gradients are averaged over these ranks when a step ends.
+            What a rank computed a summand of then counts `count` times; otherwise it is summed where it is used. None
+            where no parameter is.
     """
 
     def __init__(
@@ -78,11 +79,13 @@ class Ranks:
         sequence_dim: int | None = None,
         regathers: bool = False,
         overlaps: bool = False,
-        averages: bool = False,
+        averages: Callable[[Tensor], bool] | None = None,
     ) -> None:
         self.group, self.name, self.sequence_dim = group, name, sequence_dim
         self.regathers, self.overlaps, self.averages = regathers, overlaps, averages
         self.rank, self.count = group.rank(), group.size()
+        self.reduces_later = False
+        """Whether a backward pass that runs now is the one after which gradients are reduced, not one of the user's."""
         self._chunks: dict[tuple[int | str, ...], Elements] = {}
         self.gathered: dict[tuple[Any, str, torch.Size], tuple[int, int]] = {}
         """What was gathered for want of a rule: module, operation and shape, and how often and how many bytes."""

@@ -248,7 +248,8 @@ def compared(operation: Callable[[Tensor, Tensor], Any], division: dict[int, Any
     x, w = values()
     x.requires_grad_(), w.requires_grad_()
     expected = outcome(operation, x, w)
-    among = Ranks(dist.group.WORLD, "tp", averages=way == "averaged")
+    among = Ranks(dist.group.WORLD, "tp", averages=(lambda _: True) if way == "averaged" else None)
+    among.reduces_later = True
     (dim, make), *_ = division.items()
     elements = make(among)
     own = elements.take(x.detach(), dim).clone().requires_grad_()

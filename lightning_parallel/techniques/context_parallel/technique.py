@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Literal, TypeVar
+from weakref import WeakValueDictionary
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.arguments import one_of, true_or_false
@@ -74,7 +76,7 @@ class ContextParallel(Technique):
         """Leaves the model as it is; what is divided is the batch that it sees."""
         if ground.mesh.sizes["cp"] == 1:
             return Division(model)
-        ranks = Ranks(ground.mesh["cp"].get_group(), "cp", averages=True)
+        ranks = Ranks(ground.mesh["cp"].get_group(), "cp")
         ranks.attention = ContextAttention(self.method)
         return DividedSequences(model, Sequences(ranks, ground.plan.sequence_dim, self.load_balance, repr(self)))
 
@@ -91,7 +93,34 @@ class DividedSequences(Division):
 
     def settle(self, step: Step) -> Step:
         """Gives whole tensors to what goes around rules, and to what runs between steps."""
+        self.sequences.ranks.averages = Registered(self.model)
         return DividedStep(step, self.model, self.sequences.ranks)
+
+
+class Registered:
+    """Tells which tensors are parameters that the model has before it trains, whole or gathered from shards.
+
+    Others, as a perturbation that a step learns, are nobody's to average.
+
+    Args:
+        model: with its parameters as they are kept between steps.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        tables = [module._parameters for module in model.modules()]
+        slots = [(table, name, kept) for table in tables for name, kept in table.items() if kept is not None]
+        self._whole = {id(kept): kept for _, _, kept in slots}
+        self._sharded = [(table, name) for table, name, kept in slots if isinstance(kept, DTensor)]
+        self._gathered: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+
+    def __call__(self, tensor: Tensor) -> bool:
+        """Whether it is one of them."""
+        if id(tensor) in self._whole or self._gathered.get(id(tensor)) is tensor:
+            return True
+        if not any(table[name] is tensor for table, name in self._sharded):
+            return False
+        self._gathered[id(tensor)] = tensor
+        return True
 
 
 class SequenceRun(WrappedRun[T]):

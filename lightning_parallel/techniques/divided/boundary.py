@@ -11,13 +11,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
-from torch._dynamo.exc import TorchDynamoException
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.techniques.divided.tensor import Divided, InGraph, alike
-from lightning_parallel.techniques.tools.redirect import redirect_forward
+from lightning_parallel.techniques.divided.watched import watched
+from lightning_parallel.techniques.tools.redirect import Redirected, redirect_forward
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +48,7 @@ class CompiledForward:
         self._told: list[Any] = []
         self._compiled = compiled
         self._plain, self._in_one_graph = compiled(forward), compiled(self._inside, fullgraph=True)
-        self._eager = False
+        self._eager = self._too_many = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the graph on a rank's own elements."""
@@ -60,12 +62,16 @@ class CompiledForward:
             return self._forward(*args, **kwargs)
         own = [leaf.own if isinstance(leaf, Divided) else leaf for leaf in leaves]
         try:
-            with _plain(self._tables, places):
+            with _plain(self._tables, places), _functions(self._module):
                 output = self._in_one_graph(own, marks, form, places)
         except TorchDynamoException as error:  # nothing of the forward has run yet
             self._give_up(error)
             return self._forward(*args, **kwargs)
+        except FailOnRecompileLimitHit:
+            self._go_without()
+            return self._forward(*args, **kwargs)
         leaves, form = tree_flatten(output)
+        leaves = watched(leaves, _ranks([*marks, *self._told], places), self._parameters())
         return tree_unflatten([_made(*each) for each in zip(leaves, self._told, strict=True)], form)
 
     def _inside(self, own: list[Any], marks: list[Any], form: Any, places: list[Any]) -> Any:
@@ -83,6 +89,23 @@ class CompiledForward:
                 ranks.last_in_graph = None
             told.clear()
             return tree_map(lambda leaf: _told(leaf, told), output)
+
+    def _parameters(self) -> list[Tensor]:
+        """The module's parameters, as they are now."""
+        return [each for table in self._tables for each in table.values() if each is not None and each.requires_grad]
+
+    def _go_without(self) -> None:
+        """Tells once that a length or a mode came for which there is no graph; ranks are alike in that."""
+        if self._must_compile:
+            raise
+        if not self._too_many:
+            log.warning(
+                "%s was compiled as often as torch allows (torch._dynamo.config.recompile_limit = %s), and runs as it "
+                "is for other lengths: pad batches to a few lengths, or raise the limit",
+                type(self._module).__name__,
+                torch._dynamo.config.recompile_limit,
+            )
+        self._too_many = True
 
     def _give_up(self, error: TorchDynamoException) -> None:
         if self._must_compile:
@@ -124,6 +147,23 @@ def _plain(tables: Any, places: list[Any]) -> Iterator[None]:
     finally:
         for table, name, divided in before:
             table[name] = divided
+
+
+@contextmanager
+def _functions(module: nn.Module) -> Iterator[None]:
+    """Inside, forwards of parts that a technique redirected are plain functions: graphs tell objects apart by identity.
+
+    So blocks of a kind share a graph.
+    """
+    redirected = [(vars(part), forward) for part in module.modules() if part is not module
+                  and isinstance(forward := vars(part).get("forward"), Redirected)]  # fmt: skip
+    for table, forward in redirected:
+        table["forward"] = forward.wrapped
+    try:
+        yield
+    finally:
+        for table, forward in redirected:
+            table["forward"] = forward
 
 
 def _mark(leaf: Any) -> Any:

@@ -24,7 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.collectives.by_elements import counted, entered, gathered, joined, part, total, total_part
+from lightning_parallel.collectives.by_elements import (
+    entered,
+    gathered,
+    joined,
+    part,
+    reduced_later,
+    total,
+    total_part,
+)
 from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.techniques.divided.regather import to_be_regathered
 from lightning_parallel.techniques.divided.tensor import Cuts, Divided, is_divided, version_of
@@ -127,10 +135,9 @@ def own_part(
     if is_divided(tensor) and tensor.known is not None and not _all_stay(tensor, names, cuts):
         tensor = tensor.known
     made, stays, has_entered = _brought_along(tensor, names, cuts, dtype)
-    parameter = _is_parameter(tensor)
     for name, elements in cuts.items():
-        if parameter and elements.ranks.averages:
-            made = _counted(made, names, name, elements)
+        if _is_averaged(tensor, elements.ranks):
+            made = _own_use(made, names, name, elements)
         elif name not in names:
             made = made if elements.ranks in has_entered else met(made, elements.ranks, dtype)
         elif (place := names.index(name)) not in stays:
@@ -195,10 +202,11 @@ def _note(tensor: Tensor, ranks: Ranks) -> None:
 
 def _summand(parameter: Divided, names: Sequence[Label], cuts: Mapping[Any, Elements]) -> Tensor:
     """What a rank uses of an alike parameter: a summand of its gradient travels when the step ends."""
-    made = parameter.own if any(e.ranks is parameter.ranks for e in cuts.values()) else parameter.whole()
+    meets = any(e.ranks is parameter.ranks for e in cuts.values())
+    made = reduced_later(parameter.own, parameter.ranks) if meets else parameter.whole()
     for name, elements in cuts.items():
-        if elements.ranks.averages:
-            made = _counted(made, names, name, elements)
+        if elements.ranks.averages is not None:
+            made = _own_use(made, names, name, elements)
         elif elements.ranks is not parameter.ranks:
             made = part(made, names.index(name), elements) if name in names else met(made, elements.ranks)
         elif name in names:
@@ -206,14 +214,18 @@ def _summand(parameter: Divided, names: Sequence[Label], cuts: Mapping[Any, Elem
     return made
 
 
-def _is_parameter(tensor: Tensor) -> bool:
-    """Whether a tensor is one whose gradients are reduced over ranks when a step ends."""
-    return type(tensor) is nn.Parameter or (isinstance(tensor, Divided) and tensor.stored is not None)
+def _is_averaged(tensor: Tensor, ranks: Ranks) -> bool:
+    """Whether a tensor is a parameter whose gradients are averaged over the ranks when a step ends."""
+    if ranks.averages is None:
+        return False
+    if isinstance(tensor, Divided):
+        return tensor.stored is not None
+    return type(tensor) is nn.Parameter and (torch.compiler.is_compiling() or ranks.averages(tensor))
 
 
-def _counted(own: Tensor, names: Sequence[Label], name: Label, elements: Elements) -> Tensor:
+def _own_use(own: Tensor, names: Sequence[Label], name: Label, elements: Elements) -> Tensor:
     """What a rank uses of a parameter whose gradients are averaged later over ranks that compute summands of them."""
-    made = counted(own, elements.ranks.count) if learns(own) else own
+    made = reduced_later(own, elements.ranks, elements.ranks.count)
     return elements.take(made, names.index(name)) if name in names else made
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +14,7 @@ from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.techniques.divided.functions import functions_get_wholes
 from lightning_parallel.techniques.divided.gathered import tell
 from lightning_parallel.techniques.divided.tensor import Divided
-from lightning_parallel.techniques.step import Run, Step, WrappedStep
+from lightning_parallel.techniques.step import Run, Step, WrappedRun, WrappedStep
 from lightning_parallel.values import like
 
 T = TypeVar("T")
@@ -47,8 +48,8 @@ class DividedStep(WrappedStep):
     def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
         """See `Step.forward`."""
         self._in_forward, self._went_back = True, False
-        with functions_get_wholes():
-            output = self.inner.forward(run, *args, **kwargs)
+        with functions_get_wholes(), _reducing_later(self._ranks, True):
+            output = self.inner.forward(OfTheUser(run, self._ranks), *args, **kwargs)
         self._in_forward = False  # not where it raised: the run is over
         if self._went_back or not torch.is_grad_enabled():
             self._leave()
@@ -56,7 +57,7 @@ class DividedStep(WrappedStep):
 
     def backward(self, run: Callable[[], None]) -> None:
         """See `Step.backward`."""
-        with functions_get_wholes():  # for what is computed again
+        with functions_get_wholes(), _reducing_later(self._ranks, True):  # functions: for what is computed again
             self.inner.backward(run)
         self._went_back = True
         if not self._in_forward:
@@ -68,6 +69,28 @@ class DividedStep(WrappedStep):
             for name, value in table.items():
                 if name not in OF_TORCH and (made := _whole(value)) is not value:
                     table[name] = made
+
+
+class OfTheUser(WrappedRun[T]):
+    """A run in which backward passes are the user's own: nobody reduces later what they compute."""
+
+    def __init__(self, inner: Run[T], ranks: Ranks) -> None:
+        super().__init__(inner)
+        self._ranks = ranks
+
+    def __call__(self, *args: Any, **kwargs: Any) -> T:
+        """See `Run.__call__`."""
+        with _reducing_later(self._ranks, False):
+            return self.inner(*args, **kwargs)
+
+
+@contextmanager
+def _reducing_later(ranks: Ranks, now: bool) -> Iterator[None]:
+    before, ranks.reduces_later = ranks.reduces_later, now
+    try:
+        yield
+    finally:
+        ranks.reduces_later = before
 
 
 def _whole(value: Any, depth: int = DEPTH) -> Any:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_parallel.collectives.by_elements import completed, counted, joined, part
+from lightning_parallel.collectives.by_elements import completed, joined, part, shared_out
 from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.techniques.divided.function_frames import in_function
 from lightning_parallel.techniques.divided.gathered import note
@@ -101,7 +101,7 @@ class Divided(Tensor):
             reader: the operation that needs it, for the log; nothing is told without one.
         """
         if not self.cuts:
-            return counted(self.own, 1 / self.ranks.count)
+            return shared_out(self.own, self.ranks)
         if (known := self.known) is not None:
             return known
         key = "whole", torch.is_grad_enabled(), version_of(self.own)

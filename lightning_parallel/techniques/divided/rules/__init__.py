@@ -2,6 +2,7 @@
 
 from lightning_parallel.techniques.divided.rules import (
     attention,
+    gradients,
     indexing,
     losses,
     parameters,
@@ -14,6 +15,7 @@ from lightning_parallel.techniques.divided.rules import (
 
 __all__ = [
     "attention",
+    "gradients",
     "indexing",
     "losses",
     "parameters",

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lightning_parallel.collectives.by_elements import completed, summand_of
 from lightning_parallel.techniques.divided.meeting import as_divided, in_step
 from lightning_parallel.techniques.divided.randomness import drawn_apart
 from lightning_parallel.techniques.divided.tensor import (
@@ -16,7 +15,6 @@ from lightning_parallel.techniques.divided.tensor import (
     is_divided,
     is_in_place,
     operations,
-    own_of,
     rule,
     same_cuts,
 )
@@ -127,41 +125,6 @@ def _new(func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(args[0], Divided) or any(isinstance(each, Divided) for each in (*args[1:], *kwargs.values())):
         return NotImplemented
     return func(args[0].own, *args[1:], **kwargs)
-
-
-@rule(*operations("register_hook"))
-def _hooked(func: Any, args: Any, kwargs: Any) -> Any:
-    divided, hook = args
-
-    def on_own(gradient: Tensor) -> Any:
-        changed = hook(Divided(completed(gradient, divided.cuts), divided.cuts))
-        if changed is None:
-            return None
-        own = own_of(changed, divided.cuts)
-        for dim, elements in divided.cuts.items():
-            own = summand_of(own, dim, elements)
-        return own
-
-    return func(divided.own, on_own)
-
-
-@rule(Tensor.retain_grad)
-def _retained(func: Any, args: Any, kwargs: Any) -> None:
-    func(args[0].own)
-
-
-@rule(torch.autograd.grad)
-def _differentiated(func: Any, args: Any, kwargs: Any) -> Any:
-    outputs, inputs, *rest = args
-    many = not isinstance(inputs, Tensor)
-    inputs = list(inputs) if many else [inputs]
-    if any(is_divided(each) for each in ([outputs] if isinstance(outputs, Tensor) else outputs)):
-        return NotImplemented
-    found = func(outputs, [each.own if is_divided(each) else each for each in inputs], *rest, **kwargs)
-    return tuple(
-        Divided(completed(gradient, each.cuts), each.cuts) if is_divided(each) and gradient is not None else gradient
-        for gradient, each in zip(found, inputs, strict=True)
-    )
 
 
 ASKED = ("is_floating_point", "is_complex", "element_size", "get_device", "__hash__", "is_pinned", "result_type")
