@@ -9,6 +9,7 @@ from lightning_parallel.mesh import AXES, ParallelMesh
 from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.strategies.context_parallel import ContextParallelStrategy
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
+from lightning_parallel.strategies.expert_parallel import ExpertParallelStrategy
 from lightning_parallel.strategies.hybrid import HybridStrategy
 from lightning_parallel.strategies.layer_parallel import LayerParallelStrategy
 from lightning_parallel.strategies.pipeline_parallel import PipelineParallelStrategy
@@ -18,6 +19,7 @@ from lightning_parallel.techniques.activation_checkpoint import ActivationCheckp
 from lightning_parallel.techniques.compile import Compile
 from lightning_parallel.techniques.context_parallel import ContextParallel
 from lightning_parallel.techniques.data_parallel import DataParallel
+from lightning_parallel.techniques.expert_parallel import ExpertParallel
 from lightning_parallel.techniques.pipeline_parallel.technique import PipelineParallel
 from lightning_parallel.techniques.tensor_parallel import TensorParallel
 from lightning_parallel.techniques.zero import Zero
@@ -32,6 +34,8 @@ __all__ = [
     "ContextParallelStrategy",
     "DataParallel",
     "DataParallelStrategy",
+    "ExpertParallel",
+    "ExpertParallelStrategy",
     "HybridStrategy",
     "LayerParallelStrategy",
     "ParallelMesh",
@@ -48,6 +52,7 @@ __all__ = [
 StrategyRegistry.register("lp_layer_parallel", LayerParallelStrategy, "Layers on different ranks, run in turn")
 StrategyRegistry.register("lp_pipeline_parallel", PipelineParallelStrategy, "Layers on different ranks, 1F1B")
 StrategyRegistry.register("lp_context_parallel", ContextParallelStrategy, "Positions of each sequence on all ranks")
+StrategyRegistry.register("lp_expert_parallel", ExpertParallelStrategy, "Experts on all ranks, data parallel")
 StrategyRegistry.register("lp_data_parallel", DataParallelStrategy, "Data parallel on all ranks")
 StrategyRegistry.register("lp_tensor_parallel", TensorParallelStrategy, "Tensor parallel on all ranks")
 for _stage in (1, 2, 3):

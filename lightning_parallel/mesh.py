@@ -101,6 +101,16 @@ def _wrong_product(sizes: Mapping[Axis, int], needed: int, world_size: int, clai
     )
 
 
+def expert_sizes(sizes: Mapping[Axis, int]) -> list[int]:
+    """Over how many of the ranks whose gradients are averaged experts may be divided.
+
+    Either ranks that share one copy of the model's shards (ZeRO's) have different experts, or several such copies.
+    """
+    shards, replicas = sizes["dp_shard"] * sizes["cp"], sizes["dp_replicate"]
+    within = [size for size in range(1, shards + 1) if shards % size == 0]
+    return within + [shards * more for more in range(2, replicas + 1) if replicas % more == 0]
+
+
 class ParallelMesh:
     """The grid of ranks, with a process group for every axis and for the views that several techniques share.
 
@@ -153,6 +163,21 @@ class ParallelMesh:
         if self.sizes["cp"] == 1:
             return self.device_mesh["dp_replicate", "dp_shard"]
         return DeviceMesh._concatenate([self["dp_replicate"], self.fsdp])
+
+    def experts(self, size: int) -> DeviceMesh:
+        """The ranks of `loss` and `tp` once more, as (ep_replicate, ep_shard, ep): who holds which experts.
+
+        Neighbours hold different experts. ZeRO shards along `ep_shard`; along `ep_replicate` are copies of the shards.
+        Making it is a collective.
+
+        Args:
+            size: over how many ranks of `loss` experts are divided, one of `expert_sizes`; those of `tp` join each.
+        """
+        averaged = self.loss.size()
+        replicas = averaged // max(size, self.fsdp.size())
+        shape = (replicas, averaged // (replicas * size), size * self.sizes["tp"])
+        flat = self._view("dp_replicate", "dp_shard", "cp", "tp")
+        return flat._unflatten(0, shape, ("ep_replicate", "ep_shard", "ep"))
 
     def _view(self, *axes: Axis) -> DeviceMesh:
         used = [axis for axis in axes if self.sizes[axis] > 1] or [axes[0]]

@@ -28,7 +28,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_parallel.collectives.functional import begun_in, within_reach
 from lightning_parallel.collectives.samples import of_all
-from lightning_parallel.mesh import ParallelMesh, resolve_sizes
+from lightning_parallel.mesh import Axis, ParallelMesh, resolve_sizes
 from lightning_parallel.strategies.checkpoint.files import AtomicCheckpointIO
 from lightning_parallel.strategies.checkpoint.loader import load
 from lightning_parallel.strategies.checkpoint.options import CheckpointOptions, Form, Resume
@@ -142,10 +142,16 @@ class RankStrategy(ParallelStrategy):
             module.rank_zero_only.rank = self.global_rank
 
     def _configure_launcher(self) -> None:
-        resolve_sizes((technique.claim for technique in self.techniques), self.num_nodes * self.num_processes)
+        self._resolve_sizes(self.num_nodes * self.num_processes)
         self._checkpoints.require_own_io(self._checkpoint_io)
         environment, method = self._environment(), self._start_method
         self._launcher = make_launcher(self, environment, method, self.num_processes, self.num_nodes)
+
+    def _resolve_sizes(self, world_size: int) -> dict[Axis, int]:
+        sizes = resolve_sizes((technique.claim for technique in self.techniques), world_size)
+        for technique in self.techniques:
+            technique.check(sizes)
+        return sizes
 
     def _environment(self) -> ClusterEnvironment:
         assert self.cluster_environment is not None
@@ -165,8 +171,7 @@ class RankStrategy(ParallelStrategy):
         bound = device if device.type == "cuda" else None
         _init_dist_connection(self._environment(), backend, timeout=self._timeout, device_id=bound)
         if self._world is not world_group():
-            sizes = resolve_sizes((technique.claim for technique in self.techniques), dist.get_world_size())
-            self.mesh = ParallelMesh(sizes, device.type)
+            self.mesh = ParallelMesh(self._resolve_sizes(dist.get_world_size()), device.type)
             self._world, self._control = world_group(), _host_group(self._timeout)
             self._saving = (
                 dist.new_group(backend="gloo", timeout=self._timeout) if self._checkpoints.async_save else None

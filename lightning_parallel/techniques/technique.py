@@ -72,6 +72,9 @@ class Technique(ABC):
         innermost = max((AXES.index(axis) for axis in self.axes), default=-1)
         return self.phase, -innermost, repr(self)
 
+    def check(self, sizes: Mapping[Axis, int]) -> None:  # noqa: B027
+        """Raises ValueError where this technique does not fit a mesh of these sizes, before any process is started."""
+
     def look(self, model: nn.Module, ground: Ground) -> Any:
         """Sees the whole model before it is divided; returns plain data, which is compared by value on all ranks."""
         return None

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Placement
@@ -16,7 +15,7 @@ from lightning_parallel.collectives.spans import Runs, Span, bounds, joined
 from lightning_parallel.plan.linear_maps import is_transposed, linear_maps, wrapped_map
 from lightning_parallel.plan.plan import matching
 from lightning_parallel.techniques.tensor_parallel.heads import Heads, heads_of
-from lightning_parallel.techniques.tools.shards import as_shard, dtensor_of, placed, shard_of
+from lightning_parallel.techniques.tools.shards import parameter_part, placed
 
 
 @dataclass(frozen=True)
@@ -216,18 +215,7 @@ def divide_parameters(model: nn.Module, divided: list[DividedModule], mesh: Devi
                 continue
             if id(parameter) not in made:
                 placement = each.placement(dim, parameter.shape[dim], mesh.size())
-                made[id(parameter)] = _divided(parameter, mesh, placement)
+                made[id(parameter)] = parameter_part(parameter, mesh, [placement])
                 made[id(made[id(parameter)])] = made[id(parameter)]
                 for module, own in owners[id(parameter)]:  # some only hold it, as that of a bias in two places
                     module._parameters[own] = made[id(parameter)]
-
-
-def _divided(parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement) -> nn.Parameter:
-    whole = parameter.detach()
-    device = whole.device if whole.is_meta else torch.device(mesh.device_type)
-    like = dtensor_of(whole.new_empty(0, device=device), mesh, [placement], whole.shape, whole.stride())
-    part = shard_of(whole, like).to_local()
-    part = part.clone() if not part.is_meta else part  # a view would keep the whole in memory
-    made = nn.Parameter(as_shard(part, like), requires_grad=parameter.requires_grad)
-    vars(made).update(vars(parameter))
-    return made

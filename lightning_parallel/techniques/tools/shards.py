@@ -171,6 +171,18 @@ def divided_again(part: Tensor, mesh: DeviceMesh, whole: Tensor) -> DTensor:
     return _part_of(part, DeviceMesh._concatenate([mesh, whole.device_mesh]), (again, *before), whole)
 
 
+def parameter_part(parameter: nn.Parameter, mesh: DeviceMesh, placements: Sequence[Placement]) -> nn.Parameter:
+    """A parameter of which this rank keeps its part alone, in place of one that it has whole, perhaps on meta."""
+    whole = parameter.detach()
+    device = whole.device if whole.is_meta else torch.device(mesh.device_type)
+    like = dtensor_of(whole.new_empty(0, device=device), mesh, placements, whole.shape, whole.stride())
+    part = shard_of(whole, like).to_local()
+    part = part.clone() if not part.is_meta else part  # a view would keep the whole in memory
+    made = nn.Parameter(as_shard(part, like), requires_grad=parameter.requires_grad)
+    vars(made).update(vars(parameter))
+    return made
+
+
 def _part_of(part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], whole: Tensor) -> DTensor:
     return dtensor_of(part, mesh, placements, whole.shape, whole.stride())
 

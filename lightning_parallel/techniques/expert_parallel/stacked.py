@@ -1,0 +1,223 @@
+"""Stacked experts over ranks: a module that is called once with tokens, the experts that they chose, and weights.
+
+A call takes one of two ways, the same on all ranks:
+
+| way | when | what it costs |
+|---|---|---|
+| tokens travel | the call has the form `experts(tokens, indices, weights)` | messages as large as the tokens |
+| weights travel | any other call; what a token becomes depends on other tokens | messages as large as the weights |
+
+Whether tokens may travel is not believed: in its first call a module computes both ways and compares them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_parallel.collectives.by_elements import counted, gathered
+from lightning_parallel.collectives.elements import Ranks
+from lightning_parallel.collectives.rows import any_of
+from lightning_parallel.techniques.divided.tensor import Divided
+from lightning_parallel.techniques.expert_parallel.capacity import Capacity
+from lightning_parallel.techniques.expert_parallel.own_experts import OwnExperts
+from lightning_parallel.techniques.expert_parallel.routes import find_route
+from lightning_parallel.techniques.expert_parallel.tokens import Tokens, own_tokens
+from lightning_parallel.techniques.expert_parallel.travel import combine, dispatch
+from lightning_parallel.techniques.tools.leaves import leaf_of
+from lightning_parallel.techniques.tools.redirect import Forward
+from lightning_parallel.techniques.tools.telling import warn
+
+EQUAL = 0.02
+"""How far results may differ where both ways compute the same, as a part of the largest: rounding is far below."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call `experts(tokens, indices, weights)`, whatever else it has.
+
+    Attributes:
+        arguments: all of them by name, in their order.
+        hidden: the names of the tokens, the indices and the weights.
+        index: see above.
+        weights: see above.
+    """
+
+    arguments: Mapping[str, Any]
+    hidden: str
+    index: str
+    weights: str
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The three."""
+        return self.arguments[self.hidden], self.arguments[self.index], self.arguments[self.weights]
+
+    def on(self, hidden: Tensor, index: Tensor, weights: Tensor) -> dict[str, Any]:
+        """The arguments of the same call on other tokens, (tokens, features), (tokens, k), (tokens, k)."""
+        before = self.arguments[self.hidden].dim() - 2
+        found = {self.hidden: hidden, self.index: index, self.weights: weights}
+        return dict(self.arguments) | {name: each[(None,) * before] for name, each in found.items()}
+
+
+class StackedExperts:
+    """Leads the calls of one module of stacked experts over the ranks that hold them.
+
+    Args:
+        name: its FQN.
+        module: it; its stacked parameters are divided.
+        mesh: of the ranks that hold different experts.
+        alike: see `own_tokens`.
+        capacity: how many tokens an expert takes.
+        once: whether a token goes to a rank once, or once for each expert that it chose there.
+    """
+
+    def __init__(
+        self, name: str, module: nn.Module, mesh: DeviceMesh, alike: Ranks | None, capacity: Capacity, once: bool
+    ) -> None:
+        self._name, self._module, self._alike, self._once = name, module, alike, once
+        self._group, self._capacity = mesh.get_group(), capacity
+        self._ranks = Ranks(self._group, "ep")
+        shapes = {own: parameter for own, parameter in module._parameters.items() if isinstance(parameter, DTensor)}
+        self._shapes = {own: parameter._local_tensor.shape for own, parameter in shapes.items()}
+        self._count = next(iter(shapes.values())).shape[0]
+        self._own = self._count // self._group.size()
+        self._travels: bool | None = None
+        """Whether tokens may travel; None until the first call has shown it."""
+
+    def wrap(self, forward: Forward) -> Forward:
+        """The forward of the module."""
+        signature = inspect.signature(forward)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            call = self._recognised(signature, args, kwargs)
+            if call is None or self._travels is False:
+                return self._by_weights(forward, args, kwargs, call is None)
+            tokens = own_tokens(*call.tensors(), self._alike)
+            if self._travels is None:
+                self._travels = self._compare(forward, call, tokens)
+                return run(*args, **kwargs)
+            return tokens.back(self._by_tokens(forward, call, tokens, self._capacity))
+
+        disabled: Forward = torch.compiler.disable(run)  # how much is sent, data decides
+        return disabled
+
+    # ---------------------------------------------------------------- tokens travel
+
+    def _recognised(self, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
+        arguments = signature.bind(*args, **kwargs).arguments
+        tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        if len(tensors) != 3 or sum(isinstance(leaf, Tensor) for leaf in tree_leaves(arguments)) != 3:
+            return None
+        numbers = [name for name, value in tensors.items() if not value.is_floating_point()]
+        hidden, *rest = [name for name in tensors if name not in numbers]
+        if len(numbers) != 1 or any(value.dim() < 2 for value in tensors.values()):
+            return None
+        chosen, shape = tensors[numbers[0]].shape, tensors[hidden].shape
+        if tensors[rest[0]].shape != chosen or chosen[:-1] != shape[:-1]:
+            return None
+        return Call(arguments, hidden, numbers[0], rest[0])
+
+    def _by_tokens(self, forward: Forward, call: Call, tokens: Tokens, capacity: Capacity) -> Tensor:
+        hidden, index, weights = tokens.hidden, tokens.index.detach(), tokens.weights
+        k = index.shape[1]
+        index = capacity.limited(index, self._count)
+        if not self._once:
+            hidden = hidden.repeat_interleave(k, 0)
+            index, weights = index.reshape(-1, 1), weights.reshape(-1, 1)
+        route = find_route(index, self._count, self._group)
+        rows, chosen, arrived = self._expected(dispatch(hidden, weights, route))
+        pair, slot = torch.nonzero_static(chosen >= 0, size=route.pairs).unbind(1)
+        first = self._group.rank() * self._own
+        made = self._computed(
+            forward, call, rows[pair], chosen[pair, slot, None] + first, arrived[pair, slot, None], tokens.summands
+        )
+        summed = made.new_zeros(len(rows), made.shape[-1]).index_add_(0, pair, made)
+        result = combine(summed, len(hidden), route)
+        return result if self._once else result.view(-1, k, result.shape[-1]).sum(1)
+
+    @staticmethod
+    def _expected(arrived: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        rows, weights, chosen = arrived
+        return rows, chosen, weights
+
+    def _computed(
+        self, forward: Forward, call: Call, rows: Tensor, index: Tensor, weights: Tensor, summands: int
+    ) -> Tensor:
+        """What own experts make of pairs of a token and an expert; of no pair at all, so that they have gradients."""
+        none = len(rows) == 0
+        if none:
+            first = self._group.rank() * self._own
+            rows, weights = rows.new_zeros(1, rows.shape[1]), weights.new_zeros(1, 1)
+            index = index.new_full((1, 1), first)
+        with self._shown(lambda own: OwnExperts(own, self._group.rank() * self._own, self._count), summands):
+            made: Tensor = forward(**call.on(rows, index, weights))
+        made = made.reshape(-1, made.shape[-1])
+        return made[:0] if none else made
+
+    # ---------------------------------------------------------------- weights travel
+
+    def _by_weights(self, forward: Forward, args: Any, kwargs: Any, unknown: bool) -> Any:
+        """Every rank computes its own call with all experts."""
+        if unknown and self._travels is not False:
+            self._travels = False
+            warn(
+                f"{self._name} is not called as experts(tokens, indices, weights), (tokens, features), (tokens, k) and "
+                "(tokens, k), so expert parallel gathers its weights for each call, which costs messages as large as "
+                "they are; give its forward these arguments, and tokens travel"
+            )
+        args, kwargs = tree_map_only(Divided, lambda each: each.whole("experts"), (tuple(args), dict(kwargs)))
+        share = 1.0 if self._alike is None else 1 / self._alike.count
+        with self._shown(self._all, share):
+            return forward(*args, **kwargs)
+
+    def _all(self, own: Tensor) -> Tensor:
+        return gathered(own, 0, self._ranks.chunks(self._count))
+
+    @contextmanager
+    def _shown(self, show: Callable[[Tensor], Tensor], factor: float) -> Iterator[None]:
+        """Inside, the module's table holds what is shown of this rank's rows, whose gradients count so many times."""
+        table = self._module._parameters
+        before = {own: table[own] for own in self._shapes}
+        for own, kept in before.items():
+            leaf = leaf_of(kept)
+            table[own] = show(leaf if factor == 1 else counted(leaf, factor))  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            table.update(before)
+
+    # ---------------------------------------------------------------- the first call
+
+    @torch.no_grad()
+    def _compare(self, forward: Forward, call: Call, tokens: Tokens) -> bool:
+        """Whether both ways give the same; without dropout, for the two would draw other numbers."""
+        training = [part for part in self._module.modules() if part.training]
+        for part in training:
+            part.training = False
+        try:
+            own = call.on(tokens.hidden, tokens.index, tokens.weights)
+            with self._shown(self._all, 1.0):
+                expected = forward(**own)
+            found = self._by_tokens(forward, call, tokens, Capacity(None, self._group)).view_as(expected)
+        finally:
+            for part in training:
+                part.training = True
+        scale = expected.abs().amax() if expected.numel() else expected.new_zeros(())
+        far = bool(((found - expected).abs() > EQUAL * scale).any())
+        if any_of(far, self._group, tokens.hidden.device):
+            warn(
+                f"what {self._name} makes of a token depends on other tokens of the batch, so expert parallel gathers "
+                "its weights for each call, which costs messages as large as they are; compute each token by itself, "
+                "and tokens travel"
+            )
+            return False
+        return True
