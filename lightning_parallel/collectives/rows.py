@@ -30,7 +30,7 @@ def start_exchange(
     if not uses_exchange(group):
         work = dist.all_to_all_single(arriving, rows, list(received), list(sent), group=group, async_op=True)
         return arriving, Pending(work)
-    outgoing, incoming = rows.split(list(sent)), arriving.split(list(received))
+    outgoing, incoming = torch.split(rows, list(sent)), torch.split(arriving, list(received))
     own, others = group.rank(), [rank for rank in range(group.size()) if rank != group.rank()]
     pending = exchange(
         {rank: outgoing[rank] for rank in others if outgoing[rank].numel()},

@@ -1,7 +1,7 @@
 """A stacked parameter that looks whole, and of which a rank has the rows of its own experts.
 
-The rows of other ranks' experts count as zeros: no token of theirs is here, so nothing reads them. Operations that are
-known act on own rows; any other one gets the whole with zeros in it, which is exact, costs memory, and needs no message.
+The rows of other ranks' experts count as zeros: no token of theirs is here, so nothing reads them. Operations of which
+a rule is known act on own rows; any other gets the whole with zeros in it: exact, and no message, but it costs memory.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class OwnExperts(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in PLAIN:
-            return super().__torch_function__(func, types, args, kwargs)
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         known = RULES.get(func)
         result = known(func, args, kwargs) if known is not None else NotImplemented
         if result is NotImplemented:
@@ -172,8 +172,10 @@ def _transpose(func: Any, args: Any, kwargs: Any) -> Any:
     return _again(stack, func(stack.own, *order))
 
 
-@rule(Tensor.mT.__get__, Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.contiguous,
-      Tensor.detach, Tensor.clone, torch.clone)  # fmt: skip
+@rule(
+    *(vars(torch._C.TensorBase)["mT"].__get__, torch.clone, Tensor.to, Tensor.float, Tensor.double, Tensor.half),
+    *(Tensor.bfloat16, Tensor.contiguous, Tensor.detach, Tensor.clone),
+)
 def _row_by_row(func: Any, args: Any, kwargs: Any) -> Any:
     stack, *rest = args
     if not isinstance(stack, OwnExperts):
@@ -190,6 +192,7 @@ def _split(func: Any, args: Any, kwargs: Any) -> Any:
     return tuple(_again(stack, piece) for piece in func(stack.own, *rest, **kwargs))
 
 
+@rule(F.grouped_mm, torch._grouped_mm)
 def _grouped_mm(func: Any, args: Any, kwargs: Any) -> Any:
     """Rows sorted by expert: those of own experts only, so all ends before them are 0."""
     rows, stack, *rest = args
@@ -199,9 +202,6 @@ def _grouped_mm(func: Any, args: Any, kwargs: Any) -> Any:
     own = offsets[stack.first : stack.first + len(stack.own)]
     others = {name: value for name, value in kwargs.items() if name != "offs"}
     return func(rows, stack.own, offs=own, **others)
-
-
-RULES.update(dict.fromkeys((F.grouped_mm, torch._grouped_mm), _grouped_mm))
 
 
 def _again(stack: OwnExperts, own: Tensor) -> OwnExperts:

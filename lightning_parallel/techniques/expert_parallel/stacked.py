@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_parallel.collectives.by_elements import counted, gathered
+from lightning_parallel.collectives.by_elements import counted, entered, gathered
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.collectives.rows import any_of
 from lightning_parallel.techniques.divided.tensor import Divided
@@ -39,6 +39,9 @@ from lightning_parallel.techniques.tools.telling import warn
 
 EQUAL = 0.02
 """How far results may differ where both ways compute the same, as a part of the largest: rounding is far below."""
+
+
+VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @dataclass(frozen=True)
@@ -86,9 +89,9 @@ class StackedExperts:
         self._name, self._module, self._alike, self._once = name, module, alike, once
         self._group, self._capacity = mesh.get_group(), capacity
         self._ranks = Ranks(self._group, "ep")
-        shapes = {own: parameter for own, parameter in module._parameters.items() if isinstance(parameter, DTensor)}
-        self._shapes = {own: parameter._local_tensor.shape for own, parameter in shapes.items()}
-        self._count = next(iter(shapes.values())).shape[0]
+        tables: list[dict[str, Any]] = [vars(part)["_parameters"] for part in module.modules()]
+        self._slots = [(table, own) for table in tables for own, parameter in table.items() if parameter is not None]
+        self._count: int = next(table[own] for table, own in self._slots if isinstance(table[own], DTensor)).shape[0]
         self._own = self._count // self._group.size()
         self._travels: bool | None = None
         """Whether tokens may travel; None until the first call has shown it."""
@@ -107,13 +110,14 @@ class StackedExperts:
                 return run(*args, **kwargs)
             return tokens.back(self._by_tokens(forward, call, tokens, self._capacity))
 
-        disabled: Forward = torch.compiler.disable(run)  # how much is sent, data decides
-        return disabled
+        return cast(Any, torch.compiler.disable)(run)  # type: ignore[no-any-return]  # data decide how much is sent
 
     # ---------------------------------------------------------------- tokens travel
 
     def _recognised(self, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
         arguments = signature.bind(*args, **kwargs).arguments
+        if any(signature.parameters[name].kind in VARIABLE for name in arguments):
+            return None
         tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
         if len(tensors) != 3 or sum(isinstance(leaf, Tensor) for leaf in tree_leaves(arguments)) != 3:
             return None
@@ -134,7 +138,7 @@ class StackedExperts:
             hidden = hidden.repeat_interleave(k, 0)
             index, weights = index.reshape(-1, 1), weights.reshape(-1, 1)
         route = find_route(index, self._count, self._group)
-        rows, chosen, arrived = self._expected(dispatch(hidden, weights, route))
+        rows, arrived, chosen = dispatch(hidden, weights, route)
         pair, slot = torch.nonzero_static(chosen >= 0, size=route.pairs).unbind(1)
         first = self._group.rank() * self._own
         made = self._computed(
@@ -144,21 +148,20 @@ class StackedExperts:
         result = combine(summed, len(hidden), route)
         return result if self._once else result.view(-1, k, result.shape[-1]).sum(1)
 
-    @staticmethod
-    def _expected(arrived: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        rows, weights, chosen = arrived
-        return rows, chosen, weights
-
     def _computed(
         self, forward: Forward, call: Call, rows: Tensor, index: Tensor, weights: Tensor, summands: int
     ) -> Tensor:
         """What own experts make of pairs of a token and an expert; of no pair at all, so that they have gradients."""
         none = len(rows) == 0
         if none:
-            first = self._group.rank() * self._own
             rows, weights = rows.new_zeros(1, rows.shape[1]), weights.new_zeros(1, 1)
-            index = index.new_full((1, 1), first)
-        with self._shown(lambda own: OwnExperts(own, self._group.rank() * self._own, self._count), summands):
+            index = index.new_full((1, 1), self._group.rank() * self._own)
+        first = self._group.rank() * self._own
+
+        def rows_of_own(own: Tensor) -> Tensor:
+            return OwnExperts(own if summands == 1 else counted(own, summands), first, self._count)
+
+        with self._shown(rows_of_own, self._of_own_tokens(summands)):
             made: Tensor = forward(**call.on(rows, index, weights))
         made = made.reshape(-1, made.shape[-1])
         return made[:0] if none else made
@@ -176,24 +179,38 @@ class StackedExperts:
             )
         args, kwargs = tree_map_only(Divided, lambda each: each.whole("experts"), (tuple(args), dict(kwargs)))
         share = 1.0 if self._alike is None else 1 / self._alike.count
-        with self._shown(self._all, share):
+        with self._shown(lambda own: self._all(counted(own, share))):
             return forward(*args, **kwargs)
 
     def _all(self, own: Tensor) -> Tensor:
         return gathered(own, 0, self._ranks.chunks(self._count))
 
+    # ---------------------------------------------------------------- parameters
+
+    def _of_own_tokens(self, summands: int) -> Callable[[Tensor], Tensor]:
+        """A parameter of which each rank computes a summand of the gradient, for tokens that others do not have."""
+
+        def shown(parameter: Tensor) -> Tensor:
+            made = parameter if self._alike is None else entered(parameter, self._alike)
+            return made if summands == 1 else counted(made, summands)
+
+        return shown
+
     @contextmanager
-    def _shown(self, show: Callable[[Tensor], Tensor], factor: float) -> Iterator[None]:
-        """Inside, the module's table holds what is shown of this rank's rows, whose gradients count so many times."""
-        table = self._module._parameters
-        before = {own: table[own] for own in self._shapes}
-        for own, kept in before.items():
-            leaf = leaf_of(kept)
-            table[own] = show(leaf if factor == 1 else counted(leaf, factor))  # type: ignore[assignment]
+    def _shown(
+        self, divided: Callable[[Tensor], Tensor], whole: Callable[[Tensor], Tensor] = lambda parameter: parameter
+    ) -> Iterator[None]:
+        """Inside, tables of parameters hold what is shown of this rank's rows, and of what it has whole."""
+        before: list[tuple[dict[str, Any], str, Any]] = []
+        for table, own in self._slots:
+            kept = table[own]
+            before.append((table, own, kept))
+            table[own] = divided(leaf_of(kept)) if isinstance(kept, DTensor) else whole(kept)
         try:
             yield
         finally:
-            table.update(before)
+            for table, own, kept in before:
+                table[own] = kept
 
     # ---------------------------------------------------------------- the first call
 
@@ -205,7 +222,7 @@ class StackedExperts:
             part.training = False
         try:
             own = call.on(tokens.hidden, tokens.index, tokens.weights)
-            with self._shown(self._all, 1.0):
+            with self._shown(self._all):
                 expected = forward(**own)
             found = self._by_tokens(forward, call, tokens, Capacity(None, self._group)).view_as(expected)
         finally:

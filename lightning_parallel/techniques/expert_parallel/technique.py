@@ -5,25 +5,31 @@ Source: D. Lepikhin et al., GShard, ICLR 2021; S. Rajbhandari et al., DeepSpeed-
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import reduce
 from typing import ClassVar
 
+import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from lightning_parallel.arguments import true_or_false, whole_number
 from lightning_parallel.collectives.elements import Ranks
-from lightning_parallel.mesh import Axis, ParallelMesh, Size, expert_sizes
+from lightning_parallel.collectives.spans import Runs
+from lightning_parallel.mesh import AXES, Axis, ParallelMesh, Size, expert_sizes
 from lightning_parallel.plan.experts import Experts, find_experts
 from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.expert_parallel.capacity import Capacity
+from lightning_parallel.techniques.expert_parallel.listed import ListedExperts
 from lightning_parallel.techniques.expert_parallel.stacked import StackedExperts
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools.redirect import redirect_forward
-from lightning_parallel.techniques.tools.shards import parameter_part
+from lightning_parallel.techniques.tools.shards import ElementsShard, parameter_part
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,11 @@ class ExpertParallel(Technique):
         """See `Technique.traits`."""
         return Traits(meets_in_forward=True)
 
+    @property
+    def order(self) -> tuple[int, int, str]:
+        """See `Technique.order`: before tensor parallel, which leaves experts that are divided already as they are."""
+        return self.phase, -len(AXES), repr(self)
+
     def check(self, sizes: Mapping[Axis, int]) -> None:
         """See `Technique.check`."""
         possible = expert_sizes(sizes)
@@ -80,8 +91,8 @@ class ExpertParallel(Technique):
             ranks = " x ".join(f"{axis}={size}" for axis, size in averaged.items()) or "one rank"
             raise ValueError(
                 f"{self!r} divides experts over ranks that read different samples, here {ranks}: size is one of "
-                f"{', '.join(map(str, possible))}; choose one of these or 'auto', or give the strategy more such ranks, "
-                f"as in DataParallel({self.size})"
+                f"{', '.join(map(str, possible))}; choose one of these or 'auto', or give the strategy more "
+                f"such ranks, as in DataParallel({self.size})"
             )
 
     def look(self, model: nn.Module, ground: Ground) -> tuple[int, list[Experts]]:
@@ -113,19 +124,70 @@ class ExpertParallel(Technique):
         view = mesh.experts(size)
         if view["ep"].size() == 1 and self.capacity_factor is None:
             return Division(model)
-        copies = [name for name in ("ep_replicate", "ep_shard") if view[name].size() > 1] or ["ep_shard"]
-        own = view[(*copies, "ep")]
-        alike = Ranks(mesh["tp"].get_group(), "tp") if mesh.sizes["tp"] > 1 else None
-        capacity = Capacity(self.capacity_factor, mesh.loss.get_group())
+        division = _Dividing(view, mesh, self)
         for each in find_experts(model, ground.plan):
-            module = model.get_submodule(each.name)
-            for name, parameter in module._parameters.items():
-                if parameter is not None and parameter.shape[0] == each.count:
-                    placements = [*[Replicate()] * len(copies), Shard(0)]
-                    module._parameters[name] = parameter_part(parameter, own, placements)
-            stacked = StackedExperts(each.name, module, view["ep"], alike, capacity, self.send_once)
-            redirect_forward(module, stacked.wrap)
+            division.divide(model, each)
         return Division(model)
+
+
+class _Dividing:
+    """Divides modules of experts.
+
+    Args:
+        view: see `ParallelMesh.experts`.
+        mesh: all ranks.
+        technique: the user's wishes.
+    """
+
+    def __init__(self, view: DeviceMesh, mesh: ParallelMesh, technique: ExpertParallel) -> None:
+        copies = [name for name in ("ep_replicate", "ep_shard") if view[name].size() > 1] or ["ep_shard"]
+        self._kept = view[(*copies, "ep")]
+        self._copied = [Replicate()] * len(copies)
+        self._experts, self._technique = view["ep"], technique
+        self._alike = Ranks(mesh["tp"].get_group(), "tp") if mesh.sizes["tp"] > 1 else None
+        self._capacity = Capacity(technique.capacity_factor, mesh.loss.get_group())
+
+    def divide(self, model: nn.Module, experts: Experts) -> None:
+        """Keeps this rank's experts of one module, and leads calls of them over the ranks."""
+        module = model.get_submodule(experts.name)
+        if experts.form == "stacked":
+            self._divide_stacked(experts, module)
+        else:
+            self._divide_listed(experts, module, model)
+
+    def _divide_stacked(self, experts: Experts, module: nn.Module) -> None:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.dim() > 1:
+                module._parameters[name] = self._part(parameter, Shard(0))
+        stacked = StackedExperts(
+            experts.name, module, self._experts, self._alike, self._capacity, self._technique.send_once
+        )
+        redirect_forward(module, stacked.wrap)
+
+    def _divide_listed(self, experts: Experts, module: nn.Module, model: nn.Module) -> None:
+        members, ranks = list(module.children()), self._experts.size()
+        called = type(module).forward is not nn.ModuleList.forward
+        owner = module if called else model.get_submodule(experts.name.rpartition(".")[0])
+        skeleton = _on_meta(members[0])
+        for number, member in enumerate(members):
+            holder = number * ranks // len(members)
+            for part in member.modules():
+                for name, parameter in part._parameters.items():
+                    if parameter is not None and parameter.dim():
+                        rows: list[Runs] = [((0, len(parameter)),) if rank == holder else () for rank in range(ranks)]
+                        part._parameters[name] = self._part(parameter, ElementsShard(0, rows))
+        share = 1.0 if self._alike is None else 1 / self._alike.count
+        listed = ListedExperts(experts.name, owner, members, skeleton, self._experts, share)
+        redirect_forward(owner, listed.wrap)
+
+    def _part(self, parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
+        return parameter_part(parameter, self._kept, [*self._copied, placement])
+
+
+def _on_meta(module: nn.Module) -> nn.Module:
+    """A copy without memory."""
+    tensors = {id(each): torch.empty_like(each, device="meta") for each in (*module.parameters(), *module.buffers())}
+    return copy.deepcopy(module, dict(tensors))
 
 
 def _or(sizes: Sequence[int]) -> str:

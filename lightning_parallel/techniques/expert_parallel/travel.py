@@ -67,7 +67,7 @@ def _sent(parts: list[Tensor], sent: Any, received: Any, route: Route) -> list[T
         widths = [parts[place].shape[1] for place in same]
         message = torch.cat([parts[place] for place in same], 1)
         arrived = exchanged(message, sent, received, route.group)
-        made.update(zip(same, arrived.split(widths, 1), strict=True))
+        made.update(zip(same, torch.split(arrived, widths, 1), strict=True))
     return [made[place] for place in range(len(parts))]
 
 

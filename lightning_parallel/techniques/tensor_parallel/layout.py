@@ -9,6 +9,7 @@ from typing import ClassVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from lightning_parallel.collectives.spans import Runs, Span, bounds, joined
@@ -123,7 +124,8 @@ def find_divided(model: nn.Module, styles: Mapping[str, str]) -> list[DividedMod
     for pattern, text in styles.items():
         style = Style.parse(text)
         for name, module in matching(model, pattern):
-            if any(True for _ in module.parameters()):  # stand-ins of other stages have none
+            # Stand-ins of other stages have no parameters; others than ours have divided what is a DTensor already.
+            if any(True for _ in module.parameters()) and not any(isinstance(p, DTensor) for p in module.parameters()):
                 named.update((each.name, each) for each in _as_divided(name, module, style))
     heads = _find_heads(model, named)
     return [replace(each, heads=heads.get(each.name)) for each in named.values()]

@@ -36,7 +36,7 @@ def holders_of(parameter: Tensor, mesh: ParallelMesh) -> Holders:
     divided among ranks of `mesh.loss` themselves, as experts are, is held by fewer: it is a DTensor on a mesh of its
     own, whose axes along which it is copied come before those that divide it: (replicas, shards, ...) or (shards, ...).
     """
-    scale, copied = 1.0 / mesh.loss.size(), _copied_axes(parameter)
+    scale, copied = 1.0 / mesh.loss.size(), copied_axes(parameter)
     if copied is None:
         replicas = mesh["dp_replicate"] if mesh.sizes["dp_replicate"] > 1 else None
         return Holders(mesh.loss, mesh.fsdp, replicas, scale)
@@ -46,7 +46,7 @@ def holders_of(parameter: Tensor, mesh: ParallelMesh) -> Holders:
     return Holders(copied._flatten(), copied[last], copied[first], scale)
 
 
-def _copied_axes(parameter: Tensor) -> DeviceMesh | None:
+def copied_axes(parameter: Tensor) -> DeviceMesh | None:
     """The axes of a parameter's own mesh along which it is copied; None where no axis copies it."""
     if not isinstance(parameter, DTensor):
         return None

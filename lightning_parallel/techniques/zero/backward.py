@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from lightning_parallel.collectives.functional import all_reduce
+from lightning_parallel.techniques.tools.shards import local
 
 
 class ShardedBackward:
@@ -31,7 +32,11 @@ class ShardedBackward:
     def __init__(self, root: Any, group: dist.ProcessGroup) -> None:
         self._root, self._ranks = root, group
         states = list(_states(root))
-        self._state, self._root_groups = states[0], _groups(states[0])
+        self._state = states[0]
+        self._root_groups = [group for each in (root, *root.shells) for group in _groups(each._get_fsdp_state())]
+        self._scales = {
+            id(group): scale for module, scale in root.scales.items() for group in _groups(module._get_fsdp_state())
+        }
         self._parameters = [p for state in states for group in _groups(state) for p in group.fsdp_params]
         self._attended: dict[Tensor, RemovableHandle] = {}
         self._used: set[Any] = set()
@@ -84,6 +89,9 @@ class ShardedBackward:
                 if p not in used:
                     self._filled.setdefault(p, p.sharded_param.grad)
                     p.unsharded_param.grad = torch.zeros_like(p.unsharded_param)
+        if (scale := self._scales.get(id(group))) is not None:
+            for p in used:
+                local(p.unsharded_param.grad).mul_(scale)
         reduce()
 
     def _finish(self, finish: Callable[[], None]) -> None:
@@ -92,7 +100,7 @@ class ShardedBackward:
         if self.synced:
             self._forget_unused()
         if self._root.running:
-            self._root.unshard()
+            self._root.gather()
 
     def _forget_unused(self) -> None:
         """A parameter that no rank used keeps the gradient it had, mostly none, or weight decay would move it."""

@@ -9,14 +9,16 @@ Source: S. Rajbhandari et al., ZeRO, SC 2020; Y. Zhao et al., PyTorch FSDP, VLDB
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor
@@ -25,8 +27,9 @@ from lightning_parallel.collectives.functional import all_gather, reduce_scatter
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.techniques.step import Run, Step, WrappedStep
+from lightning_parallel.techniques.tools.holders import copied_axes
 from lightning_parallel.techniques.tools.redirect import Forward, redirect_forward
-from lightning_parallel.techniques.tools.shards import has_no_rows
+from lightning_parallel.techniques.tools.shards import divides, dtensor_of, has_no_rows
 from lightning_parallel.techniques.zero.backward import ShardedBackward
 from lightning_parallel.techniques.zero.casts import refuse_casts
 
@@ -49,13 +52,27 @@ class Unit(nn.Module):
         return self._forward(*args, **kwargs)
 
 
+class Shell(nn.Module):
+    """The whole step once more, for parameters that other ranks share than those that share the root's."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, run: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Runs a step of the user's while these parameters are whole."""
+        return run(*args, **kwargs)
+
+
 class Root(nn.Module):
     """The whole step: what belongs to no unit is whole from its beginning to its end."""
 
-    def __init__(self, model: nn.Module, units: Iterable[Unit]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.units = nn.ModuleList(units)
+        self.units, self.shells = nn.ModuleList(), nn.ModuleList()
+        self.scales: dict[nn.Module, float] = {}
+        """By what gradients of modules are multiplied before they are summed, where `fully_shard` cannot know it."""
         self.running = False
         self.in_backward = False
         self.before_forward_of: Callable[[nn.Module], None] = _nothing
@@ -63,10 +80,18 @@ class Root(nn.Module):
     def forward(self, run: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Runs a step of the user's while the root's parameters are whole."""
         self.running = True
+        for shell in self.shells:
+            run = partial(shell, run)
         try:
             return run(*args, **kwargs)
         finally:
             self.running = False
+
+    def gather(self) -> None:
+        """Makes whole what belongs to no unit, anew where it is whole already."""
+        for module in (self, *self.shells):
+            module.reshard()
+            module.unshard()
 
     def enter(self, module: nn.Module, run: Callable[..., Any]) -> Forward:
         """`run`, entering the root first when no step is running: for a forward called between steps.
@@ -95,20 +120,98 @@ def shard_parameters(model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan, o
         TypeError: an embedding that makes sparse gradients.
     """
     _refuse_sparse_gradients(model)
-    left_whole = set(unshardable(model))
+    kinds = _kinds_of_parameters(model, mesh)
     # A pipeline runs its blocks many times in a step: there they are gathered once, with the root.
     blocks = list(plan.find_blocks(model).values()) if mesh.sizes["pp"] == 1 else []
     groups = _groups_of_blocks(blocks)
-    units = [[_wrap(block) for block in group] for group in groups]
-    root = Root(model, (unit for group in units for unit in group))
-    in_units = {parameter for group in groups for block in group for parameter in block.parameters()}
-    for group in units:
-        _fully_shard(group, mesh, offload, ignored=left_whole)
+    root = Root(model)
+    for kind in kinds:
+        for group in groups:
+            units = [_wrap(block) for block in group if any(p in kind.parameters for p in block.parameters())]
+            root.units.extend(units)
+            kind.shard(units, root, offload)
     for module in _entrances(model):
         redirect_forward(module, partial(root.enter, module))
-    sharded_now = {parameter for unit in root.units for parameter in unit.parameters()}
-    _fully_shard([root], mesh, offload, ignored=left_whole | in_units | sharded_now)
+    ordinary, *others = kinds
+    for kind in others:
+        root.shells.append(shell := Shell(model))
+        kind.shard([shell], root, offload)
+    ordinary.shard([root], root, offload)
     return root
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Parameters that the same ranks share.
+
+    Attributes:
+        mesh: these ranks, (shards) or (replicas, shards).
+        scale: by what gradients are multiplied before they are summed, where that is not one over their number.
+        parameters: those of them that are not sharded yet.
+    """
+
+    mesh: DeviceMesh
+    scale: float | None
+    parameters: set[nn.Parameter]
+
+    def shard(self, modules: list[Any], root: Root, offload: bool) -> None:
+        """Gives modules to `fully_shard`, all together, with those of their parameters that are of this kind."""
+        mine = [module for module in modules if self.scale is None or self._has_some(module)]
+        if not mine:
+            return
+        policy = CPUOffloadPolicy(pin_memory=self.mesh.device_type != "cpu") if offload else OffloadPolicy()
+        fully_shard(
+            mine if len(mine) > 1 else mine[0],
+            mesh=self.mesh,
+            reshard_after_forward=True,
+            offload_policy=policy,
+            ignored_params={parameter for parameter in root.model.parameters() if parameter not in self.parameters},
+        )
+        for module in mine:
+            if uses_exchange(self.mesh.get_group(self.mesh.ndim - 1)):
+                module.set_custom_all_gather(_AllGather())
+                module.set_custom_reduce_scatter(_ReduceScatter())
+            if self.scale is not None:
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)  # what divides within a sum, NCCL alone has
+        if self.scale is not None:
+            root.scales.update(dict.fromkeys(mine, self.scale))
+
+    def _has_some(self, module: nn.Module) -> bool:
+        return any(parameter in self.parameters for parameter in module.parameters())
+
+
+def _kinds_of_parameters(model: nn.Module, mesh: ParallelMesh) -> list[Kind]:
+    """First those that all ranks share, then those that fewer do, as experts."""
+    left_whole = set(unshardable(model))
+    ordinary = Kind(mesh.sharded_and_replicated, None, set())
+    fewer: dict[DeviceMesh, Kind] = {}
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter in left_whole:
+                continue
+            ranks = copied_axes(parameter)
+            if ranks is None:
+                ordinary.parameters.add(parameter)
+                continue
+            if parameter not in made:
+                made[parameter] = _without_copies(parameter)
+                made[made[parameter]] = made[parameter]
+                fewer.setdefault(ranks, Kind(ranks, 1 / mesh.loss.size(), set())).parameters.add(made[parameter])
+            module._parameters[name] = made[parameter]
+    return [ordinary, *fewer.values()]
+
+
+def _without_copies(parameter: Any) -> nn.Parameter:
+    """The same part on the axes that divide it alone; `fully_shard` adds those along which it is copied."""
+    names = parameter.device_mesh.mesh_dim_names or ()
+    kept = [(name, place) for name, place in zip(names, parameter.placements, strict=True) if divides(place)]
+    own = parameter.device_mesh[tuple(name for name, _ in kept)]
+    part = dtensor_of(parameter._local_tensor, own, [place for _, place in kept], parameter.shape, parameter.stride())
+    made = nn.Parameter(part, requires_grad=parameter.requires_grad)
+    vars(made).update({name: value for name, value in vars(parameter).items() if name != "_leaf"})
+    return made
 
 
 def _entrances(model: nn.Module) -> list[nn.Module]:
@@ -157,22 +260,6 @@ def _groups_of_blocks(blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
         groups[min(count - 1, before * count // sum(sizes))].append(block)
         before += size
     return [group for group in groups if group]
-
-
-def _fully_shard(modules: list[Any], mesh: ParallelMesh, offload: bool, ignored: set[nn.Parameter]) -> None:
-    target = modules if len(modules) > 1 else modules[0]
-    policy = CPUOffloadPolicy(pin_memory=mesh.device.type != "cpu") if offload else OffloadPolicy()
-    fully_shard(
-        target,
-        mesh=mesh.sharded_and_replicated,
-        reshard_after_forward=True,
-        offload_policy=policy,
-        ignored_params=ignored,
-    )
-    for module in modules:
-        if uses_exchange(mesh.fsdp.get_group()):
-            module.set_custom_all_gather(_AllGather())
-            module.set_custom_reduce_scatter(_ReduceScatter())
 
 
 class _AllGather(AllGather):
@@ -245,8 +332,7 @@ class ShardedParametersStep(WrappedStep):
         """See `Step.after_optimizer_step`. Inside a step, what is whole now is out of date."""
         if self._root.running:
             self._flags.agree(self._root)
-            self._root.reshard()
-            self._root.unshard()
+            self._root.gather()
         self.inner.after_optimizer_step(parameters)
 
     def close(self) -> None:
