@@ -21,6 +21,7 @@ LATENT = {
     "num_experts_per_tok": 2,
     "first_k_dense_replace": 1,
 }
+ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
 OPT = {"ffn_dim": 48, "dropout": 0.0, "word_embed_proj_dim": 16, "pad_token_id": 1}
 
 
@@ -40,6 +41,9 @@ def checkpointed(**overrides: Any) -> nn.Module:
 MODELS = {
     "opt": partial(HuggingFace, library, name="OPT", **OPT),
     "mixtral": partial(HuggingFace, library, name="Mixtral", **GROUPED, num_local_experts=4, num_experts_per_tok=2),
+    "qwen3_moe": partial(HuggingFace, library, name="Qwen3Moe", **GROUPED, **ROUTED),
+    "olmoe": partial(HuggingFace, library, name="Olmoe", **GROUPED, num_experts=4, num_experts_per_tok=2),
+    "gpt_oss": partial(HuggingFace, library, name="GptOss", **GROUPED, num_local_experts=4, head_dim=8),
     "deepseek": partial(HuggingFace, library, name="DeepseekV3", **LATENT),
     "mamba": partial(HuggingFace, library, name="Mamba", state_size=4),
     "checkpointed": partial(HuggingFace, checkpointed),

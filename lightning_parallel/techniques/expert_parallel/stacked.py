@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -153,8 +154,8 @@ class StackedExperts:
     ) -> Tensor:
         """What own experts make of pairs of a token and an expert; of no pair at all, so that they have gradients."""
         none = len(rows) == 0
-        if none:
-            rows, weights = rows.new_zeros(1, rows.shape[1]), weights.new_zeros(1, 1)
+        if none:  # one of zeros, behind them: backward must reach what this rank sent, too
+            rows, weights = F.pad(rows, (0, 0, 0, 1)), F.pad(weights, (0, 0, 0, 1))
             index = index.new_full((1, 1), self._group.rank() * self._own)
         first = self._group.rank() * self._own
 

@@ -176,8 +176,7 @@ class _Dividing:
                     if parameter is not None and parameter.dim():
                         rows: list[Runs] = [((0, len(parameter)),) if rank == holder else () for rank in range(ranks)]
                         part._parameters[name] = self._part(parameter, ElementsShard(0, rows))
-        share = 1.0 if self._alike is None else 1 / self._alike.count
-        listed = ListedExperts(experts.name, owner, members, skeleton, self._experts, share)
+        listed = ListedExperts(experts.name, owner, members, skeleton, self._experts, self._alike)
         redirect_forward(owner, listed.wrap)
 
     def _part(self, parameter: nn.Parameter, placement: Placement) -> nn.Parameter:

@@ -34,10 +34,10 @@ class ShardedBackward:
         states = list(_states(root))
         self._state = states[0]
         self._root_groups = [group for each in (root, *root.shells) for group in _groups(each._get_fsdp_state())]
-        self._scales = {
-            id(group): scale for module, scale in root.scales.items() for group in _groups(module._get_fsdp_state())
+        self._kinds = {
+            id(group): kind for module, kind in root.fewer.items() for group in _groups(module._get_fsdp_state())
         }
-        self._parameters = [p for state in states for group in _groups(state) for p in group.fsdp_params]
+        self._by_group = [(group, list(group.fsdp_params)) for state in states for group in _groups(state)]
         self._attended: dict[Tensor, RemovableHandle] = {}
         self._used: set[Any] = set()
         self._filled: dict[Any, Tensor | None] = {}
@@ -63,7 +63,7 @@ class ShardedBackward:
 
     def casts(self) -> Iterator[tuple[Tensor, torch.dtype, torch.dtype]]:
         """The sharded parameters that a module cast while they were whole, from what and to what."""
-        for p in self._parameters:
+        for p in (p for _, parameters in self._by_group for p in parameters):
             if _is_known(p) and p.unsharded_param.dtype != p.sharded_param.dtype:
                 yield p.sharded_param, p.sharded_param.dtype, p.unsharded_param.dtype
 
@@ -89,9 +89,9 @@ class ShardedBackward:
                 if p not in used:
                     self._filled.setdefault(p, p.sharded_param.grad)
                     p.unsharded_param.grad = torch.zeros_like(p.unsharded_param)
-        if (scale := self._scales.get(id(group))) is not None:
+        if (kind := self._kinds.get(id(group))) is not None:
             for p in used:
-                local(p.unsharded_param.grad).mul_(scale)
+                local(p.unsharded_param.grad).mul_(kind.scale)
         reduce()
 
     def _finish(self, finish: Callable[[], None]) -> None:
@@ -104,16 +104,26 @@ class ShardedBackward:
 
     def _forget_unused(self) -> None:
         """A parameter that no rank used keeps the gradient it had, mostly none, or weight decay would move it."""
-        used = torch.tensor([p in self._used for p in self._parameters], dtype=torch.float32)
-        used = used.to(self._parameters[0].sharded_param.device_mesh.device_type if self._parameters else "cpu")
-        all_reduce(used, self._ranks).wait()
-        if self._filled:
-            somewhere = {p for p, ranks in zip(self._parameters, used.tolist(), strict=True) if ranks > 0}
-            for p, before in self._filled.items():
-                if p not in somewhere:
-                    p.sharded_param.grad = before
+        shared: dict[Any, list[Any]] = {None: []}
+        for group, parameters in self._by_group:
+            shared.setdefault(self._kinds.get(id(group)), []).extend(parameters)
+        somewhere: set[Any] = set()
+        for kind, parameters in shared.items():
+            ranks = [self._ranks] if kind is None else [kind.mesh.get_group(dim) for dim in range(kind.mesh.ndim)]
+            somewhere |= self._used_by_some(parameters, ranks)
+        for p, before in self._filled.items():
+            if p not in somewhere:
+                p.sharded_param.grad = before
         self._used.clear()
         self._filled.clear()
+
+    def _used_by_some(self, parameters: list[Any], ranks: list[dist.ProcessGroup]) -> set[Any]:
+        """Those of some parameters that one of the ranks that share them used; each group of ranks is asked in turn."""
+        used = torch.tensor([p in self._used for p in parameters], dtype=torch.float32)
+        used = used.to(parameters[0].sharded_param.device_mesh.device_type if parameters else "cpu")
+        for group in ranks:
+            all_reduce(used, group).wait()
+        return {p for p, count in zip(parameters, used.tolist(), strict=True) if count > 0}
 
 
 def _states(root: nn.Module) -> Iterator[Any]:

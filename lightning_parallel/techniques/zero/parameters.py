@@ -71,8 +71,8 @@ class Root(nn.Module):
         super().__init__()
         self.model = model
         self.units, self.shells = nn.ModuleList(), nn.ModuleList()
-        self.scales: dict[nn.Module, float] = {}
-        """By what gradients of modules are multiplied before they are summed, where `fully_shard` cannot know it."""
+        self.fewer: dict[nn.Module, Kind] = {}
+        """The modules whose parameters fewer ranks share than the root's."""
         self.running = False
         self.in_backward = False
         self.before_forward_of: Callable[[nn.Module], None] = _nothing
@@ -140,7 +140,7 @@ def shard_parameters(model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan, o
     return root
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Kind:
     """Parameters that the same ranks share.
 
@@ -175,7 +175,7 @@ class Kind:
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # what divides within a sum, NCCL alone has
         if self.scale is not None:
-            root.scales.update(dict.fromkeys(mine, self.scale))
+            root.fewer.update(dict.fromkeys(mine, self))
 
     def _has_some(self, module: nn.Module) -> bool:
         return any(parameter in self.parameters for parameter in module.parameters())

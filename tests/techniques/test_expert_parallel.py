@@ -1,0 +1,77 @@
+"""Expert parallel trains as one process does."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+
+from lightning_parallel import (
+    ActivationCheckpoint,
+    Compile,
+    ContextParallel,
+    DataParallel,
+    ExpertParallel,
+    ExpertParallelStrategy,
+    PipelineParallel,
+    TensorParallel,
+    Zero,
+)
+from tests.techniques.tensor_layouts import check, hybrid
+from tests.tiers import covering
+
+PP2 = PipelineParallel(2, microbatches=2)
+EP2 = ExpertParallel(2)
+LAYOUTS = {
+    "ep2": (2, partial(ExpertParallelStrategy, 2), 2),
+    "ep2, each pair sent": (2, partial(ExpertParallelStrategy, 2, send_once=False), 2),
+    "ep4": (4, partial(ExpertParallelStrategy, 4), 4),
+    "ep2 in dp4": (4, hybrid(DataParallel(4), EP2), 4),
+    "zero1": (2, hybrid(Zero(2, stage=1), EP2), 2),
+    "zero2, two copies": (4, hybrid(Zero(4, stage=2), EP2), 4),
+    "zero3": (2, hybrid(Zero(2), EP2), 2),
+    "zero3, two copies": (4, hybrid(Zero(4), EP2), 4),
+    "hsdp": (4, hybrid(Zero(2, replicate=2), EP2), 4),
+    "hsdp, ep4": (4, hybrid(Zero(2, replicate=2), ExpertParallel(4)), 4),
+    "hsdp1": (4, hybrid(Zero(2, stage=1, replicate=2), EP2), 4),
+    "tp2": (4, hybrid(DataParallel(2), TensorParallel(2), EP2), 2),
+    "tp2, whole sequence": (4, hybrid(DataParallel(2), TensorParallel(2, sequence_parallel=False), EP2), 2),
+    "pp2": (4, hybrid(DataParallel(2), PP2, EP2), 2),
+    "pp2 x zero3": (4, hybrid(Zero(2), PP2, EP2), 2),
+    "cp2": (4, hybrid(DataParallel(2), ContextParallel(2), EP2), 2),
+    "over cp2": (2, hybrid(Zero(1), ContextParallel(2), EP2), 1),
+    "ep4 over dp2 x cp2": (4, hybrid(Zero(2), ContextParallel(2), ExpertParallel(4)), 2),
+    "tp2 x pp2": (8, hybrid(DataParallel(2), PP2, TensorParallel(2), EP2), 2),
+    "recomputed": (2, hybrid(Zero(2), ActivationCheckpoint(), EP2), 2),
+    "compiled": (2, hybrid(DataParallel(2), Compile(backend="aot_eager"), EP2), 2),
+}
+SMALL: dict[str, Any] = {"num_hidden_layers": 2, "experts_implementation": "eager"}
+COLUMNS = {
+    "mixtral": SMALL,
+    "qwen3_moe": SMALL,
+    "olmoe": SMALL,
+    "deepseek": SMALL,
+    "gpt_oss": SMALL,
+    "looped_experts": {},
+    "banked_experts": {},
+}
+
+
+@covering(keep=10, layout=LAYOUTS, column=COLUMNS)
+def test_trains_as_one_process_does(layout: str, column: str) -> None:
+    exact = column.endswith("_experts")  # the others compute losses in single precision, whatever comes in
+    check(
+        column, *LAYOUTS[layout], max_epochs=1, precision="64-true", rtol=1e-9 if exact else 1e-6, model=COLUMNS[column]
+    )
+
+
+@covering(keep=3, layout=("ep2", "zero3", "tp2", "cp2"), column=("soft_experts", "mixing_experts", "dense_experts"))
+def test_calls_of_other_forms(layout: str, column: str) -> None:
+    check(column, *LAYOUTS[layout], max_epochs=1, precision="64-true", rtol=1e-9)
+
+
+@pytest.mark.parametrize("data", [{"samples": 33}, {"samples": 9, "length": 2}])
+def test_uneven_batches_and_ranks_without_tokens_of_their_own(data: dict[str, int]) -> None:
+    for column in ("mixtral", "looped_experts"):
+        check(column, *LAYOUTS["ep4"], max_epochs=1, data=data, model=COLUMNS[column], accumulate_grad_batches=1)
