@@ -30,6 +30,11 @@ def entered(x: Tensor, ranks: Ranks) -> Tensor:
     return _apply(_Enter, x, ranks)
 
 
+def counted(x: Tensor, factor: float) -> Tensor:
+    """The tensor itself, whose gradient counts `factor` times."""
+    return _apply(_Count, x, factor)
+
+
 def reduced_later(x: Tensor, ranks: Ranks, factor: float = 1) -> Tensor:
     """A parameter that each rank uses for its own elements; its gradient is reduced over the ranks when a step ends.
 
