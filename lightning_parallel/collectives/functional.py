@@ -60,6 +60,22 @@ def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Pendi
     return Pending(_all_gather(output.view(-1), shard.view(-1), group=group, async_op=True))
 
 
+def gathers_rows(elements: int, chunk: int, group: dist.ProcessGroup) -> bool:
+    """Whether `all_gather_rows` can: most backends have no gather of parts that differ in size."""
+    return uses_exchange(group) or elements == chunk * group.size()
+
+
+def all_gather_rows(flat: Tensor, chunk: int, group: dist.ProcessGroup) -> Pending:
+    """Starts to fill a flat tensor, of which rank k has the elements [k chunk, (k + 1) chunk), where it lies."""
+    if not uses_exchange(group):
+        own = flat[group.rank() * chunk : (group.rank() + 1) * chunk]
+        return Pending(_all_gather(flat, own, group=group, async_op=True))
+    parts = {rank: flat[rank * chunk : (rank + 1) * chunk] for rank in range(group.size()) if rank * chunk < len(flat)}
+    own_part = parts.pop(group.rank(), None)
+    sent = {} if own_part is None else dict.fromkeys(_peers(group), own_part)
+    return Pending(_SendsAndReceives(sent, parts, group))
+
+
 def reduce_scatter(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> Pending:
     """Starts to sum `tensor` (size n x output) over the group and to leave this rank's part in `output`.
 
@@ -153,14 +169,17 @@ def exchange(sent: Mapping[int, Tensor], received: Mapping[int, Tensor], group: 
         return Pending(_SendsAndReceives(sent, received, group))
     receives = [dist.P2POp(dist.irecv, tensor, group=group, group_peer=rank) for rank, tensor in received.items()]
     sends = [dist.P2POp(dist.isend, tensor, group=group, group_peer=rank) for rank, tensor in sent.items()]
-    return Pending(_All(dist.batch_isend_irecv(receives + sends)))
+    return Pending(All(dist.batch_isend_irecv(receives + sends)))
 
 
-class _All:
+class All:
+    """Several things under way."""
+
     def __init__(self, works: Sequence[Waitable]) -> None:
         self._works = works
 
     def wait(self) -> None:
+        """Returns when all are over."""
         for work in self._works:
             work.wait()
 

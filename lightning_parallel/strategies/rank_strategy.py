@@ -329,10 +329,9 @@ def world_group() -> dist.ProcessGroup:
 
 
 def _host_group(timeout: timedelta | None) -> dist.ProcessGroup:
-    """All ranks, for small messages that must not wait for a device."""
-    if any(device.type == "cpu" for device in world_group()._device_types):
-        return world_group()
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+    """All ranks, for small messages that must wait neither for a device nor behind large messages."""
+    backends = dict(part.split(":") for part in dist.get_backend_config().split(","))
+    group: dist.ProcessGroup = dist.new_group(backend=backends.get("cpu", "gloo"), timeout=timeout)
     return group
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.techniques.step import Run, Step, WrappedStep
+from lightning_parallel.techniques.zero.arrivals import plainly
 
 T = TypeVar("T")
 
@@ -47,7 +48,7 @@ class UncastStep(WrappedStep):
 
     def __init__(self, inner: Step, model: nn.Module) -> None:
         super().__init__(inner)
-        self._model = model
+        self._model, self._parameters = model, list(model.parameters())
 
     def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
         """See `Step.forward`.
@@ -55,7 +56,13 @@ class UncastStep(WrappedStep):
         Raises:
             TypeError: names a parameter that was cast.
         """
-        before = [(parameter, parameter.dtype) for parameter in self._model.parameters()]
+        before = self._dtypes()
         output = self.inner.forward(run, *args, **kwargs)
-        refuse_casts(self._model, ((p, dtype, p.dtype) for p, dtype in before if p.dtype != dtype))
+        if (after := self._dtypes()) != before:
+            changes = zip(self._parameters, before, after, strict=True)
+            refuse_casts(self._model, (change for change in changes if change[1] != change[2]))
         return output
+
+    def _dtypes(self) -> list[torch.dtype]:
+        with plainly():
+            return [parameter.dtype for parameter in self._parameters]

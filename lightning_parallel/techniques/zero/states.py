@@ -1,28 +1,35 @@
 """ZeRO stages 1 and 2: whole parameters, sharded gradients and optimizer states.
 
 Every rank keeps the same rows of every parameter: those that `Shard(0)` of a DTensor gives it. Gradients are
-reduce-scattered to those rows, an optimizer steps them in place, and the rows are gathered back into the parameters.
+reduce-scattered to those rows, an optimizer steps them in place, and the rows are gathered back into the parameters,
+behind the forward that follows.
 Source: S. Rajbhandari et al., ZeRO, SC 2020.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from math import ceil
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from lightning_parallel.collectives.functional import Pending, all_gather, all_reduce, reduce_scatter
+from lightning_parallel.collectives.functional import Pending, all_reduce, reduce_scatter
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.techniques.gradients.buckets import Bucket, BucketedStep, has_shard
-from lightning_parallel.techniques.step import Step
+from lightning_parallel.techniques.step import Run, Step
 from lightning_parallel.techniques.tools.holders import Holders
-from lightning_parallel.techniques.tools.shards import divided_again, local
+from lightning_parallel.techniques.tools.shards import local
+from lightning_parallel.techniques.zero.arrivals import Arrival, Arrivals, refuse_unwatched_use
+from lightning_parallel.techniques.zero.compilers import Compilers
+from lightning_parallel.techniques.zero.rows import RowShard, gather
 
 BUCKET_BYTES = 25 * 2**20
+
+BESIDE_BYTES = 2 * BUCKET_BYTES
+"""How much of small parameters may be under way at once: their messages lie beside them."""
+
+T = TypeVar("T")
 
 
 class ShardedStatesStep(BucketedStep):
@@ -34,13 +41,22 @@ class ShardedStatesStep(BucketedStep):
         mesh: its `fsdp` view holds the shards, `dp_replicate` the replicas of hybrid sharding.
         stage: 1 keeps whole gradients while they accumulate, 2 reduces every backward pass and keeps shards.
         offload: keeps the shards that the optimizer steps, and so its states, in host memory.
+        blocks: modules before whose forward their own parameters are waited for.
     """
 
     buckets: list[ScatterBucket]  # type: ignore[assignment]
 
     def __init__(
-        self, inner: Step, parameters: Sequence[nn.Parameter], mesh: ParallelMesh, stage: int, offload: bool
+        self,
+        inner: Step,
+        parameters: Sequence[nn.Parameter],
+        mesh: ParallelMesh,
+        stage: int,
+        offload: bool,
+        blocks: Iterable[nn.Module] = (),
     ) -> None:
+        self._arrivals = Arrivals(blocks)
+        self._compilers = Compilers(parameters, self._arrivals.before_compiling)
         self._place: dict[nn.Parameter, tuple[ScatterBucket, int]] = {}
         self._offload, self._stage = offload, stage
         super().__init__(inner, parameters, mesh, self._make_bucket, BUCKET_BYTES, accumulates_locally=stage == 1)
@@ -57,83 +73,39 @@ class ShardedStatesStep(BucketedStep):
         """See `Step.accumulated`."""
         return self.stored(parameter) if self._stage == 2 else self.inner.accumulated(parameter)
 
+    def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
+        """See `Step.forward`."""
+        with self._arrivals.forward():
+            return self.inner.forward(run, *args, **kwargs)
+
+    def backward(self, run: Callable[[], None]) -> None:
+        """See `Step.backward`."""
+        unread = self._arrivals.before_backward()
+        super().backward(run)
+        if unread and (self.synced or self._stage == 2):
+            refuse_unwatched_use([p for p in unread if self._has_new_gradient(*self._place[p])])
+
+    def _has_new_gradient(self, bucket: ScatterBucket, index: int) -> bool:
+        return bucket.active and index not in bucket.missing
+
     def after_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Gathers the stepped rows of all ranks into the whole parameters, the next bucket while one is unpacked."""
+        """Starts to gather the stepped rows of all ranks into the whole parameters, in the order of the forward."""
         stepped = {id(self._place[parameter][0]) for parameter in parameters if parameter in self._place}
-        unpack: Callable[[], None] | None = None
-        for bucket in self.buckets:
-            if id(bucket) not in stepped:
-                continue
-            following = bucket.gather_parameters()
-            if unpack is not None:
-                unpack()
-            unpack = following
-        if unpack is not None:
-            unpack()
+        buckets = [bucket for bucket in reversed(self.buckets) if id(bucket) in stepped]
+        self._arrivals.start([bucket.gather_parameters for bucket in buckets], BESIDE_BYTES)
         self.inner.after_optimizer_step(parameters)
+
+    def close(self) -> None:
+        """See `Step.close`. The parameters are whole."""
+        self._compilers.close()
+        self._arrivals.close()
+        super().close()
 
     def _make_bucket(self, parameters: Sequence[nn.Parameter], holders: Holders) -> Bucket:
         bucket = ScatterBucket(parameters, holders, self._offload)
         for index, parameter in enumerate(parameters):
             self._place[parameter] = (bucket, index)
         return bucket
-
-
-class RowShard:
-    """The rows of one parameter that one rank of a mesh keeps.
-
-    In flat memory rank k's rows are the elements [k c, (k + 1) c), where c holds ceil(rows / ranks) rows; the last
-    ranks may have fewer, or none.
-    """
-
-    def __init__(self, parameter: nn.Parameter, mesh: DeviceMesh, offload: bool) -> None:
-        self.parameter, self.mesh, self.offload = parameter, mesh, offload
-        kept = local(parameter.detach())
-        self.shape, self.row = kept.shape, kept.numel() // kept.shape[0]
-        self.chunk = ceil(kept.shape[0] / mesh.size()) * self.row
-        self.start = min(mesh.get_local_rank() * self.chunk, kept.numel())
-        self.stop = min(self.start + self.chunk, kept.numel())
-        self._stored: DTensor | None = None
-        self._address = 0
-
-    @property
-    def numel(self) -> int:
-        """The number of elements that this rank keeps."""
-        return self.stop - self.start
-
-    def as_dtensor(self, flat: Tensor) -> DTensor:
-        """A flat piece of this rank's elements, as the sharded form of a tensor with the parameter's shape."""
-        rows = flat.view(self.numel // self.row, *self.shape[1:])
-        return divided_again(rows, self.mesh, self.parameter)
-
-    def stored(self) -> DTensor:
-        """This rank's rows in the parameter's own memory, or their copy on the host."""
-        kept = local(self.parameter.detach())
-        address = kept.data_ptr()
-        if self._stored is None or (address != self._address and not self.offload):
-            self._address = address  # a new one where the module's memory was replaced, as `module.to` does
-            current = kept.view(-1)[self.start : self.stop]
-            self._stored = self.as_dtensor(current.cpu() if self.offload else current)
-        return self._stored
-
-    def copy_whole(self, source: Tensor, chunks: Tensor, scale: float) -> None:
-        """Lays the whole tensor out as the chunks of all ranks, (ranks, chunk), the last ones padded with zeros."""
-        flat = source.reshape(-1)
-        full = flat.numel() // self.chunk
-        torch.mul(flat[: full * self.chunk].view(full, self.chunk), scale, out=chunks[:full])
-        if full < chunks.shape[0]:
-            rest = flat[full * self.chunk :]
-            chunks[full:].zero_()
-            chunks[full, : rest.numel()] = rest * scale
-
-    def assembled_from(self, chunks: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """The copies, (target, source), that fill the parameter from the chunks of all ranks."""
-        flat = local(self.parameter.detach()).view(-1)
-        full = flat.numel() // self.chunk
-        if full == len(chunks):
-            return [(flat.view(full, self.chunk), chunks)]
-        whole, rest = flat[: full * self.chunk], flat[full * self.chunk :]
-        return [(whole.view(full, self.chunk), chunks[:full]), (rest, chunks[full, : rest.numel()])]
 
 
 class ScatterBucket(Bucket):
@@ -251,21 +223,7 @@ class ScatterBucket(Bucket):
                 self._kept[slot].zero_()
         self._received = self._kept.add_(self._received)
 
-    # ---------------------------------------------------------------- parameters
-
-    def gather_parameters(self) -> Callable[[], None]:
-        """Starts to gather what all ranks stored; the function returned waits and fills the parameters."""
-        whole = self._kept.new_empty(self._ranks, self._flags.start)
-        own = whole[self.shards[0].mesh.get_local_rank()]
-        chunks = [shard.chunk for shard in self.shards]
-        kept = [shard.stored().to_local().view(-1) for shard in self.shards]
-        torch._foreach_copy_([s[: k.numel()] for s, k in zip(torch.split(own, chunks), kept, strict=True)], kept)
-        pending = all_gather(whole, own, self._shard_group)
-
-        def unpack() -> None:
-            pending.wait()
-            columns = zip(self.shards, torch.split(whole, chunks, dim=1), strict=True)
-            copies = [copy for shard, column in columns for copy in shard.assembled_from(column)]
-            torch._foreach_copy_([target for target, _ in copies], [source for _, source in copies])
-
-        return unpack
+    def gather_parameters(self) -> Arrival:
+        """Starts to gather what all ranks stored into the parameters."""
+        exposed = any(shard.is_exposed for shard in self.shards)
+        return Arrival(self.parameters, *gather(self.shards, self._shard_group), exposed)

@@ -63,7 +63,7 @@ class Zero(Technique):
         """Stage 3 shards the parameters; its model is the root through which steps run."""
         if self.stage == 3:
             return ShardedParameters(shard_parameters(model, ground.mesh, ground.plan, self.offload), ground.mesh)
-        return ShardedStates(model, ground.mesh, self)
+        return ShardedStates(model, ground, self)
 
 
 @dataclass(eq=False)
@@ -83,13 +83,18 @@ class ShardedParameters(Division):
 class ShardedStates(Division):
     """A model of whose gradients and optimizer states each rank keeps shards."""
 
-    mesh: ParallelMesh
+    ground: Ground
     technique: Zero
 
     def step(self, step: Step) -> Step:
         """Adds the reduction of gradients to shards, and of those without rows to share to all."""
-        parameters = list(self.model.parameters())
+        parameters, mesh = list(self.model.parameters()), self.ground.mesh
         step = UncastStep(step, self.model)
-        step = average_gradients(step, [p for p in parameters if has_no_rows(p)], self.mesh)
+        step = average_gradients(step, [p for p in parameters if has_no_rows(p)], mesh)
         rows = [p for p in parameters if not has_no_rows(p)]
-        return ShardedStatesStep(step, rows, self.mesh, self.technique.stage, self.technique.offload)
+        return ShardedStatesStep(step, rows, mesh, self.technique.stage, self.technique.offload, self._blocks())
+
+    def _blocks(self) -> list[nn.Module]:
+        """Modules that wait for their own parameters; a pipeline enters its blocks many times in a step."""
+        pipeline = self.ground.mesh.sizes["pp"] > 1
+        return [] if pipeline else list(self.ground.plan.find_blocks(self.model).values())

@@ -1,0 +1,242 @@
+"""Rows that arrive behind the next forward: whoever looks at a parameter sees it whole, however slow the others are."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack, to_dlpack
+
+from lightning_parallel.mesh import ParallelMesh, resolve_sizes
+from lightning_parallel.techniques.step import Run, Step
+from lightning_parallel.techniques.zero import Zero
+from lightning_parallel.techniques.zero.arrivals import Arriving
+from lightning_parallel.techniques.zero.states import ShardedStatesStep
+from tests.ranks import ranks
+
+LATE = 0.05
+ROWS = 5  # three of rank 0, two of rank 1
+LARGE = 100_000  # columns of a parameter that is gathered where it lies
+
+
+class Net(nn.Module):
+    def __init__(self, columns: int = 4) -> None:
+        super().__init__()
+        self.inside, self.outside = (nn.Parameter(torch.zeros(ROWS, columns)) for _ in range(2))
+        self.blocks = nn.ModuleList([Block(self.inside)])
+
+    def forward(self, scale: Tensor) -> Tensor:
+        return (self.blocks[0]() + self.outside).mean() * scale
+
+
+class Block(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self) -> Tensor:
+        return self.weight * 1
+
+
+class Sharded:
+    """A net of two parameters, of each of which two ranks keep rows."""
+
+    def __init__(self, net: Net) -> None:
+        self.net, self.parameters, self.value = net, [net.inside, net.outside], 0.0
+        mesh = ParallelMesh(resolve_sizes([Zero(2, stage=2).claim], 2), "cpu")
+        self.step = ShardedStatesStep(Step(), self.parameters, mesh, 2, False, net.blocks)
+
+    def train(self, forward: Callable[..., Tensor] | None = None) -> None:
+        """A batch, after which the optimizer adds one to every element; rank 1 is late."""
+        loss = self.step.forward(Run(forward or self.net), torch.ones(()))
+        self.step.backward(loss.backward)
+        self.add_one()
+
+    def add_one(self) -> None:
+        for parameter in self.parameters:
+            self.step.stored(parameter).to_local().add_(1.0)
+        if dist.get_rank() == 1:
+            time.sleep(LATE)
+        self.step.after_optimizer_step(self.parameters)
+        self.value += 1.0
+
+    @property
+    def waiting(self) -> list[bool]:
+        return [type(parameter) is Arriving for parameter in self.parameters]
+
+
+@contextmanager
+def sharded(columns: int = 4, steps: int = 2) -> Iterator[Sharded]:
+    """After two steps rows are on their way: the first one was watched."""
+    made = Sharded(Net(columns))
+    for _ in range(steps):
+        made.train()
+    try:
+        yield made
+    finally:
+        made.step.close()
+        assert made.waiting == [False, False]
+
+
+def in_forked_process(parameter: nn.Parameter) -> Tensor:
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writing, pickle.dumps(parameter.tolist()))
+        os._exit(0)
+    os.waitpid(child, 0)
+    return torch.tensor(pickle.loads(os.read(reading, 100_000)))
+
+
+def through_transform(parameter: nn.Parameter) -> Tensor:
+    found: list[Tensor] = []
+
+    def function(x: Tensor) -> Tensor:
+        found.append(parameter.detach() + 0)
+        return (x * parameter).sum()
+
+    torch.func.grad(function)(torch.ones(ROWS, 4))
+    return found[0]
+
+
+USES: dict[str, Callable[[nn.Parameter], Tensor]] = {
+    "operation": lambda p: p + 0,
+    "right operand": lambda p: 0 + p,
+    "function": lambda p: F.linear(torch.eye(4), p).T,
+    "data": lambda p: p.data.clone(),
+    "detach": lambda p: p.detach().clone(),
+    "item": lambda p: torch.stack([p[row] for row in range(ROWS)]),
+    "tolist": lambda p: torch.tensor(p.tolist()),
+    "foreach": lambda p: torch._foreach_add([p], 0.0)[0],
+    "operator": lambda p: torch.ops.aten.clone.default(p),
+    "out": lambda p: torch.empty(ROWS, 4).copy_(p),
+    "deepcopy": lambda p: copy.deepcopy(p),
+    "copy": lambda p: copy.copy(p),
+    "pickle": lambda p: pickle.loads(pickle.dumps(p)),
+    "numpy": lambda p: torch.from_numpy(p.detach().numpy()).clone(),
+    "memory": lambda p: torch.tensor(p.untyped_storage().tolist(), dtype=torch.uint8).view(p.dtype).view(ROWS, 4),
+    "other module": lambda p: torch.func.functional_call(nn.Linear(4, ROWS, bias=False), {"weight": p}, torch.eye(4)).T,
+    "transform": through_transform,
+    "autograd": lambda p: torch.autograd.grad((p * p).sum(), p)[0] / 2,
+    "forked process": in_forked_process,
+    "inference": lambda p: torch.inference_mode()(lambda: p.clone())().clone(),
+}
+
+
+@ranks(2)
+def test_every_use_sees_the_values_of_all_ranks() -> None:
+    with sharded() as made:
+        for name, use in USES.items():
+            for parameter in made.parameters:
+                assert made.waiting == [True, True], name
+                seen = use(parameter)
+                assert torch.equal(seen.detach(), torch.full((ROWS, 4), made.value)), name
+                assert made.waiting == [False, False], name
+                assert type(parameter) is nn.Parameter
+                del seen  # it may share memory with the parameter
+                made.add_one()
+
+
+@ranks(2)
+def test_what_is_written_stays() -> None:
+    with sharded() as made:
+        assert made.waiting == [True, True]
+        with torch.no_grad():
+            made.net.inside.mul_(3.0)
+        assert made.net.inside.unique().tolist() == [3 * made.value]
+        made.train()
+        assert made.net.outside.unique().tolist() == [made.value]
+        assert made.net.inside.unique().tolist() == [3 * (made.value - 1) + 1]
+
+
+@ranks(2)
+def test_large_parameters_arrive_where_they_lie() -> None:
+    with sharded(LARGE) as made:
+        assert made.waiting == [True, True]
+        assert made.net.outside.unique().tolist() == [made.value]
+        assert made.net.inside.unique().tolist() == [made.value]
+
+
+class Unseen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        return from_dlpack(to_dlpack(weight)).clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient
+
+
+def unseen(made: Sharded, seen: list[Tensor]) -> Callable[[Tensor], Tensor]:
+    """A step that uses one parameter as a C++ extension would, outside of any block."""
+
+    def forward(scale: Tensor) -> Tensor:
+        seen.append(Unseen.apply(made.net.outside))
+        return (seen[-1] + made.net.blocks[0]()).mean() * scale
+
+    return forward
+
+
+@ranks(2)
+def test_what_python_does_not_see_is_not_deferred() -> None:
+    made, seen = Sharded(Net()), []
+    for _ in range(4):
+        made.train(unseen(made, seen))
+        assert made.waiting == [False, False]  # one message for both
+    assert [value.detach().unique().item() for value in seen] == [0.0, 1.0, 2.0, 3.0]
+    made.step.close()
+
+
+@ranks(2)
+def test_what_python_does_not_see_any_more_is_an_error() -> None:
+    made = Sharded(Net())
+    separate(made)
+    for _ in range(2):
+        made.train()
+    with pytest.raises(RuntimeError, match=r"shapes \(5, 4\) got gradients .* from the first step on"):
+        made.train(unseen(made, []))
+    made.step.close()
+
+
+def separate(made: Sharded) -> None:
+    """Every parameter in a bucket of its own."""
+    made.step.close()
+    made.step = ShardedStatesStep(made.step.inner, [made.net.inside], mesh(), 2, False, made.net.blocks)
+    made.step = ShardedStatesStep(made.step, [made.net.outside], mesh(), 2, False)
+
+
+def mesh() -> ParallelMesh:
+    return ParallelMesh(resolve_sizes([Zero(2, stage=2).claim], 2), "cpu")
+
+
+@ranks(2)
+def test_memory_that_others_use_is_not_deferred() -> None:
+    with sharded() as made:
+        view = made.net.outside.data[1:]
+        made.add_one()
+        assert made.waiting == [False, False]
+        assert view.unique().tolist() == [made.value]
+        del view
+        made.add_one()
+        assert made.waiting == [True, True]
+
+
+@ranks(2)
+def test_what_a_compiler_reads_is_not_deferred_outside_of_blocks() -> None:
+    with sharded() as made:
+        penalty = torch.compile(lambda weight: weight.sum(), backend="eager")
+        for _ in range(3):
+            made.net.outside.grad = None
+            assert penalty(made.net.outside).item() == ROWS * 4 * made.value
+            made.train()
+            assert made.waiting == [False, False]
