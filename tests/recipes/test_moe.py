@@ -366,8 +366,8 @@ def test_a_resumed_run_draws_the_load_of_all_of_it(tmp_path):
 
 
 LAYOUTS = {
-    "dp2": (2, 2, DataParallelStrategy),
     "pp2": (2, 1, PipelineParallelStrategy),
+    "dp2": (2, 2, DataParallelStrategy),
     "zero3": (2, 2, ZeroStrategy),
     "tp2": (2, 1, TensorParallelStrategy),
     "cp2": (2, 1, ContextParallelStrategy),
