@@ -270,9 +270,14 @@ class Routing:
         self.probability = of_samples[..., experts:-3].mean(0)
         self.entropy, self.z, self.dropped = (of_samples[..., place].mean(0) for place in (-3, -2, -1))
 
-    def balance_loss(self) -> Tensor:
+
+class BalanceLoss(nn.Module):
+    """How unequally experts are loaded: no mean over samples, so all of the batch have to come together here."""
+
+    def forward(self, of_samples: Tensor) -> Tensor:
         """Return Σ fraction · probability · E for each layer (L): 1 where experts are equally loaded."""
-        loss: Tensor = (self.fraction * self.probability).sum(1) * self.fraction.shape[1]
+        routing = Routing(of_samples)
+        loss: Tensor = (routing.fraction * routing.probability).sum(1) * routing.fraction.shape[1]
         return loss
 
 
@@ -333,6 +338,7 @@ class MoEModule(GPTModule):
 
     def __init__(self, config: MoEConfig | Mapping[str, Any], **options: Any) -> None:
         super().__init__(config, **options)
+        self.balance_loss = BalanceLoss()
         self.pairs = Pairs(self.config.sparse_layers, self.config.n_experts)
         self.load: Tensor | None = None
         self.fraction: Tensor | None = None  # of the batch that was trained on last, until it is counted
@@ -353,9 +359,10 @@ class MoEModule(GPTModule):
         self.log("router_entropy", routing.entropy.mean())
         self.log("drop_rate", routing.dropped.mean())
         if self.config.balance == "aux":
-            self.log("balance_loss", routing.balance_loss().mean())
+            unequal = self.balance_loss(noted)
+            self.log("balance_loss", unequal.mean())
             # A sum over layers: how strongly a router is balanced does not depend on how many there are.
-            loss = loss + self.config.balance_weight * routing.balance_loss().sum()
+            loss = loss + self.config.balance_weight * unequal.sum()
         return loss + self.config.z_weight * routing.z.sum() if self.config.z_weight else loss
 
     def on_train_batch_start(self, batch: dict[str, Tensor], batch_idx: int) -> None:

@@ -119,7 +119,7 @@ def check_plan(plan: ParallelPlan, model: nn.Module) -> None:
     Raises:
         ValueError: names the pattern, where the plan came from, and the nearest names that exist.
     """
-    for pattern in (*plan.blocks, *plan.styles, *plan.experts):
+    for pattern in (*plan.blocks, *plan.styles, *plan.experts, *plan.whole_batch):
         if not any(True for _ in matching(model, pattern)):
             raise ValueError(_nothing_matches(plan, model, pattern))
 

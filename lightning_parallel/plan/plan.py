@@ -25,6 +25,8 @@ class ParallelPlan:
         sequence_dim: the dimension of the batch's tensors that runs along the sequence.
         positions: the name of the batch's (or the model's) position input, None if the model makes its own.
         experts: patterns of the modules that hold experts.
+        whole_batch: patterns of modules that compare samples with each other, as a contrastive loss or the balance of
+            routers does: they get the samples of all ranks, along the first dimension of their tensors.
         source: where the plan came from, for messages.
         inferred: whether nobody named the blocks, so that others may be taken if these do not run.
 
@@ -37,11 +39,12 @@ class ParallelPlan:
     sequence_dim: int = 1
     positions: str | None = None
     experts: tuple[str, ...] | str = ()
+    whole_batch: tuple[str, ...] | str = ()
     source: str = "the plan given"
     inferred: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("blocks", "experts"):
+        for name in ("blocks", "experts", "whole_batch"):
             object.__setattr__(self, name, _patterns(name, getattr(self, name)))
         if not isinstance(self.styles, Mapping) or not all(isinstance(s, str) for s in self.styles.values()):
             raise ValueError(
@@ -72,6 +75,7 @@ class ParallelPlan:
 
     def __repr__(self) -> str:
         shown = {"blocks": self.blocks, "styles": dict(self.styles), "experts": self.experts}
+        shown["whole_batch"] = self.whole_batch
         return f"ParallelPlan({', '.join(f'{key}={value!r}' for key, value in shown.items() if value)})"
 
 

@@ -132,10 +132,12 @@ class Coming:
     Attributes:
         scale: by what the loss will be multiplied before backward, for steps that compute gradients before that.
         samples: the least number of samples that a rank has which meets this one within the forward; None: nobody does.
+        counts: whether this rank's samples count; one for which none were left has one for the form.
     """
 
     scale: float = 1.0
     samples: int | None = None
+    counts: bool = True
 
 
 class Step:

@@ -14,6 +14,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.strategies.build import materialise
@@ -25,6 +26,7 @@ from lightning_parallel.strategies.model.pipeline_group import PipelineGroup
 from lightning_parallel.strategies.model.sample import take_sample
 from lightning_parallel.strategies.ranks.agreement import described, gather_objects, require_same
 from lightning_parallel.techniques.data_parallel import DataParallel
+from lightning_parallel.techniques.divided.whole_batch import WholeBatch
 from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer
 from lightning_parallel.techniques.step import Run, Step
@@ -68,6 +70,13 @@ class DividedModel:
             division = technique.divide(self.model, ground, seen)
             self.model = division.model
             self._divisions.append(division)
+        self._compare_whole_batches(plan)
+
+    def _compare_whole_batches(self, plan: ParallelPlan) -> None:
+        """Lets functions that compare samples see those of all ranks; a pipeline runs them for each microbatch."""
+        if self.mesh.data.size() > 1 and self.mesh.sizes["pp"] == 1:
+            whole = WholeBatch(self.model, Ranks(self.readers, "batch"), plan)
+            self._divisions += [whole] if whole.acts else []
 
     def _looks(self, techniques: Sequence[Technique], ground: Ground) -> list[Any]:
         """Lets techniques look at the whole model; all ranks raise if one cannot look or they see different things."""

@@ -1,0 +1,134 @@
+"""What compares samples with each other gets the samples of all ranks: balance of routers, contrastive losses.
+
+A loss that is no mean over samples, computed on each rank's part of a batch, is another one than that of the batch. So
+its function is given tensors that look like those of the whole batch, divided along their first dimension, and gives
+all ranks the same. Which functions: modules that a plan names (`ParallelPlan(whole_batch=...)`), and those by which
+Hugging Face's models balance their routers.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from lightning_parallel.collectives.by_elements import entered
+from lightning_parallel.collectives.elements import Ranks
+from lightning_parallel.collectives.functional import parts_of_all
+from lightning_parallel.plan.plan import ParallelPlan, matching
+from lightning_parallel.techniques.divided.functions import functions_get_wholes
+from lightning_parallel.techniques.divided.tensor import Divided, is_divided
+from lightning_parallel.techniques.division import Division
+from lightning_parallel.techniques.step import Coming, Run, Step, WrappedRun, WrappedStep
+from lightning_parallel.techniques.tools.redirect import redirect_forward
+
+T = TypeVar("T")
+
+BALANCING = "load_balancing_loss_func"
+"""The function of Hugging Face's that balances routers, in the file of each model that has it."""
+
+
+class WholeBatch(Division):
+    """A model of which some functions see the samples of all ranks.
+
+    Args:
+        model: the user's module.
+        ranks: that read different samples.
+        plan: names modules.
+    """
+
+    def __init__(self, model: nn.Module, ranks: Ranks, plan: ParallelPlan) -> None:
+        super().__init__(model)
+        self.ranks = ranks
+        self.counts = True
+        """Whether this rank's samples count; where a batch had none left for it, it has one for the form."""
+        modules = {id(module): module for pattern in plan.whole_batch for _, module in matching(model, pattern)}
+        for module in modules.values():
+            redirect_forward(module, self.led)
+        files = {type(module).__module__ for module in model.modules()}
+        self.files = [sys.modules[name] for name in sorted(files) if hasattr(sys.modules.get(name), BALANCING)]
+        self.acts = bool(modules or self.files)
+
+    def run(self, run: Run[T]) -> Run[T]:
+        """Leads the functions of Hugging Face's for the time of the user's step."""
+        return Led(run, self) if self.files else run
+
+    def step(self, step: Step) -> Step:
+        """Notes whether samples count."""
+        return CountedStep(step, self)
+
+    def led(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, on the whole batch."""
+
+        @functools.wraps(function)
+        def on_whole_batch(*args: Any, **kwargs: Any) -> Any:
+            with functions_get_wholes():
+                args, kwargs = self._divided((args, kwargs))
+                return tree_map_only(Tensor, self._own, function(*args, **kwargs))
+
+        return on_whole_batch
+
+    def _divided(self, arguments: Any) -> Any:
+        """The arguments, whose tensors look like those of the whole batch."""
+        leaves, form = tree_flatten(arguments)
+        leaves = [each.whole("the whole batch") if is_divided(each) else each for each in leaves]
+        places = [place for place, each in enumerate(leaves) if isinstance(each, Tensor) and each.dim()]
+        if not places:
+            return arguments
+        own = [len(leaves[place]) * self.counts for place in places]
+        sizes = torch.tensor(own, device=leaves[places[0]].device)
+        for place, each in zip(places, parts_of_all(sizes, self.ranks.group).t().tolist(), strict=True):
+            ends = torch.tensor(each).cumsum(0).tolist()
+            runs = [[(end - size, end)] if size else [] for size, end in zip(each, ends, strict=True)]
+            elements = self.ranks.elements(ends[-1], runs)
+            leaves[place] = Divided(leaves[place][: each[self.ranks.rank]], {0: elements})
+        return tree_unflatten(leaves, form)
+
+    def _own(self, result: Tensor) -> Tensor:
+        """This rank's samples of a result, or what is the same for all, which each rank uses in its own loss."""
+        if not is_divided(result):
+            return entered(result, self.ranks) if result.requires_grad else result
+        return result.own if self.counts else result.own.new_zeros(1, *result.shape[1:])
+
+
+class Led(WrappedRun[T]):
+    """A run in which the functions of Hugging Face's see the whole batch."""
+
+    def __init__(self, inner: Run[T], whole: WholeBatch) -> None:
+        super().__init__(inner)
+        self._whole = whole
+
+    def __call__(self, *args: Any, **kwargs: Any) -> T:
+        """See `Run.__call__`."""
+        with self._led():
+            return self.inner(*args, **kwargs)
+
+    @contextmanager
+    def _led(self) -> Iterator[None]:
+        before = [vars(file)[BALANCING] for file in self._whole.files]
+        for file, function in zip(self._whole.files, before, strict=True):
+            vars(file)[BALANCING] = self._whole.led(function)
+        try:
+            yield
+        finally:
+            for file, function in zip(self._whole.files, before, strict=True):
+                vars(file)[BALANCING] = function
+
+
+class CountedStep(WrappedStep):
+    """A step that says whether this rank's samples count."""
+
+    def __init__(self, inner: Step, whole: WholeBatch) -> None:
+        super().__init__(inner)
+        self._whole = whole
+
+    def expect(self, coming: Coming) -> None:
+        """See `Step.expect`."""
+        self._whole.counts = coming.counts
+        self.inner.expect(coming)
