@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_parallel import ParallelPlan
 from recipes import checks
 from recipes.gpt import GPT, Block, FeedForward, GPTConfig, GPTModule, inputs_of, residual_std
 
@@ -342,6 +343,11 @@ class MoEModule(GPTModule):
         self.pairs = Pairs(self.config.sparse_layers, self.config.n_experts)
         self.load: Tensor | None = None
         self.fraction: Tensor | None = None  # of the batch that was trained on last, until it is counted
+
+    def parallel_plan(self) -> ParallelPlan:
+        """Name the parts that techniques act on."""
+        blocks = "network.blocks.*"
+        return ParallelPlan(blocks=blocks, experts=f"{blocks}.feed_forward.experts", whole_batch="balance_loss")
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Return the logits (B, T, V)."""

@@ -18,7 +18,7 @@ from lightning_parallel import (
 )
 from recipes.callbacks import ExpertLoad
 from recipes.gpt import GPT, GPTConfig
-from recipes.moe import Experts, MoEConfig, MoEGPT, MoEModule, Router, Routing, load_balancing
+from recipes.moe import BalanceLoss, Experts, MoEConfig, MoEGPT, MoEModule, Router, Routing, load_balancing
 from tests.curves import check_parity
 from tests.ranks import ranks
 from tests.recipes.test_train import fit, write_texts
@@ -205,16 +205,17 @@ def test_losses_on_routers_are_those_of_the_papers():
         router.register_forward_hook(
             lambda router, inputs, outputs: seen.append((inputs[0] @ router.weight.T, outputs))
         )
-    routing = Routing(network(ids)[1])
+    noted = network(ids)[1]
+    routing, unequal = Routing(noted), BalanceLoss()(noted)
     assert len(seen) == len(routing.z) == 2
     for layer, (logits, (index, _, _)) in enumerate(seen):
         f = torch.bincount(index.flatten(), minlength=8) / index.numel()
         p = logits.softmax(-1).flatten(0, 1)
-        torch.testing.assert_close(routing.balance_loss()[layer], 8 * (f * p.mean(0)).sum())
+        torch.testing.assert_close(unequal[layer], 8 * (f * p.mean(0)).sum())
         logits = logits.flatten(0, 1)
         torch.testing.assert_close(routing.z[layer], torch.log(logits.exp().sum(-1)).square().mean())
         torch.testing.assert_close(routing.entropy[layer], -(p * p.log()).sum(-1).mean())
-    (routing.balance_loss().sum() + routing.z.sum()).backward()
+    (unequal.sum() + routing.z.sum()).backward()
     assert all(router.weight.grad.any() for router in routers)
 
 

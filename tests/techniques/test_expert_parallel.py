@@ -55,12 +55,20 @@ COLUMNS = {
     "gpt_oss": SMALL,
     "looped_experts": {},
     "banked_experts": {},
+    "routed_mixtral": SMALL,
+    "moe": {},
+    "moe aux": {},
+    "moe bias": {},
 }
 
 
 @covering(keep=10, layout=LAYOUTS, column=COLUMNS)
 def test_trains_as_one_process_does(layout: str, column: str) -> None:
-    exact = column.endswith("_experts")  # the others compute losses in single precision, whatever comes in
+    if "pp2" in layout and column in ("moe aux", "routed_mixtral"):
+        pytest.skip("a pipeline balances each microbatch by itself")
+    exact = column.endswith("_experts") or column.startswith(
+        "moe"
+    )  # the others compute losses in single precision, whatever comes in
     check(
         column, *LAYOUTS[layout], max_epochs=1, precision="64-true", rtol=1e-9 if exact else 1e-6, model=COLUMNS[column]
     )

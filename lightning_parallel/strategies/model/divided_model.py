@@ -75,7 +75,7 @@ class DividedModel:
     def _compare_whole_batches(self, plan: ParallelPlan) -> None:
         """Lets functions that compare samples see those of all ranks; a pipeline runs them for each microbatch."""
         if self.mesh.data.size() > 1 and self.mesh.sizes["pp"] == 1:
-            whole = WholeBatch(self.model, Ranks(self.readers, "batch"), plan)
+            whole = WholeBatch(self.module, Ranks(self.readers, "batch"), plan)
             self._divisions += [whole] if whole.acts else []
 
     def _looks(self, techniques: Sequence[Technique], ground: Ground) -> list[Any]:
