@@ -51,8 +51,8 @@ class WholeBatch(Division):
         modules = {id(module): module for pattern in plan.whole_batch for _, module in matching(model, pattern)}
         for module in modules.values():
             redirect_forward(module, self.led)
-        files = {type(module).__module__ for module in model.modules()}
-        self.files = [sys.modules[name] for name in sorted(files) if hasattr(sys.modules.get(name), BALANCING)]
+        files = [sys.modules[name] for name in sorted({type(module).__module__ for module in model.modules()})]
+        self.files = [file for file in files if BALANCING in vars(file)]
         self.acts = bool(modules or self.files)
 
     def run(self, run: Run[T]) -> Run[T]:
