@@ -7,6 +7,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_parallel.arguments import run_command
 from lightning_parallel.techniques.context_parallel.attention.course import Course, course
 from lightning_parallel.techniques.context_parallel.attention.picture import draw, summary
 
@@ -50,17 +51,17 @@ def report(shown: Course) -> str:
     return "\n".join([f"ring, {shown.name}: {summary(shown)}", "", *table, "", legend, sent])
 
 
+def show(line: argparse.Namespace) -> None:
+    """Prints, and draws, what the command line asks for."""
+    shown = course(line.ranks, line.positions, line.mask, not line.contiguous)
+    print(report(shown))
+    if line.png:
+        draw(shown, line.png)
+
+
 def main(arguments: Sequence[str] | None = None, prog: str = PROGRAM) -> None:
     """Runs the command."""
-    command = parser(prog)
-    line = command.parse_args(arguments)
-    try:
-        shown = course(line.ranks, line.positions, line.mask, not line.contiguous)
-        print(report(shown))
-        if line.png:
-            draw(shown, line.png)
-    except (ValueError, ModuleNotFoundError, OSError) as problem:
-        command.error(str(problem))
+    run_command(parser(prog), arguments, show)
 
 
 if __name__ == "__main__":

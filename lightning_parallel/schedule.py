@@ -7,6 +7,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_parallel.arguments import run_command
 from lightning_parallel.techniques.pipeline_parallel.schedule.picture import draw
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import (
     SCHEDULES,
@@ -105,21 +106,21 @@ def report(timeline: Timeline) -> str:
     )
 
 
+def show(line: argparse.Namespace) -> None:
+    """Prints, writes and draws what the command line asks for."""
+    schedule = schedule_of(line)
+    per_rank = [len(schedule.stages_of(schedule.rank_of(stage))) for stage in range(schedule.stages)]
+    timeline = simulate(schedule, [line.costs / stages for stages in per_rank], line.latency)
+    print(report(timeline))
+    if line.csv:
+        line.csv.write_text(schedule.csv())
+    if line.png:
+        draw(timeline, line.png)
+
+
 def main(arguments: Sequence[str] | None = None, prog: str = PROGRAM) -> None:
     """Runs the command."""
-    command = parser(prog)
-    line = command.parse_args(arguments)
-    try:
-        schedule = schedule_of(line)
-        per_rank = [len(schedule.stages_of(schedule.rank_of(stage))) for stage in range(schedule.stages)]
-        timeline = simulate(schedule, [line.costs / stages for stages in per_rank], line.latency)
-        print(report(timeline))
-        if line.csv:
-            line.csv.write_text(schedule.csv())
-        if line.png:
-            draw(timeline, line.png)
-    except (ValueError, ModuleNotFoundError, OSError) as problem:
-        command.error(str(problem))
+    run_command(parser(prog), arguments, show)
 
 
 if __name__ == "__main__":

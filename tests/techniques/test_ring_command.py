@@ -1,6 +1,5 @@
-"""The command that shows a ring: what it prints, draws and refuses."""
+"""The command that shows a ring: what it prints and draws."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -62,32 +61,3 @@ def test_a_vector_picture_carries_its_words(tmp_path: Path) -> None:
     drawn = (tmp_path / "out.svg").read_text()
     for text in ("ring · causal", "step 1: keys of the rank 1 before", "queries from top to bottom"):
         assert text in drawn
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("", "the following arguments are required: --ranks"),
-        ("--ranks 4 --positions 7", "7 positions are too few for two chunks on each of 4 ranks; give at least 8"),
-        ("--ranks 0", "too few for two chunks on each of 0 ranks"),
-        ("--ranks 2 --mask window", "mask 'window' is none of causal, full, window:N, documents:A,B,..."),
-        ("--ranks 2 --mask window:3,4", "is none of causal"),
-        ("--ranks 2 --mask documents:20,x", "is none of causal"),
-        ("--ranks 2 --mask documents:20,20", "documents of 40 positions do not fill a sequence of 64"),
-        ("--ranks 2 --png out.bmpx", "Format 'bmpx' is not supported"),
-    ],
-)
-def test_what_cannot_be_shown_is_refused(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(line.split())
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_without_matplotlib_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(SystemExit):
-        main(["--ranks", "2", "--png", "out.png"])
-    assert "pip install 'lightning-parallel[recipes]'" in capsys.readouterr().err

@@ -1,6 +1,5 @@
-"""The command that shows a schedule: what it prints, draws, writes and refuses."""
+"""The command that shows a schedule: what it prints, draws and writes."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -62,36 +61,6 @@ def test_a_written_file_is_read_again(tmp_path: Path, capsys: pytest.CaptureFixt
     first = capsys.readouterr().out
     main([f"{tmp_path}/own.csv"])
     assert capsys.readouterr().out.splitlines()[1:] == first.splitlines()[1:]
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("1f1b --microbatches 4", "the size of 1f1b is missing; give --ranks (or --stages) and --microbatches"),
-        ("1f1b --ranks 4", "the size of 1f1b is missing"),
-        ("zbv --stages 5 --microbatches 4", "zbv with 2 stages per rank needs a multiple of 2 stages, 5 is none"),
-        ("1f1b --ranks 2 --stages 4 --microbatches 4", "--stages 4 contradicts 2 ranks with 2 stages"),
-        ("1f1b --ranks 2 --microbatches 4 --costs 1,2", "'1,2' is not three numbers F,I,W, as in 1,1,1"),
-        ("interleaved_1f1b --ranks 4 --microbatches 9", "nearest are 8 and 10"),
-        ("1f1c --ranks 4 --microbatches 9", "did you mean '1f1b'"),
-        ("missing.csv", "there is no file missing.csv"),
-        ("1f1b --ranks 2 --microbatches 2 --png out.bmpx", "Format 'bmpx' is not supported"),
-    ],
-)
-def test_what_cannot_be_shown_is_refused(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(line.split())
-    assert ended.value.code == 2
-    assert message in capsys.readouterr().err
-
-
-def test_without_matplotlib_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(SystemExit):
-        main(["1f1b", "--ranks", "2", "--microbatches", "2", "--png", "out.png"])
-    assert "pip install 'lightning-parallel[recipes]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

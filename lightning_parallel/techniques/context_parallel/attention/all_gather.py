@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from lightning_parallel.collectives.by_elements import gathered, part_of_sum, require_first_order, whole_of
+from lightning_parallel.collectives.by_elements import gathered, part_of_sum, whole_of
 from lightning_parallel.collectives.elements import Elements
 from lightning_parallel.techniques.context_parallel.attention.blocks import Block
-from lightning_parallel.techniques.context_parallel.attention.merged import Backward, Merged, Terms
+from lightning_parallel.techniques.context_parallel.attention.merged import Merged, Terms, backward_of, keep
 
 SEQUENCE = 2
 
@@ -65,20 +65,16 @@ class _AllGather(Function):
     ) -> Tensor:
         merged = Merged(Terms(query, mask, *numbers), value.shape[-1])
         merged.add(block, *_wholes(key, value, elements))
-        out, total = merged.result()
-        ctx.elements, ctx.block, ctx.numbers, ctx.hows = elements, block, numbers, merged.hows
-        ctx.save_for_backward(query, key, value, mask, out, total)
-        return out
+        ctx.elements, ctx.block = elements, block
+        return keep(ctx, merged, key, value, numbers)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        require_first_order()
-        query, key, value, mask, out, total = ctx.saved_tensors
-        backward = Backward(gradient, Terms(query, mask, *ctx.numbers), out, total, ctx.hows)
+        backward, key, value = backward_of(ctx, gradient)
         summands = backward.add(ctx.block, *_wholes(key, value, ctx.elements))
         of_both = part_of_sum(torch.cat(summands, -1).to(key.dtype), SEQUENCE, ctx.elements)
         of_key, of_value = torch.split(of_both, [key.shape[-1], value.shape[-1]], -1)
-        return backward.of_query.to(query.dtype), of_key, of_value, *[None] * (3 + len(ctx.numbers))
+        return backward.of_query.to(backward.terms.query.dtype), of_key, of_value, *[None] * (3 + len(ctx.numbers))
 
 
 def _wholes(key: Tensor, value: Tensor, elements: Elements) -> tuple[Tensor, Tensor]:

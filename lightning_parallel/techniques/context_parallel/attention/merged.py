@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_parallel.collectives.by_elements import require_first_order
 from lightning_parallel.techniques.context_parallel.attention.blocks import Block, Piece, Relation
 from lightning_parallel.techniques.context_parallel.attention.kernels import Given, How, attend, attend_backward
 
@@ -95,6 +96,21 @@ class Backward:
             of_keys[:, :, slice(*piece.keys)] += found[1]
             of_values[:, :, slice(*piece.keys)] += found[2]
         return of_keys, of_values
+
+
+def keep(ctx: Any, merged: Merged, key: Tensor, value: Tensor, numbers: Sequence[Any]) -> Tensor:
+    """Leaves what `backward_of` needs in a function of autograd, and returns its output."""
+    out, total = merged.result()
+    ctx.numbers, ctx.hows = numbers, merged.hows
+    ctx.save_for_backward(merged.terms.query, key, value, merged.terms.mask, out, total)
+    return out
+
+
+def backward_of(ctx: Any, gradient: Tensor) -> tuple[Backward, Tensor, Tensor]:
+    """The backward pass over what `keep` left, and this rank's keys and values."""
+    require_first_order()
+    query, key, value, mask, out, total = ctx.saved_tensors
+    return Backward(gradient, Terms(query, mask, *ctx.numbers), out, total, ctx.hows), key, value
 
 
 def _given_of(piece: Piece, terms: Terms, keys: Tensor, values: Tensor) -> tuple[Given, Tensor | None]:

@@ -17,12 +17,18 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from lightning_parallel.collectives.by_elements import require_first_order
 from lightning_parallel.collectives.circle import Circle
 from lightning_parallel.collectives.functional import Pending
 from lightning_parallel.collectives.spans import Span
 from lightning_parallel.techniques.context_parallel.attention.blocks import Block
-from lightning_parallel.techniques.context_parallel.attention.merged import Backward, Merged, Terms, wide
+from lightning_parallel.techniques.context_parallel.attention.merged import (
+    Backward,
+    Merged,
+    Terms,
+    backward_of,
+    keep,
+    wide,
+)
 from lightning_parallel.techniques.context_parallel.attention.messages import (
     add,
     cut,
@@ -123,21 +129,17 @@ class _Ring(Function):
         merged = Merged(Terms(query, mask, *numbers), value.shape[-1])
         for _, block, keys, values in rounds.run(key, value):
             merged.add(block, keys, values)
-        out, total = merged.result()
-        ctx.rounds, ctx.numbers, ctx.hows = rounds, numbers, merged.hows
-        ctx.save_for_backward(query, key, value, mask, out, total)
-        return out
+        ctx.rounds = rounds
+        return keep(ctx, merged, key, value, numbers)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        require_first_order()
-        query, key, value, mask, out, total = ctx.saved_tensors
-        backward = Backward(gradient, Terms(query, mask, *ctx.numbers), out, total, ctx.hows)
+        backward, key, value = backward_of(ctx, gradient)
         sums = [torch.zeros_like(each, dtype=wide(each.dtype)) for each in (key, value)]
         for each in _returning(ctx.rounds, backward, (key, value), sums):
             each.add_to(sums)
         of_key, of_value = (each.to(key.dtype) for each in sums)
-        return backward.of_query.to(query.dtype), of_key, of_value, *[None] * (2 + len(ctx.numbers))
+        return backward.of_query.to(backward.terms.query.dtype), of_key, of_value, *[None] * (2 + len(ctx.numbers))
 
 
 def _returning(
