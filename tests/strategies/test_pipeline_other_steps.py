@@ -89,6 +89,26 @@ def test_an_evaluation_that_uses_what_its_stage_does_not_have(evaluation: str, w
         run_on_ranks(2, run, evaluation, PP2)
 
 
+class Explains(Steps):
+    """Evaluates how much each feature of its input matters."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        with torch.enable_grad():
+            x = batch[0].clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(self.head(self(x)[1]).sum(), x)
+        self.log("matters", gradient.abs().mean())
+
+
+def explained() -> None:
+    loader = DataLoader(points(8, seed=3), 4)
+    trainer(PP2(), max_epochs=1, inference_mode=False).fit(Explains(""), loader, loader)
+
+
+def test_an_evaluation_that_takes_gradients_through_other_stages() -> None:
+    with pytest.raises(RanksFailed, match="takes gradients to a tensor that another stage .* use ZeroStrategy"):
+        run_on_ranks(2, explained)
+
+
 @pytest.mark.parametrize("evaluation", ["as in training", "logs"])
 def test_as_one_device(evaluation: str) -> None:
     expected, found = on_one_and_two(partial(run, evaluation), PP2)

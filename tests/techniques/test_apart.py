@@ -80,6 +80,21 @@ def test_statistics_of_the_batch(step: Callable[..., Any], said: str, caplog: py
     assert said in caplog.text
 
 
+def test_states_that_every_microbatch_would_change(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model()
+    model.register_buffer("centre", torch.zeros(WIDTH))
+    torch.nn.utils.parametrizations.spectral_norm(model.head)
+
+    def step(x: Tensor) -> Tensor:
+        model.centre.lerp_(x.mean(0), 0.1)
+        return model.head(model.body(x - model.centre)).mean()
+
+    require_apart(model, Sample(step, torch.randn(SAMPLES, WIDTH), HOST), 4, True)
+    assert "buffers that it changes" in caplog.text
+    for name in ("centre", "head.parametrizations.weight.0._u"):
+        assert name in caplog.text
+
+
 @pytest.mark.parametrize(
     "count",
     [

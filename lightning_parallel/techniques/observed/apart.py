@@ -85,11 +85,18 @@ class _Operation:
 class _Look(Watch):
     """All that the step made on some samples, up to the error that ended it, if one did."""
 
+    states: dict[int, str] = field(default_factory=dict)
+    """The names of the model's floating-point buffers, by their memory."""
     all: list[_Operation] = field(default_factory=list)
+    written: set[str] = field(default_factory=set)
+    """Buffers that some operation changed, ..."""
+    used: set[str] = field(default_factory=set)
+    """... and those that another one read."""
     error: Exception | None = None
 
     def made(self, func: Any, args: Any, kwargs: Any, result: Any, inputs: Sequence[Tensor]) -> int:
         """See `Watch.made`; the mark is the operation's number, from 1."""
+        self._note(inputs, result)
         results = list(tensors_of(result))
         along = args[0].shape[-1] if func._opname in PRODUCTS else 0
         floating = bool(results) and results[0].is_floating_point()
@@ -99,6 +106,22 @@ class _Look(Watch):
         shapes = tuple(tuple(each.shape) for each in results)
         self.all.append(_Operation(func._opname, shapes, along, floating, training, read))
         return len(self.all)
+
+    def known(self, inputs: Sequence[Tensor], result: Any, asked: bool) -> None:
+        """See `Watch.known`."""
+        self._note(inputs, result)
+
+    def _note(self, inputs: Sequence[Tensor], result: Any) -> None:
+        made = {id(each) for each in tensors_of(result)}
+        for each in inputs:
+            if (name := self.states.get(memory_of(each))) is not None:
+                (self.written if id(each) in made else self.used).add(name)
+
+
+def memory_of(tensor: Tensor) -> int:
+    """A number for the memory of a tensor, on meta too."""
+    number: int = tensor.untyped_storage()._cdata
+    return number
 
 
 def require_apart(model: nn.Module, sample: Sample, parts: int, complete: bool) -> None:
@@ -127,6 +150,7 @@ def require_apart(model: nn.Module, sample: Sample, parts: int, complete: bool) 
             warn(_unchecked(f"on {2 * half} samples the step does something else than on {half}"))
         return
     _require_no_pairs(once, twice, half)
+    _warn_of_states(once)
     _warn_of_statistics(once, twice, sample)
 
 
@@ -174,6 +198,16 @@ def _require_no_pairs(once: _Look, twice: _Look, half: int) -> None:
             )
 
 
+def _warn_of_states(look: _Look) -> None:
+    changing = sorted(look.written & look.used)
+    if changing:
+        warn(
+            f"The step computes with buffers that it changes, as a spectral norm or a moving average does: "
+            f"{', '.join(changing[:4])}{', …' if len(changing) > 4 else ''}. In a pipeline every microbatch changes "
+            f"them, so the curve is not that of one device; {REMEDY}"
+        )
+
+
 def _warn_of_statistics(once: _Look, twice: _Look, sample: Sample) -> None:
     """Of what is reduced over all samples and then meets each of them, or is multiplied by another such value."""
     reduced: set[int] = set()
@@ -206,7 +240,8 @@ def _warn_of_statistics(once: _Look, twice: _Look, sample: Sample) -> None:
 
 
 def _look(model: nn.Module, sample: Sample, batch: Any) -> _Look:
-    look = _Look()
+    buffers = {memory_of(each): name for name, each in model.named_buffers() if each.is_floating_point()}
+    look = _Look(buffers)
     with torch.no_grad(), tensors_kept(model), ShapesOnly(model.parameters(), sample.device, look):
         try:
             sample.run(batch)

@@ -103,7 +103,7 @@ class PipelineStep(WrappedStep):
         parts, sizes = microbatches.split(batch, count), microbatches.part_sizes(size, count)
         training = torch.is_grad_enabled()
         work = Work(
-            steps=[partial(run, part, *rest, **kwargs) for part in parts],
+            steps=[partial(_named, run, part, *rest, **kwargs) for part in parts],
             handed_on=run.handed_on,
             received=run.received,
             signatures=[(training, *_signature(part)) for part in parts],
@@ -186,6 +186,19 @@ def _parameters(model: nn.Module, made: Cut, schedule: Schedule) -> dict[str, _S
         ranks = tuple(sorted({schedule.rank_of(stage) for stage in stages}))
         found[name] = _StageParameter(model.get_submodule(owner), key, stages, ranks)
     return found
+
+
+def _named(run: Run[T], *args: Any, **kwargs: Any) -> T:
+    """Runs the step; an evaluation was not observed before, and may take gradients that end at another stage."""
+    try:
+        return run(*args, **kwargs)
+    except RuntimeError as error:
+        if "appears to not have been used in the graph" not in str(error):
+            raise
+        raise RuntimeError(
+            "the step takes gradients to a tensor that another stage of the pipeline computes with; take them to what "
+            "the last block returned, or use ZeroStrategy, which divides any model"
+        ) from error
 
 
 def _signature(part: Any) -> tuple[Hashable, ...]:
