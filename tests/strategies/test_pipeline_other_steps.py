@@ -105,7 +105,7 @@ def explained() -> None:
 
 
 def test_an_evaluation_that_takes_gradients_through_other_stages() -> None:
-    with pytest.raises(RanksFailed, match="takes gradients to a tensor that another stage .* use ZeroStrategy"):
+    with pytest.raises(RanksFailed, match=r"takes gradients to a tensor that another stage .* use ZeroStrategy"):
         run_on_ranks(2, explained)
 
 
