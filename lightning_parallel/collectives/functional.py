@@ -60,13 +60,11 @@ def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Pendi
     return Pending(_all_gather(output.view(-1), shard.view(-1), group=group, async_op=True))
 
 
-def gathers_rows(elements: int, chunk: int, group: dist.ProcessGroup) -> bool:
-    """Whether `all_gather_rows` can: most backends have no gather of parts that differ in size."""
-    return uses_exchange(group) or elements == chunk * group.size()
-
-
 def all_gather_rows(flat: Tensor, chunk: int, group: dist.ProcessGroup) -> Pending:
-    """Starts to fill a flat tensor, of which rank k has the elements [k chunk, (k + 1) chunk), where it lies."""
+    """Starts to fill a flat tensor, of which rank k has the elements [k chunk, (k + 1) chunk), where it lies.
+
+    Where ranks do not send to each other (`uses_exchange`), all parts are of the same size.
+    """
     if not uses_exchange(group):
         own = flat[group.rank() * chunk : (group.rank() + 1) * chunk]
         return Pending(_all_gather(flat, own, group=group, async_op=True))

@@ -84,8 +84,9 @@ class StoredOptimizer:
         self._wholes: dict[nn.Parameter, Tensor] = {}
         self._adopted: set[nn.Parameter] = set()
         self._say_what_is_gathered()
-        for parameter in self._parameters():
-            self._adopt(parameter)
+        with torch.no_grad():
+            for parameter in self._parameters():
+                self._adopt(parameter)
         if shards or not self._elementwise:
             optimizer.register_step_pre_hook(self._before_step)
             optimizer.register_step_post_hook(self._after_step)
@@ -180,7 +181,7 @@ class StoredOptimizer:
         state = self.optimizer.state
         if parameter in state and parameter not in self._stepped:
             state[tensor] = state.pop(parameter)
-            if tensor is self._wholes.get(parameter):
+            if self._is_whole(tensor, parameter):
                 _convert(state[tensor], whole_tensor)
         self._stepped[parameter] = tensor
         return tensor
@@ -196,10 +197,13 @@ class StoredOptimizer:
         whole.untyped_storage().resize_(value.untyped_storage().nbytes())
         return whole.copy_(value)
 
+    def _is_whole(self, tensor: Tensor, parameter: nn.Parameter) -> bool:
+        return not self._elementwise and tensor is self._wholes.get(parameter)
+
     def _gradient(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor | None:
         gradient = parameter.grad
         if isinstance(gradient, DTensor):
-            gradient = whole_tensor(gradient) if tensor is self._wholes.get(parameter) else gradient.to_local()
+            gradient = whole_tensor(gradient) if self._is_whole(tensor, parameter) else gradient.to_local()
         return None if gradient is None else gradient.to(tensor.device)
 
     def _store(self, tensor: Tensor, parameter: nn.Parameter) -> None:
@@ -208,7 +212,7 @@ class StoredOptimizer:
         if tensor.grad is None:
             parameter.grad = None  # it is the optimizer that zeroed it
         tensor.grad = None
-        if tensor is self._wholes.get(parameter):
+        if self._is_whole(tensor, parameter):
             stored = self._step.stored(parameter)
             assert isinstance(stored, DTensor)
             stored.to_local().copy_(shard_of(tensor, stored).to_local())
@@ -221,12 +225,11 @@ class StoredOptimizer:
         for parameter, tensor in self._stepped.items():
             if tensor in self.optimizer.state:
                 self.optimizer.state[parameter] = self.optimizer.state.pop(tensor)
-            if tensor is self._wholes.get(parameter):
+            if self._is_whole(tensor, parameter):
                 self._rest(parameter)
                 tensor.untyped_storage().resize_(0)
         self._stepped.clear()
 
-    @torch.no_grad()
     def _adopt(self, parameter: nn.Parameter) -> None:
         """Divides state that was made for a whole parameter: by Adagrad when it was made, or loaded while frozen."""
         if parameter not in self._adopted and isinstance(self._step.stored(parameter), DTensor):

@@ -261,6 +261,7 @@ def _of_elements(
     return mean_over_elements(mean, count, of=args[1])
 
 
+@functools.cache  # made once, and not in every step
 def _watched(loss: Loss, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Tensor:

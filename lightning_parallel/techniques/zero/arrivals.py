@@ -208,7 +208,7 @@ class Arrivals:
         for arrival in started:
             if arrival not in self._pending:
                 arrival.complete()
-            self._new += [parameter for parameter in arrival.parameters if parameter not in self._known]
+                self._new += [parameter for parameter in arrival.parameters if parameter not in self._known]
 
     def _may_wait(self, arrival: Arrival) -> bool:
         safe = self._entered if self._compiles else self._used

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel.collectives.functional import All, Pending, Waitable, all_gather, all_gather_rows, gathers_rows
+from lightning_parallel.collectives.functional import All, Pending, Waitable, all_gather, all_gather_rows, uses_exchange
 from lightning_parallel.techniques.tools.shards import divided_again, local
 
 IN_PLACE_BYTES = 2**20
@@ -32,7 +32,10 @@ class RowShard:
         self.chunk = ceil(kept.shape[0] / mesh.size()) * self.row
         self.start = min(mesh.get_local_rank() * self.chunk, kept.numel())
         self.stop = min(self.start + self.chunk, kept.numel())
+        self._even = kept.numel() == self.chunk * mesh.size()
+        self._large = kept.nbytes >= IN_PLACE_BYTES
         self._stored: DTensor | None = None
+        self._targets: list[Tensor] = []
         self._address = self._own_views = 0
 
     @property
@@ -47,16 +50,19 @@ class RowShard:
 
     def stored(self) -> DTensor:
         """This rank's rows in the parameter's own memory, or their copy on the host."""
-        kept = local(self.parameter.detach())
-        address = kept.data_ptr()
-        if self._stored is None or (address != self._address and not self.offload):
-            self._address = address  # a new one where the module's memory was replaced, as `module.to` does
-            self._stored, before = None, users_of(kept)
-            current = kept.view(-1)[self.start : self.stop]
-            self._stored = self.as_dtensor(current.cpu() if self.offload else current)
-            del current
-            self._own_views = users_of(kept) - before
+        if self._stored is None or (not self.offload and local(self.parameter).data_ptr() != self._address):
+            self._stored, self._targets = None, []  # made anew where the memory was replaced, as `module.to` does
+            before = users_of(self.parameter)
+            self._stored = self._divide(local(self.parameter.detach()))
+            self._own_views = users_of(self.parameter) - before
         return self._stored
+
+    def _divide(self, kept: Tensor) -> DTensor:
+        flat, full = kept.view(-1), kept.numel() // self.chunk
+        current = flat[self.start : self.stop]
+        self._address = kept.data_ptr()
+        self._targets = [flat[: full * self.chunk].view(full, self.chunk), flat[full * self.chunk :]]
+        return self.as_dtensor(current.cpu() if self.offload else current)
 
     @property
     def is_exposed(self) -> bool:
@@ -75,17 +81,14 @@ class RowShard:
 
     def assembled_from(self, chunks: Tensor) -> list[tuple[Tensor, Tensor]]:
         """The copies, (target, source), that fill the parameter from the chunks of all ranks."""
-        flat = local(self.parameter.detach()).view(-1)
-        full = flat.numel() // self.chunk
-        if full == len(chunks):
-            return [(flat.view(full, self.chunk), chunks)]
-        whole, rest = flat[: full * self.chunk], flat[full * self.chunk :]
-        return [(whole.view(full, self.chunk), chunks[:full]), (rest, chunks[full, : rest.numel()])]
+        whole, rest = self._targets
+        if len(whole) == len(chunks):
+            return [(whole, chunks)]
+        return [(whole, chunks[: len(whole)]), (rest, chunks[len(whole), : len(rest)])]
 
-    def lies_in_place(self, group: dist.ProcessGroup) -> bool:
+    def lies_in_place(self, gathers_uneven_rows: bool) -> bool:
         """Whether the rows of all ranks are gathered where they belong, with no message beside the parameter."""
-        kept = local(self.parameter.detach())
-        return kept.nbytes >= IN_PLACE_BYTES and gathers_rows(kept.numel(), self.chunk, group)
+        return self._large and (self._even or gathers_uneven_rows)
 
     def gather_in_place(self, group: dist.ProcessGroup) -> Pending:
         """Starts to gather the rows of all ranks into the parameter's own memory."""
@@ -101,15 +104,16 @@ def gather(shards: Sequence[RowShard], group: dist.ProcessGroup) -> tuple[Waitab
     Returns:
         What is under way, and the bytes of messages that lie beside the parameters.
     """
-    small = [shard for shard in shards if not shard.lies_in_place(group)]
-    pending: list[Waitable] = [shard.gather_in_place(group) for shard in shards if shard not in small]
+    uneven = uses_exchange(group)
+    pending: list[Waitable] = [shard.gather_in_place(group) for shard in shards if shard.lies_in_place(uneven)]
+    small = [shard for shard in shards if not shard.lies_in_place(uneven)]
     if not small:
         return All(pending), 0
     chunks = [shard.chunk for shard in small]
     whole = local(small[0].parameter.detach()).new_empty(group.size(), sum(chunks))
     own = whole[group.rank()]
     kept = [shard.stored().to_local().view(-1) for shard in small]
-    torch._foreach_copy_([s[: k.numel()] for s, k in zip(torch.split(own, chunks), kept, strict=True)], kept)
+    torch._foreach_copy_([slot[: len(rows)] for slot, rows in zip(torch.split(own, chunks), kept, strict=True)], kept)
 
     def unpack() -> None:
         columns = zip(small, torch.split(whole, chunks, dim=1), strict=True)

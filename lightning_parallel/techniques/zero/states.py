@@ -64,10 +64,8 @@ class ShardedStatesStep(BucketedStep):
     def stored(self, parameter: nn.Parameter) -> Tensor:
         """The rows of the parameter that this rank's optimizer steps, as a DTensor."""
         self._adopt_unfrozen()
-        if parameter not in self._place:
-            return self.inner.stored(parameter)
-        bucket, index = self._place[parameter]
-        return bucket.shards[index].stored()
+        place = self._place.get(parameter)
+        return self.inner.stored(parameter) if place is None else place[0].shards[place[1]].stored()
 
     def accumulated(self, parameter: nn.Parameter) -> Tensor:
         """See `Step.accumulated`."""
@@ -90,7 +88,7 @@ class ShardedStatesStep(BucketedStep):
 
     def after_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """Starts to gather the stepped rows of all ranks into the whole parameters, in the order of the forward."""
-        stepped = {id(self._place[parameter][0]) for parameter in parameters if parameter in self._place}
+        stepped = {id(place[0]) for parameter in parameters if (place := self._place.get(parameter))}
         buckets = [bucket for bucket in reversed(self.buckets) if id(bucket) in stepped]
         self._arrivals.start([bucket.gather_parameters for bucket in buckets], BESIDE_BYTES)
         self.inner.after_optimizer_step(parameters)
