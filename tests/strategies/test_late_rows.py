@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback, LearningRateMonitor, ModelChec
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_parallel import Compile, HybridStrategy, Zero, ZeroStrategy
-from lightning_parallel.techniques.zero import arrivals, states
+from lightning_parallel.techniques.zero import arrivals, rows, states
 from tests.benchmarks.delaying import BACKEND, Pace, pretended
 from tests.models import Plain, loaders
 from tests.ranks import on_one, ranks, run_on_ranks
@@ -115,13 +115,13 @@ class Looks(Callback):
 
 @contextmanager
 def rank_1_late() -> Iterator[None]:
-    gather = states.gather
+    start = rows.Gathering.start
 
-    def late(*args: Any) -> Any:
+    def late(gathering: Any) -> Any:
         time.sleep(LATE if dist.get_rank() == 1 else 0.0)
-        return gather(*args)
+        return start(gathering)
 
-    with mock.patch.object(states, "gather", late):
+    with mock.patch.object(rows.Gathering, "start", late):
         yield
 
 

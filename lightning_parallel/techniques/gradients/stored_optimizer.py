@@ -181,7 +181,7 @@ class StoredOptimizer:
         state = self.optimizer.state
         if parameter in state and parameter not in self._stepped:
             state[tensor] = state.pop(parameter)
-            if self._is_whole(tensor, parameter):
+            if tensor is self._wholes.get(parameter):
                 _convert(state[tensor], whole_tensor)
         self._stepped[parameter] = tensor
         return tensor
@@ -197,13 +197,11 @@ class StoredOptimizer:
         whole.untyped_storage().resize_(value.untyped_storage().nbytes())
         return whole.copy_(value)
 
-    def _is_whole(self, tensor: Tensor, parameter: nn.Parameter) -> bool:
-        return not self._elementwise and tensor is self._wholes.get(parameter)
-
     def _gradient(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor | None:
         gradient = parameter.grad
         if isinstance(gradient, DTensor):
-            gradient = whole_tensor(gradient) if self._is_whole(tensor, parameter) else gradient.to_local()
+            whole = not self._elementwise and tensor is self._wholes.get(parameter)
+            gradient = whole_tensor(gradient) if whole else gradient.to_local()
         return None if gradient is None else gradient.to(tensor.device)
 
     def _store(self, tensor: Tensor, parameter: nn.Parameter) -> None:
@@ -212,7 +210,7 @@ class StoredOptimizer:
         if tensor.grad is None:
             parameter.grad = None  # it is the optimizer that zeroed it
         tensor.grad = None
-        if self._is_whole(tensor, parameter):
+        if not self._elementwise and tensor is self._wholes.get(parameter):
             stored = self._step.stored(parameter)
             assert isinstance(stored, DTensor)
             stored.to_local().copy_(shard_of(tensor, stored).to_local())
@@ -225,7 +223,7 @@ class StoredOptimizer:
         for parameter, tensor in self._stepped.items():
             if tensor in self.optimizer.state:
                 self.optimizer.state[parameter] = self.optimizer.state.pop(tensor)
-            if self._is_whole(tensor, parameter):
+            if not self._elementwise and tensor is self._wholes.get(parameter):
                 self._rest(parameter)
                 tensor.untyped_storage().resize_(0)
         self._stepped.clear()

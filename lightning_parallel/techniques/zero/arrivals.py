@@ -83,8 +83,8 @@ def _release(parameter: nn.Parameter) -> None:
 @contextmanager
 def plainly() -> Iterator[None]:
     """Inside, parameters are used as they are at the moment, and no mode or transform of the user's takes part."""
-    ordinary = torch._C.DisableTorchFunctionSubclass(), torch._C._DisableFuncTorch()
-    with ordinary[0], ordinary[1], _disable_current_modes(), torch.no_grad():
+    modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+    with modes, torch._C.DisableTorchFunctionSubclass(), torch._C._DisableFuncTorch(), torch.no_grad():
         yield
 
 

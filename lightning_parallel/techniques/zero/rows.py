@@ -32,9 +32,12 @@ class RowShard:
         self.chunk = ceil(kept.shape[0] / mesh.size()) * self.row
         self.start = min(mesh.get_local_rank() * self.chunk, kept.numel())
         self.stop = min(self.start + self.chunk, kept.numel())
+        self._full = kept.numel() // self.chunk  # ranks whose chunks have no padding
         self._even = kept.numel() == self.chunk * mesh.size()
         self._large = kept.nbytes >= IN_PLACE_BYTES
+        self.chunk_bytes = self.chunk * kept.element_size()
         self._stored: DTensor | None = None
+        self._rows: Tensor | None = None
         self._targets: list[Tensor] = []
         self._address = self._own_views = 0
 
@@ -51,14 +54,27 @@ class RowShard:
     def stored(self) -> DTensor:
         """This rank's rows in the parameter's own memory, or their copy on the host."""
         if self._stored is None or (not self.offload and local(self.parameter).data_ptr() != self._address):
-            self._stored, self._targets = None, []  # made anew where the memory was replaced, as `module.to` does
+            self._stored, self._rows, self._targets = (
+                None,
+                None,
+                [],
+            )  # made anew where the memory was replaced, as `module.to` does
             before = users_of(self.parameter)
             self._stored = self._divide(local(self.parameter.detach()))
             self._own_views = users_of(self.parameter) - before
         return self._stored
 
+    def rows(self) -> Tensor:
+        """What is stored, flat and plain."""
+        stored = self.stored()
+        if self._rows is None:
+            before = users_of(self.parameter)
+            self._rows = stored.to_local().view(-1)
+            self._own_views += users_of(self.parameter) - before
+        return self._rows
+
     def _divide(self, kept: Tensor) -> DTensor:
-        flat, full = kept.view(-1), kept.numel() // self.chunk
+        flat, full = kept.view(-1), self._full
         current = flat[self.start : self.stop]
         self._address = kept.data_ptr()
         self._targets = [flat[: full * self.chunk].view(full, self.chunk), flat[full * self.chunk :]]
@@ -82,9 +98,9 @@ class RowShard:
     def assembled_from(self, chunks: Tensor) -> list[tuple[Tensor, Tensor]]:
         """The copies, (target, source), that fill the parameter from the chunks of all ranks."""
         whole, rest = self._targets
-        if len(whole) == len(chunks):
+        if self._even:
             return [(whole, chunks)]
-        return [(whole, chunks[: len(whole)]), (rest, chunks[len(whole), : len(rest)])]
+        return [(whole, chunks[: self._full]), (rest, chunks[self._full, : rest.shape[0]])]
 
     def lies_in_place(self, gathers_uneven_rows: bool) -> bool:
         """Whether the rows of all ranks are gathered where they belong, with no message beside the parameter."""
@@ -94,33 +110,45 @@ class RowShard:
         """Starts to gather the rows of all ranks into the parameter's own memory."""
         flat = local(self.parameter.detach()).view(-1)
         if self.offload:
-            flat[self.start : self.stop].copy_(self.stored().to_local().view(-1))
+            flat[self.start : self.stop].copy_(self.rows())
         return all_gather_rows(flat, self.chunk, group)
 
 
-def gather(shards: Sequence[RowShard], group: dist.ProcessGroup) -> tuple[Waitable, int]:
-    """Starts to gather what all ranks stored; waiting for it fills the parameters.
+class Gathering:
+    """Gathers what all ranks stored of some parameters into these.
 
-    Returns:
-        What is under way, and the bytes of messages that lie beside the parameters.
+    Args:
+        shards: the parameters.
+        group: the ranks.
     """
-    uneven = uses_exchange(group)
-    pending: list[Waitable] = [shard.gather_in_place(group) for shard in shards if shard.lies_in_place(uneven)]
-    small = [shard for shard in shards if not shard.lies_in_place(uneven)]
-    if not small:
-        return All(pending), 0
-    chunks = [shard.chunk for shard in small]
-    whole = local(small[0].parameter.detach()).new_empty(group.size(), sum(chunks))
-    own = whole[group.rank()]
-    kept = [shard.stored().to_local().view(-1) for shard in small]
-    torch._foreach_copy_([slot[: len(rows)] for slot, rows in zip(torch.split(own, chunks), kept, strict=True)], kept)
 
-    def unpack() -> None:
-        columns = zip(small, torch.split(whole, chunks, dim=1), strict=True)
-        copies = [copy for shard, column in columns for copy in shard.assembled_from(column)]
-        torch._foreach_copy_([target for target, _ in copies], [source for _, source in copies])
+    def __init__(self, shards: Sequence[RowShard], group: dist.ProcessGroup) -> None:
+        uneven = uses_exchange(group)
+        self._group = group
+        self._large = [shard for shard in shards if shard.lies_in_place(uneven)]
+        self._small = [shard for shard in shards if not shard.lies_in_place(uneven)]
+        self._chunks = [shard.chunk for shard in self._small]
+        self.nbytes = sum(shard.chunk_bytes for shard in self._small) * group.size()
+        """Of the message that lies beside the parameters while it is under way."""
 
-    return All([*pending, Pending(all_gather(whole, own, group), unpack)]), whole.nbytes
+    def start(self) -> Waitable:
+        """Waiting for what this returns fills the parameters."""
+        pending: list[Waitable] = [shard.gather_in_place(self._group) for shard in self._large]
+        return All([*pending, self._start_together()]) if self._small else All(pending)
+
+    def _start_together(self) -> Waitable:
+        kept = [shard.rows() for shard in self._small]
+        whole = local(self._small[0].parameter).new_empty(self._group.size(), sum(self._chunks))
+        own = whole[self._group.rank()]
+        slots = zip(self._small, torch.split(own, self._chunks), strict=True)
+        torch._foreach_copy_([slot[: shard.numel] for shard, slot in slots], kept)
+
+        def unpack() -> None:
+            columns = zip(self._small, torch.split(whole, self._chunks, dim=1), strict=True)
+            copies = [copy for shard, column in columns for copy in shard.assembled_from(column)]
+            torch._foreach_copy_([target for target, _ in copies], [source for _, source in copies])
+
+        return Pending(all_gather(whole, own, self._group), unpack)
 
 
 def users_of(tensor: Tensor) -> int:

@@ -22,7 +22,7 @@ from lightning_parallel.techniques.tools.holders import Holders
 from lightning_parallel.techniques.tools.shards import local
 from lightning_parallel.techniques.zero.arrivals import Arrival, Arrivals, refuse_unwatched_use
 from lightning_parallel.techniques.zero.compilers import Compilers
-from lightning_parallel.techniques.zero.rows import RowShard, gather
+from lightning_parallel.techniques.zero.rows import Gathering, RowShard
 
 BUCKET_BYTES = 25 * 2**20
 
@@ -128,6 +128,7 @@ class ScatterBucket(Bucket):
         super().__init__(parameters)
         self.shards = [RowShard(parameter, holders.sharing, offload) for parameter in parameters]
         self._shard_group = holders.sharing.get_group()
+        self._gathering = Gathering(self.shards, self._shard_group)
         self._replica_group = None if holders.replicas is None else holders.replicas.get_group()
         self._ranks, self._scale = holders.sharing.size(), holders.scale
         ends = torch.tensor([shard.chunk for shard in self.shards]).cumsum(0).tolist()
@@ -150,7 +151,8 @@ class ScatterBucket(Bucket):
         super().begin(synced)
         # Views of kept are the gradients that users and optimizers hold: its memory may go and come, it may not move.
         self._kept.untyped_storage().resize_(self._width * self._kept.element_size())
-        self._carried = [i for i, parameter in enumerate(self.parameters) if has_shard(parameter)]
+        held = [i for i, parameter in enumerate(self.parameters) if parameter.grad is not None]
+        self._carried = [i for i in held if has_shard(self.parameters[i])]
         for index in self._carried:
             gradient = self.parameters[index].grad
             if gradient is not None and gradient is not self._gradients[index]:
@@ -224,4 +226,4 @@ class ScatterBucket(Bucket):
     def gather_parameters(self) -> Arrival:
         """Starts to gather what all ranks stored into the parameters."""
         exposed = any(shard.is_exposed for shard in self.shards)
-        return Arrival(self.parameters, *gather(self.shards, self._shard_group), exposed)
+        return Arrival(self.parameters, self._gathering.start(), self._gathering.nbytes, exposed)

@@ -1,0 +1,93 @@
+"""What a strategy does on the host in one step, in counts, which do not depend on the load: messages, and calls.
+
+The model is a chain of linear layers that logs nothing. Calls are those of this package's functions, and of the
+functions of Python that they call.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import lightning_parallel
+from lightning_parallel import DataParallelStrategy, ZeroStrategy
+from tests.benchmarks.delaying import BACKEND, Pace, pretended
+from tests.benchmarks.interleaved import Repeated
+from tests.trainers import trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+PACKAGE = str(Path(lightning_parallel.__file__).parent)
+STEP = 4  # by then everything that happens once has happened
+GROUP = {"process_group_backend": BACKEND}
+
+
+class Chain(LightningModule):
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.network = nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers)))
+
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        return self.network(x).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class Counts(Callback):
+    """Counts in one step, from the start of its batch to that of the next."""
+
+    def __init__(self, pace: Pace) -> None:
+        self.of: Counter[str] = Counter()
+        self._pace, self._before = pace, 0
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == STEP:
+            self._before = self._pace.messages
+            sys.setprofile(self._note)
+        elif batch_idx == STEP + 1:
+            sys.setprofile(None)
+            self.of["messages"] = self._pace.messages - self._before
+
+    def _note(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            self.of["all"] += 1
+            self.of["ours"] += frame.f_code.co_filename.startswith(PACKAGE)
+
+
+def counts(make_strategy: Callable[[], Strategy], layers: int) -> Counter[str]:
+    pace = Pace(alpha=0.0, on=True)
+    found = Counts(pace)
+    with pretended(2, pace):
+        run = {"barebones": True, "log_every_n_steps": None, "max_epochs": 1, "callbacks": [found]}
+        trainer(make_strategy(), 2, **run).fit(Chain(layers), DataLoader(Repeated((8,), 4 * 2 * (STEP + 2)), 4))
+    return found.of
+
+
+# Messages of a step; calls more than with DDP, by four parameters and by each one more, of ours and of all in Python.
+MOST: dict[str, tuple[Callable[[], Strategy], int, int, int]] = {
+    "data parallel": (lambda: DataParallelStrategy(**GROUP), 3, 290, 10),
+    "zero 1": (lambda: ZeroStrategy(stage=1, **GROUP), 4, 580, 39),
+    "zero 2": (lambda: ZeroStrategy(stage=2, **GROUP), 4, 580, 39),
+}
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_messages_and_calls_of_a_step(name: str) -> None:
+    make_strategy, messages, over_ddp, by_parameter = MOST[name]
+    small, large = counts(make_strategy, 2), counts(make_strategy, 12)
+    ddp = counts(lambda: DDPStrategy(**GROUP), 2), counts(lambda: DDPStrategy(**GROUP), 12)
+    assert small["messages"] == large["messages"] == messages
+    assert small["all"] - ddp[0]["all"] <= over_ddp
+    assert (large["all"] - small["all"] - ddp[1]["all"] + ddp[0]["all"]) / 20 <= by_parameter
