@@ -82,11 +82,20 @@ class StackedExperts:
         alike: see `own_tokens`.
         capacity: how many tokens an expert takes.
         once: whether a token goes to a rank once, or once for each expert that it chose there.
+        meanwhile: computes something while what experts made is under way.
     """
 
     def __init__(
-        self, name: str, module: nn.Module, mesh: DeviceMesh, alike: Ranks | None, capacity: Capacity, once: bool
+        self,
+        name: str,
+        module: nn.Module,
+        mesh: DeviceMesh,
+        alike: Ranks | None,
+        capacity: Capacity,
+        once: bool,
+        meanwhile: Callable[[], None],
     ) -> None:
+        self._meanwhile = meanwhile
         self._name, self._module, self._alike, self._once = name, module, alike, once
         self._group, self._capacity = mesh.get_group(), capacity
         self._ranks = Ranks(self._group, "ep")
@@ -146,7 +155,7 @@ class StackedExperts:
             forward, call, rows[pair], chosen[pair, slot, None] + first, arrived[pair, slot, None], tokens.summands
         )
         summed = made.new_zeros(len(rows), made.shape[-1]).index_add_(0, pair, made)
-        result = combine(summed, len(hidden), route)
+        result = combine(summed, len(hidden), route, self._meanwhile)
         return result if self._once else result.view(-1, k, result.shape[-1]).sum(1)
 
     def _computed(

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import reduce
-from typing import ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -24,12 +24,16 @@ from lightning_parallel.collectives.spans import Runs
 from lightning_parallel.mesh import AXES, Axis, ParallelMesh, Size, expert_sizes
 from lightning_parallel.plan.experts import Experts, find_experts
 from lightning_parallel.techniques.division import Division, Ground
+from lightning_parallel.techniques.expert_parallel.ahead import SharedExperts
 from lightning_parallel.techniques.expert_parallel.capacity import Capacity
 from lightning_parallel.techniques.expert_parallel.listed import ListedExperts
 from lightning_parallel.techniques.expert_parallel.stacked import StackedExperts
+from lightning_parallel.techniques.step import Run, Step, WrappedStep
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools.redirect import redirect_forward
 from lightning_parallel.techniques.tools.shards import ElementsShard, parameter_part
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -127,7 +131,32 @@ class ExpertParallel(Technique):
         division = _Dividing(view, mesh, self)
         for each in find_experts(model, ground.plan):
             division.divide(model, each)
-        return Division(model)
+        return DividedExperts(model, division.shared)
+
+
+@dataclass(eq=False)
+class DividedExperts(Division):
+    """A model of whose experts each rank has some."""
+
+    shared: Sequence[SharedExperts]
+
+    def step(self, step: Step) -> Step:
+        """Tells shared experts when a batch begins."""
+        return SharedStep(step, self.shared) if self.shared else step
+
+
+class SharedStep(WrappedStep):
+    """A step that tells shared experts when a batch begins."""
+
+    def __init__(self, inner: Step, shared: Sequence[SharedExperts]) -> None:
+        super().__init__(inner)
+        self._shared = shared
+
+    def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
+        """See `Step.forward`."""
+        for each in self._shared:
+            each.adopt()
+        return self.inner.forward(run, *args, **kwargs)
 
 
 class _Dividing:
@@ -145,23 +174,24 @@ class _Dividing:
         self._copied = [Replicate()] * len(copies)
         self._experts, self._technique = view["ep"], technique
         self._alike = Ranks(mesh["tp"].get_group(), "tp") if mesh.sizes["tp"] > 1 else None
+        self.shared: list[SharedExperts] = []
         self._capacity = Capacity(technique.capacity_factor, mesh.loss.get_group())
 
     def divide(self, model: nn.Module, experts: Experts) -> None:
         """Keeps this rank's experts of one module, and leads calls of them over the ranks."""
         module = model.get_submodule(experts.name)
         if experts.form == "stacked":
-            self._divide_stacked(experts, module)
+            self._divide_stacked(experts, module, model)
         else:
             self._divide_listed(experts, module, model)
 
-    def _divide_stacked(self, experts: Experts, module: nn.Module) -> None:
+    def _divide_stacked(self, experts: Experts, module: nn.Module, model: nn.Module) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.dim() > 1:
                 module._parameters[name] = self._part(parameter, Shard(0))
-        stacked = StackedExperts(
-            experts.name, module, self._experts, self._alike, self._capacity, self._technique.send_once
-        )
+        self.shared.append(shared := SharedExperts(model.get_submodule(experts.name.rpartition(".")[0]), module))
+        once, mesh = self._technique.send_once, self._experts
+        stacked = StackedExperts(experts.name, module, mesh, self._alike, self._capacity, once, shared.compute)
         redirect_forward(module, stacked.wrap)
 
     def _divide_listed(self, experts: Experts, module: nn.Module, model: nn.Module) -> None:

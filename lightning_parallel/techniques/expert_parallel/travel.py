@@ -5,6 +5,7 @@ Source: D. Lepikhin et al., GShard, ICLR 2021 (all_to_all); DeepSeek-V3, 2024 (a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,10 +33,19 @@ def dispatch(tokens: Tensor, weights: Tensor, route: Route) -> tuple[Tensor, Ten
     return arrived
 
 
-def combine(rows: Tensor, tokens: int, route: Route) -> Tensor:
-    """Sums for each token what came back from the ranks of its experts, (tokens, features). ⇄ `dispatch`."""
+def combine(rows: Tensor, tokens: int, route: Route, meanwhile: Callable[[], None]) -> Tensor:
+    """Sums for each token what came back from the ranks of its experts, (tokens, features). ⇄ `dispatch`.
+
+    Args:
+        rows: what experts made of the rows that came, (rows, features).
+        tokens: how many there are on this rank.
+        route: their way.
+        meanwhile: computes something while rows are under way; so does its backward.
+    """
     trip = _Trip(route, tokens)
-    result: Tensor = _Arrive.apply(_Depart.apply(rows, trip), trip)  # type: ignore[no-untyped-call]
+    under_way = _Depart.apply(rows, trip)  # type: ignore[no-untyped-call]
+    meanwhile()
+    result: Tensor = _Arrive.apply(under_way, trip)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -119,7 +129,9 @@ class _Arrive(Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, trip: _Trip) -> Tensor:
         ctx.trip = trip
-        return _summed(trip.arrived(), trip.route.token, trip.tokens)
+        arrived = trip.arrived()
+        ctx.save_for_backward(arrived[:0])  # a recomputation stops early behind this, where nothing is under way
+        return _summed(arrived, trip.route.token, trip.tokens)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

@@ -72,7 +72,7 @@ class FirstPass:
                 result = original(*args, **kwargs)
             finally:
                 self._within = False
-            self.given.append((part, result, _versions(result), _random_state()))
+            self.given.append((part, result, _versions(result), random_state()))
             return result
 
         return forward
@@ -111,7 +111,7 @@ class SecondPass:
             if not self._given or self._given[0][0] is not part:
                 raise self._differs()
             _, result, versions, random = self._given.popleft()
-            _set_random_state(random)
+            set_random_state(random)
             if versions == _versions(result):
                 return result
             self._within = True  # the first pass went on to change it in place
@@ -153,7 +153,7 @@ def _forwards(forwards: dict[nn.Module, Forward]) -> Iterator[None]:
 @contextmanager
 def undone(owner: nn.Module, others: Sequence[nn.Module]) -> Iterator[None]:
     """Afterwards the random state, the owner's attributes and buffers are as before; buffers of what it called stay."""
-    random = _random_state()
+    random = random_state()
     attributes = {name: copy.copy(value) if isinstance(value, (list, dict, deque)) else value
                   for name, value in vars(owner).items() if not name.startswith("_")}  # fmt: skip
     buffers = {name: (buffer, buffer.clone()) for name, buffer in owner._buffers.items() if buffer is not None}
@@ -165,7 +165,7 @@ def undone(owner: nn.Module, others: Sequence[nn.Module]) -> Iterator[None]:
         with torch.no_grad():
             buffer.copy_(value)
         owner._buffers[name] = buffer
-    _set_random_state(random)
+    set_random_state(random)
 
 
 def copied(value: Any) -> Any:
@@ -177,12 +177,14 @@ def _versions(value: Any) -> list[int]:
     return [leaf._version for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and not leaf.is_inference()]
 
 
-def _random_state() -> tuple[Tensor, Tensor | None]:
+def random_state() -> tuple[Tensor, Tensor | None]:
+    """The states of the generators of the host and of this rank's device."""
     on_device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
     return torch.get_rng_state(), on_device
 
 
-def _set_random_state(state: tuple[Tensor, Tensor | None]) -> None:
+def set_random_state(state: tuple[Tensor, Tensor | None]) -> None:
+    """Draws on from states as they were."""
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1])
