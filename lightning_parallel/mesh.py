@@ -90,7 +90,7 @@ def _product(sizes: Mapping[Axis, int]) -> str:
 
 
 def _wrong_product(sizes: Mapping[Axis, int], needed: int, world_size: int, claims: list[Claim]) -> str:
-    if not claims:
+    if not any(claim.axes for claim in claims):
         return (
             f"the world has {world_size} ranks, but no technique uses more than one; "
             "add one, such as DataParallel(), or run on a single device"
