@@ -164,6 +164,14 @@ class ParallelMesh:
             return self.device_mesh["dp_replicate", "dp_shard"]
         return DeviceMesh._concatenate([self["dp_replicate"], self.fsdp])
 
+    def tokens(self, divided: bool = True) -> DeviceMesh:
+        """The ranks that send different tokens where those of `tp` share them, and those of `cp` if they are `divided`.
+
+        Making it is a collective.
+        """
+        sequence: tuple[Axis, ...] = ("cp",) if divided else ()
+        return self._view("dp_replicate", "dp_shard", *sequence, "tp")
+
     def experts(self, size: int) -> DeviceMesh:
         """The ranks of `loss` and `tp` once more, as (ep_replicate, ep_shard, ep): who holds which experts.
 
@@ -176,8 +184,7 @@ class ParallelMesh:
         averaged = self.loss.size()
         replicas = averaged // max(size, self.fsdp.size())
         shape = (replicas, averaged // (replicas * size), size * self.sizes["tp"])
-        flat = self._view("dp_replicate", "dp_shard", "cp", "tp")
-        return flat._unflatten(0, shape, ("ep_replicate", "ep_shard", "ep"))
+        return self.tokens()._unflatten(0, shape, ("ep_replicate", "ep_shard", "ep"))
 
     def _view(self, *axes: Axis) -> DeviceMesh:
         used = [axis for axis in axes if self.sizes[axis] > 1] or [axes[0]]

@@ -155,7 +155,8 @@ class Experts(nn.Module):
     """Feed-forwards side by side, each of which maps the tokens that chose it.
 
     Attributes:
-        drop_rate: Share of the pairs of token and expert that were left out: whoever leaves out some sets it.
+        drop_rate: Share of the pairs of token and expert that were left out; `ExpertParallel` sets it where it has a
+            capacity.
     """
 
     drop_rate: float | Tensor = 0.0

@@ -51,7 +51,8 @@ class WholeBatch(Division):
         modules = {id(module): module for pattern in plan.whole_batch for _, module in matching(model, pattern)}
         for module in modules.values():
             redirect_forward(module, self.led)
-        files = [sys.modules[name] for name in sorted({type(module).__module__ for module in model.modules()})]
+        names = {type(module).__module__ for module in model.modules()}  # a class made by exec may have any
+        files = [sys.modules[name] for name in names if name in sys.modules]
         self.files = [file for file in files if BALANCING in vars(file)]
         self.acts = bool(modules or self.files)
 

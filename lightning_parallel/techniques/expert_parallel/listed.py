@@ -23,6 +23,7 @@ from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.collectives.functional import parts_of_all, summed
 from lightning_parallel.collectives.rows import exchanged
 from lightning_parallel.techniques.divided.tensor import Divided
+from lightning_parallel.techniques.expert_parallel.capacity import Capacity
 from lightning_parallel.techniques.expert_parallel.two_passes import DIMENSIONS, FirstPass, SecondPass, copied, undone
 from lightning_parallel.techniques.tools.leaves import leaf_of
 from lightning_parallel.techniques.tools.redirect import Forward
@@ -38,6 +39,7 @@ class ListedExperts:
         skeleton: one of them on meta.
         mesh: of the ranks that hold different experts.
         alike: ranks that send the same tokens, and have different experts; None: nobody does.
+        capacity: how many rows an expert takes.
     """
 
     def __init__(
@@ -48,8 +50,10 @@ class ListedExperts:
         skeleton: nn.Module,
         mesh: DeviceMesh,
         alike: Ranks | None,
+        capacity: Capacity,
     ) -> None:
         self._name, self._owner, self._experts, self._skeleton, self._alike = name, owner, experts, skeleton, alike
+        self._capacity = capacity
         self._group: dist.ProcessGroup = mesh.get_group()
         self._each = len(experts) // self._group.size()
         within = {part for expert in experts for part in expert.modules()}
@@ -63,7 +67,11 @@ class ListedExperts:
             with first.watching(), undone(self._owner, self._others):
                 forward(*copied(args), **copied(kwargs))
             whole = self._whole_parameters()
-            results, back = self._results(first.inputs, whole)
+            taken = self._taken(first.inputs)
+            results, back = self._results(
+                [(of, rows[:n]) for (of, rows), n in zip(first.inputs, taken, strict=True)], whole
+            )
+            results = [_filled(made, len(rows)) for made, (_, rows) in zip(results, first.inputs, strict=True)]
             second = SecondPass(self._name, self._experts, first, results)
             with second.watching():
                 output = forward(*args, **kwargs)
@@ -91,6 +99,20 @@ class ListedExperts:
             return {}
         shown = _Shared.apply(self._alike, *scalars)  # type: ignore[no-untyped-call]
         return dict(zip(scalars, shown, strict=True))
+
+    def _taken(self, calls: Sequence[tuple[int, Tensor]]) -> list[int]:
+        """How many rows of each call its expert takes; those behind them add nothing."""
+        if self._capacity.factor is None:
+            return [len(inputs) for _, inputs in calls]
+        counts = torch.zeros(len(self._experts) + 1, dtype=torch.long)
+        for number, inputs in calls:
+            counts[number] += len(inputs)
+        some = calls[0][1] if calls else next(self._owner.parameters())
+        left, taken = self._capacity.room(counts.to(some.device)).pairs.tolist(), []
+        for number, inputs in calls:
+            taken.append(int(min(max(left[number], 0), len(inputs))))
+            left[number] -= len(inputs)
+        return taken
 
     def _results(
         self, calls: Sequence[tuple[int, Tensor]], whole: Mapping[Tensor, Tensor]
@@ -175,6 +197,12 @@ class ListedExperts:
             for table, own, kept in before:
                 table[own] = kept
         return made
+
+
+def _filled(made: Tensor, rows: int) -> Tensor:
+    """The rows that were taken, and zeros for the others."""
+    missing = rows - len(made)
+    return torch.cat((made, made.new_zeros(missing, *made.shape[1:]))) if missing else made
 
 
 # ---------------------------------------------------------------- in autograd

@@ -72,6 +72,11 @@ class Call:
         return dict(self.arguments) | {name: each[(None,) * before] for name, each in found.items()}
 
 
+def shows_drops(module: nn.Module) -> bool:
+    """Whether a module's class has a `drop_rate`: the share of pairs of a token and an expert that are dropped."""
+    return any("drop_rate" in vars(kind) for kind in type(module).__mro__)
+
+
 class StackedExperts:
     """Leads the calls of one module of stacked experts over the ranks that hold them.
 
@@ -81,6 +86,7 @@ class StackedExperts:
         mesh: of the ranks that hold different experts.
         alike: see `own_tokens`.
         capacity: how many tokens an expert takes.
+        whole: the same where ranks that share sequences did not divide the tokens: it counts them once.
         once: whether a token goes to a rank once, or once for each expert that it chose there.
         meanwhile: computes something while what experts made is under way.
     """
@@ -92,17 +98,19 @@ class StackedExperts:
         mesh: DeviceMesh,
         alike: Ranks | None,
         capacity: Capacity,
+        whole: Capacity,
         once: bool,
         meanwhile: Callable[[], None],
     ) -> None:
         self._meanwhile = meanwhile
         self._name, self._module, self._alike, self._once = name, module, alike, once
-        self._group, self._capacity = mesh.get_group(), capacity
+        self._group, self._capacity, self._whole = mesh.get_group(), capacity, whole
         self._ranks = Ranks(self._group, "ep")
         tables: list[dict[str, Any]] = [vars(part)["_parameters"] for part in module.modules()]
         self._slots = [(table, own) for table in tables for own, parameter in table.items() if parameter is not None]
         self._count: int = next(table[own] for table, own in self._slots if isinstance(table[own], DTensor)).shape[0]
         self._own = self._count // self._group.size()
+        self._shows_drops = shows_drops(module)
         self._travels: bool | None = None
         """Whether tokens may travel; None until the first call has shown it."""
 
@@ -118,7 +126,8 @@ class StackedExperts:
             if self._travels is None:
                 self._travels = self._compare(forward, call, tokens)
                 return run(*args, **kwargs)
-            return tokens.back(self._by_tokens(forward, call, tokens, self._capacity))
+            capacity = self._capacity if tokens.summands > 1 else self._whole
+            return tokens.back(self._by_tokens(forward, call, tokens, capacity))
 
         return cast(Any, torch.compiler.disable)(run)  # type: ignore[no-any-return]  # data decide how much is sent
 
@@ -143,7 +152,10 @@ class StackedExperts:
     def _by_tokens(self, forward: Forward, call: Call, tokens: Tokens, capacity: Capacity) -> Tensor:
         hidden, index, weights = tokens.hidden, tokens.index.detach(), tokens.weights
         k = index.shape[1]
-        index = capacity.limited(index, self._count)
+        if capacity.factor is not None:
+            index, dropped = capacity.limited(index, self._count)
+            if self._shows_drops:
+                self._module.__setattr__("drop_rate", dropped)
         if not self._once:
             hidden = hidden.repeat_interleave(k, 0)
             index, weights = index.reshape(-1, 1), weights.reshape(-1, 1)
@@ -180,6 +192,8 @@ class StackedExperts:
 
     def _by_weights(self, forward: Forward, args: Any, kwargs: Any, unknown: bool) -> Any:
         """Every rank computes its own call with all experts."""
+        if self._capacity.factor is not None:
+            raise ValueError(self._no_capacity(unknown))
         if unknown and self._travels is not False:
             self._travels = False
             warn(
@@ -191,6 +205,18 @@ class StackedExperts:
         share = 1.0 if self._alike is None else 1 / self._alike.count
         with self._shown(lambda own: self._all(counted(own, share))):
             return forward(*args, **kwargs)
+
+    def _no_capacity(self, unknown: bool) -> str:
+        reason = (
+            "is not called as experts(tokens, indices, weights), (tokens, features), (tokens, k) and (tokens, k)"
+            if unknown
+            else "makes of a token what depends on other tokens of the batch"
+        )
+        return (
+            f"capacity_factor={self._capacity.factor} drops tokens on their way to experts, but none travel to those "
+            f"of {self._name}, which {reason}; give its forward this form, and compute each token by itself, or leave "
+            "capacity_factor out"
+        )
 
     def _all(self, own: Tensor) -> Tensor:
         return gathered(own, 0, self._ranks.chunks(self._count))
@@ -240,7 +266,7 @@ class StackedExperts:
                 part.training = True
         scale = expected.abs().amax() if expected.numel() else expected.new_zeros(())
         far = bool(((found - expected).abs() > EQUAL * scale).any())
-        if any_of(far, self._group, tokens.hidden.device):
+        if any_of(far, self._capacity.group, tokens.hidden.device):
             warn(
                 f"what {self._name} makes of a token depends on other tokens of the batch, so expert parallel gathers "
                 "its weights for each call, which costs messages as large as they are; compute each token by itself, "

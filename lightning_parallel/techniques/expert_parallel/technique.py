@@ -27,7 +27,7 @@ from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.expert_parallel.ahead import SharedExperts
 from lightning_parallel.techniques.expert_parallel.capacity import Capacity
 from lightning_parallel.techniques.expert_parallel.listed import ListedExperts
-from lightning_parallel.techniques.expert_parallel.stacked import StackedExperts
+from lightning_parallel.techniques.expert_parallel.stacked import StackedExperts, shows_drops
 from lightning_parallel.techniques.step import Run, Step, WrappedStep
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools.redirect import redirect_forward
@@ -46,7 +46,8 @@ class ExpertParallel(Technique):
     Args:
         size: over how many ranks experts are divided; "auto" takes as many as the layout and the experts allow. Ranks
             of tensor parallel hold different experts too, beside that.
-        capacity_factor: how many times its even share of tokens an expert takes; None drops nothing.
+        capacity_factor: how many times its even share of tokens an expert takes; None drops nothing. A module of
+            stacked experts whose class has a `drop_rate` gets it set to the share of pairs that each call dropped.
         send_once: whether a token that chose several experts of one rank is sent there once, or once for each.
 
     Raises:
@@ -129,34 +130,48 @@ class ExpertParallel(Technique):
         if view["ep"].size() == 1 and self.capacity_factor is None:
             return Division(model)
         division = _Dividing(view, mesh, self)
-        for each in find_experts(model, ground.plan):
+        found = find_experts(model, ground.plan)
+        for each in found:
             division.divide(model, each)
-        return DividedExperts(model, division.shared)
+        limited = [] if self.capacity_factor is None else [model.get_submodule(each.name) for each in found]
+        return DividedExperts(model, division.shared, [module for module in limited if shows_drops(module)])
 
 
 @dataclass(eq=False)
 class DividedExperts(Division):
-    """A model of whose experts each rank has some."""
+    """A model of whose experts each rank has some.
+
+    Attributes:
+        shared: what is computed while tokens travel.
+        showing: the modules that show what they dropped.
+    """
 
     shared: Sequence[SharedExperts]
+    showing: Sequence[nn.Module]
 
     def step(self, step: Step) -> Step:
-        """Tells shared experts when a batch begins."""
-        return SharedStep(step, self.shared) if self.shared else step
+        """Tells shared experts when a batch begins, and leaves nothing behind."""
+        return ExpertsStep(step, self.shared, self.showing)
 
 
-class SharedStep(WrappedStep):
-    """A step that tells shared experts when a batch begins."""
+class ExpertsStep(WrappedStep):
+    """A step that tells shared experts when a batch begins, and leaves no rate of what was dropped behind."""
 
-    def __init__(self, inner: Step, shared: Sequence[SharedExperts]) -> None:
+    def __init__(self, inner: Step, shared: Sequence[SharedExperts], showing: Sequence[nn.Module]) -> None:
         super().__init__(inner)
-        self._shared = shared
+        self._shared, self._showing = shared, showing
 
     def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
         """See `Step.forward`."""
         for each in self._shared:
             each.adopt()
         return self.inner.forward(run, *args, **kwargs)
+
+    def close(self) -> None:
+        """See `Step.close`."""
+        for module in self._showing:
+            vars(module).pop("drop_rate", None)
+        self.inner.close()
 
 
 class _Dividing:
@@ -174,8 +189,7 @@ class _Dividing:
         self._copied = [Replicate()] * len(copies)
         self._experts, self._technique = view["ep"], technique
         self._alike = Ranks(mesh["tp"].get_group(), "tp") if mesh.sizes["tp"] > 1 else None
-        self.shared: list[SharedExperts] = []
-        self._capacity = Capacity(technique.capacity_factor, mesh.loss.get_group())
+        self._mesh, self.shared = mesh, list[SharedExperts]()
 
     def divide(self, model: nn.Module, experts: Experts) -> None:
         """Keeps this rank's experts of one module, and leads calls of them over the ranks."""
@@ -190,8 +204,9 @@ class _Dividing:
             if parameter is not None and parameter.dim() > 1:
                 module._parameters[name] = self._part(parameter, Shard(0))
         self.shared.append(shared := SharedExperts(model.get_submodule(experts.name.rpartition(".")[0]), module))
+        divided, whole = (self._capacity(self._mesh.tokens(cp)) for cp in (True, False))
         once, mesh = self._technique.send_once, self._experts
-        stacked = StackedExperts(experts.name, module, mesh, self._alike, self._capacity, once, shared.compute)
+        stacked = StackedExperts(experts.name, module, mesh, self._alike, divided, whole, once, shared.compute)
         redirect_forward(module, stacked.wrap)
 
     def _divide_listed(self, experts: Experts, module: nn.Module, model: nn.Module) -> None:
@@ -206,8 +221,12 @@ class _Dividing:
                     if parameter is not None and parameter.dim():
                         rows: list[Runs] = [((0, len(parameter)),) if rank == holder else () for rank in range(ranks)]
                         part._parameters[name] = self._part(parameter, ElementsShard(0, rows))
-        listed = ListedExperts(experts.name, owner, members, skeleton, self._experts, self._alike)
+        capacity = self._capacity(self._mesh.data)  # to the others of a batch a list shows the same tokens
+        listed = ListedExperts(experts.name, owner, members, skeleton, self._experts, self._alike, capacity)
         redirect_forward(owner, listed.wrap)
+
+    def _capacity(self, ranks: DeviceMesh) -> Capacity:
+        return Capacity(self._technique.capacity_factor, ranks.get_group())
 
     def _part(self, parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
         return parameter_part(parameter, self._kept, [*self._copied, placement])
