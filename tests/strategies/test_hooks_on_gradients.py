@@ -7,6 +7,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning, LearningRateFinder
+from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import grad_norm
 
 from lightning_parallel import (
@@ -18,7 +19,7 @@ from lightning_parallel import (
     ZeroStrategy,
 )
 from tests.curves import Curve, Recorder, compare
-from tests.models import Plain, loaders
+from tests.models import Plain, build, loaders
 from tests.ranks import on_one, run_on_ranks
 from tests.strategies.one_and_two import made, require_like
 from tests.tiers import sampled
@@ -137,3 +138,23 @@ def finding(strategy: Any, batch_size: int, shuffle: bool) -> Any:
 )
 def test_a_learning_rate_is_sought_and_the_run_begins_as_if_it_had_been_known(layout: str, shuffle: bool) -> None:
     check(finding, layout, shuffle=shuffle)
+
+
+def finding_of_fused(strategy: Any) -> Any:
+    model = build("gpt2", n_layer=1)
+    model.lr = 0.1
+    before = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    data = loaders("gpt2", 8, samples=16, val_samples=8)
+    results = (
+        Tuner(trainer(made(strategy), max_epochs=1))
+        .lr_find(model, *data, num_training=2, early_stop_threshold=None)
+        .results
+    )
+    for name, value in model.state_dict().items():  # they are taken back
+        torch.testing.assert_close(value, before[name], rtol=0, atol=0)
+    return results["loss"]
+
+
+def test_a_learning_rate_is_sought_where_ranks_have_pieces_of_fused_weights() -> None:
+    for found in run_on_ranks(2, finding_of_fused, LAYOUTS["tensor parallel"][2]):
+        assert found == pytest.approx(on_one(finding_of_fused, None), rel=1e-5)

@@ -6,7 +6,7 @@ reads what any other wrote: each rank takes its own part of every tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from lightning_parallel.checkpoint.stored import in_memory
 from lightning_parallel.strategies.data.loaders import GLOBAL_BATCH
 from lightning_parallel.strategies.trainer import lightnings
 from lightning_parallel.techniques.tools import elsewhere
-from lightning_parallel.techniques.tools.shards import as_shard, shard_of
+from lightning_parallel.techniques.tools.shards import local, shard_of
 
 
 def whole_state_dict(module: nn.Module, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
@@ -71,18 +71,38 @@ def load_whole_state_dict(module: nn.Module, state: Mapping[str, Any], strict: b
     with torch.no_grad(), elsewhere.unshown(module):
         own = dict(module.named_parameters(remove_duplicate=False))
         parts = {name: _part_for(own.get(name), value) for name, value in state.items() if name not in others}
-        module.load_state_dict(parts, strict=strict)
+        fitting = {id(own[name]) for name, value in state.items() if name in own and _fits(own[name], value)}
+        with _held_plain(module, fitting):
+            module.load_state_dict(parts, strict=strict)
 
 
 def _part_for(parameter: nn.Parameter | None, value: Any) -> Any:
     if parameter is None:
         return in_memory(value)  # a metric keeps what it loads
-    if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+    if not isinstance(parameter, DTensor) or not _fits(parameter, value):
         return value
-    if parameter.shape != value.shape:
-        return value
-    part = shard_of(value, parameter)  # before it is converted: of what is on the disk only the part is read
-    return part if part.dtype == parameter.dtype else as_shard(part.to_local().to(parameter.dtype), parameter)
+    part = value if isinstance(value, DTensor) else shard_of(value, parameter)
+    return local(part).to(parameter.dtype)  # only now: of what is on the disk only the part is read
+
+
+def _fits(parameter: nn.Parameter, value: Any) -> bool:
+    """Whether a value is for a shard; torch tells of one that has another shape."""
+    return isinstance(parameter, DTensor) and isinstance(value, Tensor) and parameter.shape == value.shape
+
+
+@contextmanager
+def _held_plain(module: nn.Module, shards: Set[int]) -> Iterator[None]:
+    """Inside, the module has what this rank holds in place of these shards: DTensor cannot copy lists of elements."""
+    tables = [part._parameters for part in module.modules()]
+    before = [(table, name, kept) for table in tables for name, kept in table.items() if id(kept) in shards]
+    plain = {id(kept): nn.Parameter(local(kept), kept.requires_grad) for _, _, kept in before if kept is not None}
+    for table, name, kept in before:
+        table[name] = plain[id(kept)]
+    try:
+        yield
+    finally:
+        for table, name, kept in before:
+            table[name] = kept
 
 
 POSITIONS = "lightning_parallel_positions"
