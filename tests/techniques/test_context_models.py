@@ -260,6 +260,12 @@ class Attends(Model):
     batches = Weighs.batches
 
 
+class CompilesItself(Attends):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.compile(self.head)
+
+
 class Flat(Model):
     def __init__(self) -> None:
         super().__init__()
@@ -288,6 +294,7 @@ def refusal(model: Any, make_strategy: Any) -> str:
         (Weighs, partial(ContextParallelStrategy, 2, method="rings"), "method is one of 'auto', 'ring', 'ulysses'"),
         (Weighs, partial(HybridStrategy, ContextParallel(2), ContextParallel(1)), "both claim the axis cp"),
         (Classifies, partial(ContextParallelStrategy, 3), "3 ranks"),
+        (CompilesItself, LAYOUTS["ring"][1], r"head is compiled by torch.compile.*HybridStrategy\(\.\.\., Compile"),
         (Attends, partial(ContextParallelStrategy, 2, method="ulysses"), "3 of queries.*use 1 or 3 ranks.*ring"),
     ],
 )

@@ -9,12 +9,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch._dynamo import OptimizedModule
 
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.techniques.divided.functions import functions_get_wholes
 from lightning_parallel.techniques.divided.gathered import tell
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.step import Run, Step, WrappedRun, WrappedStep
+from lightning_parallel.techniques.tools.redirect import Redirected
 from lightning_parallel.values import like
 
 T = TypeVar("T")
@@ -37,10 +39,14 @@ class DividedStep(WrappedStep):
         inner: the step to wrap.
         model: the user's module.
         ranks: that divide its tensors; what they gathered for want of a rule is told after the step.
+
+    Raises:
+        ValueError: a part of the model that is compiled already.
     """
 
     def __init__(self, inner: Step, model: nn.Module, ranks: Ranks) -> None:
         super().__init__(inner)
+        _refuse_compiled(model)
         self._model, self._ranks = model, ranks
         self._tables = [vars(module) for module in model.modules()]
         self._in_forward = self._went_back = False
@@ -69,6 +75,16 @@ class DividedStep(WrappedStep):
             for name, value in table.items():
                 if name not in OF_TORCH and (made := _whole(value)) is not value:
                     table[name] = made
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        call = module._compiled_call_impl  # of module.compile(); techniques redirect calls there too
+        if isinstance(module, OptimizedModule) or not (call is None or isinstance(call, Redirected)):
+            raise ValueError(
+                f"{name or type(model).__name__} is compiled by torch.compile, which does not know tensors that ranks "
+                "have divided; leave that out, and let the strategy compile the blocks: HybridStrategy(..., Compile())"
+            )
 
 
 class OfTheUser(WrappedRun[T]):
