@@ -33,6 +33,7 @@ class Pace:
         on: whether messages take time at all, as they need not before the first step.
         messages: how many were sent.
         busy: the seconds that they took.
+        waited: the seconds for which somebody waited for them, but for C++, as in DDP.
     """
 
     alpha: float = 0.0002
@@ -40,6 +41,7 @@ class Pace:
     on: bool = False
     messages: int = 0
     busy: float = 0.0
+    waited: float = 0.0
 
     def of(self, sent: float) -> float:
         if not self.on:
@@ -71,12 +73,14 @@ class Wire:
 class UnderWay(dist.Work):
     """A message on the wire."""
 
-    def __init__(self, future: Any) -> None:
+    def __init__(self, future: Any, pace: Pace) -> None:
         super().__init__()
-        self._future = future
+        self._future, self._pace = future, pace
 
     def wait(self, *_: Any) -> bool:
+        start = time.perf_counter()
         self._future.wait()
+        self._pace.waited += time.perf_counter() - start
         return True
 
     def is_completed(self) -> bool:
@@ -98,7 +102,7 @@ class Delaying(dist.ProcessGroup):
         future: Any = torch.futures.Future()
         self._begun += 1
         self._wire.send(self._pace.of(sent), lambda: future.set_result(result))
-        return UnderWay(future)
+        return UnderWay(future, self._pace)
 
     # ---------------------------------------------------------------- all ranks
 

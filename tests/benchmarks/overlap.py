@@ -68,6 +68,7 @@ class Steps:
     seconds: list[float] = field(default_factory=list)
     busy: list[float] = field(default_factory=list)
     messages: list[int] = field(default_factory=list)
+    waited: list[float] = field(default_factory=list)
 
     @property
     def median(self) -> float:
@@ -78,11 +79,11 @@ class Clock(Callback):
     """Measures the steps but for the first ones."""
 
     def __init__(self, pace: Pace) -> None:
-        self.steps, self._pace, self._last = Steps(), pace, (0.0, 0.0, 0)
+        self.steps, self._pace, self._last = Steps(), pace, (0.0, 0.0, 0, 0.0)
 
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._pace.on = True
-        now = time.perf_counter(), self._pace.busy, self._pace.messages
+        now = time.perf_counter(), self._pace.busy, self._pace.messages, self._pace.waited
         if batch_idx > WARM_UP:
             for kept, new, old in zip(vars(self.steps).values(), now, self._last, strict=True):
                 kept.append(new - old)

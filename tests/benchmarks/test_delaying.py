@@ -9,8 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_parallel import DataParallelStrategy, ZeroStrategy
 from lightning_parallel.collectives import functional
-from tests.benchmarks.delaying import Pace, pretended
+from tests.benchmarks.delaying import BACKEND, Pace, pretended
+from tests.benchmarks.overlap import BANDWIDTH, BUCKET_MB, fit
+from tests.tiers import sampled
 
 RANKS = 4
 COLLECTIVES = {
@@ -59,3 +62,18 @@ def test_received_is_what_was_sent() -> None:
         gathered = torch.empty(RANKS * 2)
         functional.all_gather(gathered, torch.tensor([1.0, 2.0]), dist.group.WORLD).wait()
         assert gathered.tolist() == [1.0, 2.0] * RANKS
+
+
+STRATEGIES = {
+    "data parallel": lambda: DataParallelStrategy(bucket_mb=BUCKET_MB, process_group_backend=BACKEND),
+    "zero 1": lambda: ZeroStrategy(stage=1, process_group_backend=BACKEND),
+    "zero 2": lambda: ZeroStrategy(stage=2, process_group_backend=BACKEND),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@sampled(2, "name", STRATEGIES)
+def test_no_more_than_the_last_bucket_is_waited_for(name: str) -> None:
+    steps = fit(STRATEGIES[name], limit_train_batches=8)
+    last_bucket = 2 * BUCKET_MB * 2**20 / BANDWIDTH
+    assert min(steps.waited) <= last_bucket < 0.2 * steps.busy[-1]
