@@ -40,11 +40,16 @@ class Experts:
 
 
 def find_experts(model: nn.Module, plan: ParallelPlan) -> list[Experts]:
-    """The modules of a model that hold experts, as far as this rank has them.
+    """The modules of a model that hold experts, as far as this rank has them, each once wherever it stands.
 
     Raises:
         ValueError: a module that the plan names holds no experts in a known form.
     """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    return list({id(modules[each.name]): each for each in reversed(_found(model, plan))}.values())[::-1]
+
+
+def _found(model: nn.Module, plan: ParallelPlan) -> list[Experts]:
     if plan.experts:
         named = (found for pattern in plan.experts for found in matching(model, pattern))
         return [_require(name, module, plan) for name, module in named if any(True for _ in module.parameters())]

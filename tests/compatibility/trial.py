@@ -24,6 +24,7 @@ import lightning_parallel
 from lightning_parallel import (
     ContextParallelStrategy,
     DataParallelStrategy,
+    ExpertParallelStrategy,
     PipelineParallelStrategy,
     TensorParallelStrategy,
     ZeroStrategy,
@@ -55,6 +56,7 @@ TECHNIQUES = {
     "pp2": Technique(lambda: PipelineParallelStrategy(2, schedule="1f1b", microbatches=2), 1),
     "tp2": Technique(lambda: TensorParallelStrategy(2), 1),
     "cp2": Technique(lambda: ContextParallelStrategy(2), 1),
+    "ep2": Technique(lambda: ExpertParallelStrategy(2), 2),
 }
 
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.techniques.expert_parallel.two_passes import random_state
+from lightning_parallel.techniques.expert_parallel.before import RandomState
 from lightning_parallel.techniques.tools.redirect import Forward, redirect_forward
 
 
@@ -56,10 +56,10 @@ class SharedExperts:
             return
         self._after_experts = False
         for part in self._ahead:
-            random = random_state()
+            random = RandomState.now()
             result = part.forward(self._entered)
             self._computed[part] = self._entered, self._entered._version, result
-            if not _same(random, random_state()):
+            if not random.same(RandomState.now()):
                 self._seen[part] = False  # it draws random numbers, which on one device others draw before it
         self._after_experts = True
 
@@ -94,7 +94,3 @@ class SharedExperts:
             return forward(*args, **kwargs)
 
         return run
-
-
-def _same(one: tuple[Tensor, Tensor | None], other: tuple[Tensor, Tensor | None]) -> bool:
-    return all(a is b or (a is not None and b is not None and a.equal(b)) for a, b in zip(one, other, strict=True))

@@ -23,8 +23,9 @@ from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.collectives.functional import parts_of_all, summed
 from lightning_parallel.collectives.rows import exchanged
 from lightning_parallel.techniques.divided.tensor import Divided
+from lightning_parallel.techniques.expert_parallel.before import Before, RandomState
 from lightning_parallel.techniques.expert_parallel.capacity import Capacity
-from lightning_parallel.techniques.expert_parallel.two_passes import DIMENSIONS, FirstPass, SecondPass, copied, undone
+from lightning_parallel.techniques.expert_parallel.two_passes import DIMENSIONS, FirstPass, SecondPass, copied
 from lightning_parallel.techniques.tools.leaves import leaf_of
 from lightning_parallel.techniques.tools.redirect import Forward
 
@@ -34,7 +35,6 @@ class ListedExperts:
 
     Args:
         name: the FQN of the list.
-        owner: the module that calls them: the one around the list, or the list itself where it has a forward.
         experts: all of them; this rank has the parameters of its own.
         skeleton: one of them on meta.
         mesh: of the ranks that hold different experts.
@@ -45,33 +45,33 @@ class ListedExperts:
     def __init__(
         self,
         name: str,
-        owner: nn.Module,
         experts: Sequence[nn.Module],
         skeleton: nn.Module,
         mesh: DeviceMesh,
         alike: Ranks | None,
         capacity: Capacity,
     ) -> None:
-        self._name, self._owner, self._experts, self._skeleton, self._alike = name, owner, experts, skeleton, alike
         self._capacity = capacity
+        self._name, self._experts, self._skeleton, self._alike = name, experts, skeleton, alike
         self._group: dist.ProcessGroup = mesh.get_group()
         self._each = len(experts) // self._group.size()
-        within = {part for expert in experts for part in expert.modules()}
-        self._others = [part for part in owner.modules() if part not in within and part is not owner]
+        self._within = {part for expert in experts for part in expert.modules()}
+        self._computing = False
 
-    def wrap(self, forward: Forward) -> Forward:
-        """The forward of the owner."""
+    def lead(self, owner: nn.Module, forward: Forward) -> Forward:
+        """The forward of a module that calls the experts: the one around the list, or the list itself."""
+        others = [part for part in owner.modules() if part not in self._within and part is not owner]
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            first = FirstPass(self._experts, self._others, self._zeros)
-            with first.watching(), undone(self._owner, self._others):
+            first = FirstPass(self._experts, others, self._zeros)
+            before, random = Before([owner]), RandomState.now()
+            with first.watching():
                 forward(*copied(args), **copied(kwargs))
+            before.restore()
             whole = self._whole_parameters()
-            taken = self._taken(first.inputs)
-            results, back = self._results(
-                [(of, rows[:n]) for (of, rows), n in zip(first.inputs, taken, strict=True)], whole
-            )
+            results, back = self._results(first, next(owner.parameters()), whole)
             results = [_filled(made, len(rows)) for made, (_, rows) in zip(results, first.inputs, strict=True)]
+            random.restore()
             second = SecondPass(self._name, self._experts, first, results)
             with second.watching():
                 output = forward(*args, **kwargs)
@@ -79,6 +79,20 @@ class ListedExperts:
             return _attached(output, [back, *whole.values()])
 
         return torch.compiler.disable(run)  # type: ignore[no-any-return, no-untyped-call]
+
+    def guard(self, forward: Forward) -> Forward:
+        """The forward of an expert, which only those that lead it may call."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not self._computing:
+                raise ValueError(
+                    f"an expert of {self._name} is called where expert parallel does not lead its tokens: outside of "
+                    "the forward of the module around the list, or again by a checkpoint within it; call experts in "
+                    "that module's forward, call it as a module, and checkpoint it as a whole"
+                )
+            return forward(*args, **kwargs)
+
+        return run
 
     # ---------------------------------------------------------------- between the passes
 
@@ -88,9 +102,18 @@ class ListedExperts:
             made = self._skeleton(torch.empty_like(inputs, device="meta"))
         except Exception:  # what does not run on meta mostly gives what it gets
             made = inputs
+        self._require_rows(made, inputs)
         under = inputs.device.type
         cast = torch.is_autocast_enabled(under) and made.is_floating_point()
         return inputs.new_zeros(made.shape, dtype=torch.get_autocast_dtype(under) if cast else made.dtype)
+
+    def _require_rows(self, made: Any, inputs: Tensor) -> None:
+        if not isinstance(made, Tensor) or made.shape[:1] != inputs.shape[:1]:
+            shown = list(made.shape) if isinstance(made, Tensor) else type(made).__name__
+            raise ValueError(
+                f"an expert of {self._name} makes {shown} of {list(inputs.shape)}, but under expert parallel an expert "
+                "of a list returns one tensor with a row for each token; compute the rest in the module around them"
+            )
 
     def _whole_parameters(self) -> dict[Tensor, Tensor]:
         """What stands for parameters that every rank has, scalars: those who have the expert tell the others."""
@@ -100,29 +123,15 @@ class ListedExperts:
         shown = _Shared.apply(self._alike, *scalars)  # type: ignore[no-untyped-call]
         return dict(zip(scalars, shown, strict=True))
 
-    def _taken(self, calls: Sequence[tuple[int, Tensor]]) -> list[int]:
-        """How many rows of each call its expert takes; those behind them add nothing."""
-        if self._capacity.factor is None:
-            return [len(inputs) for _, inputs in calls]
-        counts = torch.zeros(len(self._experts) + 1, dtype=torch.long)
-        for number, inputs in calls:
-            counts[number] += len(inputs)
-        some = calls[0][1] if calls else next(self._owner.parameters())
-        left, taken = self._capacity.room(counts.to(some.device)).pairs.tolist(), []
-        for number, inputs in calls:
-            taken.append(int(min(max(left[number], 0), len(inputs))))
-            left[number] -= len(inputs)
-        return taken
-
-    def _results(
-        self, calls: Sequence[tuple[int, Tensor]], whole: Mapping[Tensor, Tensor]
-    ) -> tuple[list[Tensor], Tensor]:
+    def _results(self, first: FirstPass, some: Tensor, whole: Mapping[Tensor, Tensor]) -> tuple[list[Tensor], Tensor]:
         """The results of this rank's calls, and a tensor through which backward reaches what it computed for others."""
+        some = first.inputs[0][1] if first.inputs else some
+        calls = self._taken(first.inputs, some)
         rows = [[each for number, each in calls if number == expert] for expert in range(len(self._experts))]
-        some = calls[0][1] if calls else next(self._owner.parameters())
-        table = self._agreed(calls, rows, some)
+        table = self._agreed(first, rows, some)
+        first.take_back(int(table[:, 0, -1].amin()))
         counts, called = table[:, :, 0], table.sum(0)[:, 1].tolist()
-        width = [int(size) for size in table.amax((0, 1))[3 : 3 + int(table[:, :, 2].max())].tolist()]
+        width = [int(size) for size in table.amax((0, 1))[3 : 3 + int(table[:, :, 2].amax())].tolist()]
         mine = slice(self._group.rank() * self._each, (self._group.rank() + 1) * self._each)
         sent = counts[self._group.rank()].view(self._group.size(), -1).sum(1).tolist()
         received = counts[:, mine].sum(1).tolist()
@@ -144,10 +153,14 @@ class ListedExperts:
         of = {id(each): pieces.popleft() for each in flat}
         return [of[id(each)] for _, each in calls], back
 
-    def _agreed(self, calls: Sequence[tuple[int, Tensor]], rows: list[list[Tensor]], some: Tensor) -> Tensor:
-        """For each rank and expert: rows, calls, how many dimensions rows have, and these; the same on all ranks."""
-        shapes = {tuple(each.shape[1:]) for _, each in calls}
-        own = torch.zeros(len(rows), 3 + DIMENSIONS, dtype=torch.long)
+    def _agreed(self, first: FirstPass, rows: list[list[Tensor]], some: Tensor) -> Tensor:
+        """For each rank and expert: rows, calls, how many dimensions rows have, and these; the same on all ranks.
+
+        And last how many calls of other modules came before experts, so that all ranks repeat the same.
+        """
+        shapes = {tuple(each.shape[1:]) for _, each in first.inputs}
+        own = torch.zeros(len(rows), 3 + DIMENSIONS + 1, dtype=torch.long)
+        own[:, -1] = len(first.given) if first.independent is None else first.independent
         for number, inputs in enumerate(rows):
             own[number, 0], own[number, 1] = sum(map(len, inputs)), len(inputs)
             if inputs:
@@ -157,7 +170,7 @@ class ListedExperts:
         if len(shapes) > 1:
             own[:, 2] = -1
         table: Tensor = parts_of_all(own.to(some.device), self._group).cpu()
-        forms = table[:, :, 2:][table[:, :, 1] > 0]
+        forms = table[:, :, 2:-1][table[:, :, 1] > 0]
         if len(forms) and ((forms != forms[0]).any() or (forms[:, 0] < 0).any()):
             raise ValueError(
                 f"the experts of {self._name} are called with rows of different shapes, on this rank {sorted(shapes)}, "
@@ -191,9 +204,12 @@ class ListedExperts:
             if kept is not None:
                 leaf = whole.get(kept, kept) if not isinstance(kept, DTensor) else leaf_of(kept)
                 table[own] = leaf if self._alike is None else counted(leaf, 1 / self._alike.count)
+        self._computing = True
         try:
             made: Tensor = expert.forward(rows)
+            self._require_rows(made, rows)
         finally:
+            self._computing = False
             for table, own, kept in before:
                 table[own] = kept
         return made

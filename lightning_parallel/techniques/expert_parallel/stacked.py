@@ -29,6 +29,7 @@ from lightning_parallel.collectives.by_elements import counted, entered, gathere
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.collectives.rows import any_of
 from lightning_parallel.techniques.divided.tensor import Divided
+from lightning_parallel.techniques.expert_parallel.before import Before, RandomState
 from lightning_parallel.techniques.expert_parallel.capacity import Capacity
 from lightning_parallel.techniques.expert_parallel.own_experts import OwnExperts
 from lightning_parallel.techniques.expert_parallel.routes import find_route
@@ -41,6 +42,8 @@ from lightning_parallel.techniques.tools.telling import warn
 EQUAL = 0.02
 """How far results may differ where both ways compute the same, as a part of the largest: rounding is far below."""
 
+ENOUGH = 16
+"""How many tokens show whether what becomes of one depends on others."""
 
 VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -142,7 +145,7 @@ class StackedExperts:
             return None
         numbers = [name for name, value in tensors.items() if not value.is_floating_point()]
         hidden, *rest = [name for name in tensors if name not in numbers]
-        if len(numbers) != 1 or any(value.dim() < 2 for value in tensors.values()):
+        if len(numbers) != 1 or any(value.dim() < 2 or value.dtype == torch.bool for value in tensors.values()):
             return None
         chosen, shape = tensors[numbers[0]].shape, tensors[hidden].shape
         if tensors[rest[0]].shape != chosen or chosen[:-1] != shape[:-1]:
@@ -253,24 +256,62 @@ class StackedExperts:
     @torch.no_grad()
     def _compare(self, forward: Forward, call: Call, tokens: Tokens) -> bool:
         """Whether both ways give the same; without dropout, for the two would draw other numbers."""
-        training = [part for part in self._module.modules() if part.training]
-        for part in training:
+        parts = list(self._module.modules())
+        before, random = Before(parts), RandomState.now()
+        for part in parts:
             part.training = False
         try:
-            own = call.on(tokens.hidden, tokens.index, tokens.weights)
-            with self._shown(self._all):
-                expected = forward(**own)
-            found = self._by_tokens(forward, call, tokens, Capacity(None, self._group)).view_as(expected)
+            same = self._alone(forward, call, tokens) and self._travel_well(forward, call, tokens)
         finally:
-            for part in training:
-                part.training = True
-        scale = expected.abs().amax() if expected.numel() else expected.new_zeros(())
-        far = bool(((found - expected).abs() > EQUAL * scale).any())
-        if any_of(far, self._capacity.group, tokens.hidden.device):
+            before.restore()
+            random.restore()
+        if not same:
             warn(
-                f"what {self._name} makes of a token depends on other tokens of the batch, so expert parallel gathers "
-                "its weights for each call, which costs messages as large as they are; compute each token by itself, "
-                "and tokens travel"
+                f"what {self._name} returns is not, for each token, the sum of what its experts make of this token "
+                "alone, so expert parallel gathers its weights for each call, which costs messages as large as they "
+                "are; compute each token and expert by itself, and tokens travel"
             )
-            return False
-        return True
+        return same
+
+    def _alone(self, forward: Forward, call: Call, tokens: Tokens) -> bool:
+        """Whether on all ranks pairs of a token and an expert may be computed one by one, in another order."""
+        hidden, index, weights = _enough(tokens, self._count)
+        crowded = torch.arange(index.shape[1], device=index.device).expand_as(index).to(index.dtype) % self._count
+        with self._shown(self._all):
+            try:
+                alone = all(self._sums(forward, call, hidden, each, weights) for each in (index, crowded))
+            except Exception:  # a form that it does not take, as where it takes a mask
+                alone = False
+        return not any_of(not alone, self._capacity.group, hidden.device)
+
+    def _sums(self, forward: Forward, call: Call, hidden: Tensor, index: Tensor, weights: Tensor) -> bool:
+        expected = forward(**call.on(hidden, index, weights))
+        pair, slot = ((index >= 0) & (index < self._count)).nonzero().flip(0).unbind(1)
+        made = forward(**call.on(hidden[pair], index[pair, slot, None], weights[pair, slot, None]))
+        found = expected.new_zeros(len(hidden), made.shape[-1])
+        found.index_add_(0, pair, made.view(len(pair), -1))
+        return _close(expected.view_as(found), found)
+
+    def _travel_well(self, forward: Forward, call: Call, tokens: Tokens) -> bool:
+        """Whether on all ranks own experts give the same where tokens travel."""
+        with self._shown(self._all):
+            expected: Tensor = forward(**call.on(tokens.hidden, tokens.index, tokens.weights))
+        found = self._by_tokens(forward, call, tokens, Capacity(None, self._group)).view_as(expected)
+        return not any_of(not _close(expected, found), self._capacity.group, tokens.hidden.device)
+
+
+def _close(expected: Tensor, found: Tensor) -> bool:
+    scale = expected.abs().amax() if expected.numel() else expected.new_zeros(())
+    return not bool(((found - expected).abs() > EQUAL * scale).any())
+
+
+def _enough(tokens: Tokens, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens of a call, with further ones where they are too few to show whether they are mixed."""
+    missing, k = max(0, ENOUGH - len(tokens.hidden)), tokens.index.shape[1]
+    further = torch.arange(missing * tokens.hidden.shape[1], device=tokens.hidden.device).view(missing, -1)
+    chosen = torch.arange(missing * k, device=tokens.hidden.device).view(missing, k)
+    return (
+        torch.cat([tokens.hidden, further.to(tokens.hidden.dtype).sin()]),
+        torch.cat([tokens.index, (chosen % experts).to(tokens.index.dtype)]),
+        torch.cat([tokens.weights, (chosen.to(tokens.weights.dtype).cos() + 2) / 3]),
+    )

@@ -9,7 +9,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -211,8 +211,6 @@ class _Dividing:
 
     def _divide_listed(self, experts: Experts, module: nn.Module, model: nn.Module) -> None:
         members, ranks = list(module.children()), self._experts.size()
-        called = type(module).forward is not nn.ModuleList.forward
-        owner = module if called else model.get_submodule(experts.name.rpartition(".")[0])
         skeleton = _on_meta(members[0])
         for number, member in enumerate(members):
             holder = number * ranks // len(members)
@@ -222,14 +220,25 @@ class _Dividing:
                         rows: list[Runs] = [((0, len(parameter)),) if rank == holder else () for rank in range(ranks)]
                         part._parameters[name] = self._part(parameter, ElementsShard(0, rows))
         capacity = self._capacity(self._mesh.data)  # to the others of a batch a list shows the same tokens
-        listed = ListedExperts(experts.name, owner, members, skeleton, self._experts, self._alike, capacity)
-        redirect_forward(owner, listed.wrap)
+        listed = ListedExperts(experts.name, members, skeleton, self._experts, self._alike, capacity)
+        for member in members:
+            redirect_forward(member, listed.guard)
+        for owner in _callers(model, module):
+            redirect_forward(owner, partial(listed.lead, owner))
 
     def _capacity(self, ranks: DeviceMesh) -> Capacity:
         return Capacity(self._technique.capacity_factor, ranks.get_group())
 
     def _part(self, parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
         return parameter_part(parameter, self._kept, [*self._copied, placement])
+
+
+def _callers(model: nn.Module, module: nn.Module) -> list[nn.Module]:
+    """A list that has a forward, else the nearest modules with one around each place where it stands."""
+    if type(module).forward is not nn.Module.forward:
+        return [module]
+    around = [part for part in model.modules() if any(child is module for child in part.children())]
+    return list(dict.fromkeys(caller for part in around for caller in _callers(model, part)))
 
 
 def _on_meta(module: nn.Module) -> nn.Module:
