@@ -132,6 +132,106 @@ class Flat(Banked):
         return self.experts(x.flatten(0, 1), index, weights).view_as(x)
 
 
+class Followed(Looped):
+    """What follows the experts computes with their results, and modules keep count of their calls."""
+
+    def __init__(self, experts: int = 4, k: int = 2) -> None:
+        super().__init__(experts, k)
+        self.inside = nn.ModuleDict({"experts": self.experts})
+        del self.experts
+        self.norm, self.out = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, WIDTH))
+        self.calls, self.usage = {"of": [0]}, torch.zeros(())
+
+    def train(self, mode: bool = True) -> nn.Module:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.calls["of"][0] += 1
+        self.usage += 1
+        x = (hidden.flatten(0, 1) * self.scale).exp().sin() * (1 + (self.calls["of"][0] + self.usage) / 100)
+        weights, index = self.router(x)
+        result = torch.zeros_like(x)
+        for number, expert in enumerate(self.inside["experts"]):
+            row, slot = torch.where(index == number)
+            result = result.index_add(0, row, expert(x=x[row]) * weights[row, slot, None])
+        return (self.out(self.norm(result)) + self.shared(x)).view_as(hidden)
+
+
+class Chained(Looped):
+    """An expert gets what another made."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for expert in self.experts:
+            hidden = hidden + expert(hidden)
+        return hidden
+
+
+class Apart(Looped):
+    """Calls a part of an expert."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + sum(expert.down(F.gelu(expert.up(hidden))) for expert in self.experts)
+
+
+class Outside(nn.Module):
+    """Calls experts from without the module that has them."""
+
+    def __init__(self, experts: int = 4, k: int = 2) -> None:
+        super().__init__()
+        self.mixture = Looped(experts, k)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + sum(expert(hidden) for expert in self.mixture.experts)
+
+
+class TwoResults(Expert):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x), x
+
+
+class Pairs(Looped):
+    """Its experts return more than one tensor."""
+
+    def __init__(self, experts: int = 4, k: int = 2) -> None:
+        super().__init__(experts, k)
+        self.experts = nn.ModuleList(TwoResults() for _ in range(experts))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + sum(expert(hidden)[0] for expert in self.experts)
+
+
+class Slots(Bank):
+    """Returns what each chosen expert made, (..., k, features)."""
+
+    def forward(self, tokens: Tensor, which: Tensor, how_much: Tensor) -> Tensor:
+        slots = zip(which.split(1, -1), how_much.split(1, -1), strict=True)
+        return torch.stack([Bank.forward(self, tokens, *slot) for slot in slots], -2)
+
+
+class BankedSlots(Banked):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).sum(-2)
+
+
+class Masked(Bank):
+    """Takes a mask of all experts instead of the numbers of some."""
+
+    def forward(self, tokens: Tensor, mask: Tensor, how_much: Tensor) -> Tensor:
+        scores = (mask * how_much).unbind(-1)
+        made = (self.norm(F.silu(tokens @ up) @ down) for up, down in zip(self.up, self.down, strict=True))
+        return sum(one * score[..., None] for one, score in zip(made, scores, strict=True))
+
+
+class BankedMask(Banked):
+    def forward(self, x: Tensor) -> Tensor:
+        weights, index = self.router(x)
+        scores = torch.zeros(*x.shape[:-1], 4, dtype=x.dtype).scatter(-1, index, weights)
+        return self.experts(x, (scores > 0).long(), scores)
+
+
 class Block(nn.Module):
     def __init__(self, mixture: nn.Module) -> None:
         super().__init__()
@@ -167,6 +267,15 @@ class Mixture(LanguageModel):
         return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED)
 
 
+class Tied(Mixture):
+    """Both blocks loop over the same list."""
+
+    def __init__(self, optimizer: MakeOptimizer = adamw) -> None:
+        super().__init__(Looped, optimizer)
+        first, second = (block.mixture for block in self.network.blocks)
+        second.experts = first.experts
+
+
 class Named(Mixture):
     def parallel_plan(self) -> ParallelPlan:
         return ParallelPlan(blocks="network.blocks.*", experts="network.blocks.*.mixture.experts")
@@ -175,6 +284,14 @@ class Named(Mixture):
 MODELS = {
     "looped_experts": partial(Mixture, Looped),
     "soft_experts": partial(Mixture, Soft),
+    "followed_experts": partial(Mixture, Followed),
+    "tied_experts": Tied,
+    "chained_experts": partial(Mixture, Chained),
+    "apart_experts": partial(Mixture, Apart),
+    "outside_experts": partial(Mixture, Outside),
+    "pairs_experts": partial(Mixture, Pairs),
+    "slots_experts": partial(Mixture, BankedSlots, bank=Slots),
+    "masked_experts": partial(Mixture, BankedMask, bank=Masked),
     "banked_experts": partial(Mixture, Banked),
     "flat_experts": partial(Mixture, Flat),
     "mixing_experts": partial(Mixture, Banked, bank=Mixing),

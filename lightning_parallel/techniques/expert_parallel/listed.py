@@ -123,6 +123,19 @@ class ListedExperts:
         shown = _Shared.apply(self._alike, *scalars)  # type: ignore[no-untyped-call]
         return dict(zip(scalars, shown, strict=True))
 
+    def _taken(self, calls: list[tuple[int, Tensor]], some: Tensor) -> list[tuple[int, Tensor]]:
+        """The rows of each call that its expert takes; those behind them add nothing."""
+        if self._capacity.factor is None:
+            return calls
+        counts, taken = torch.zeros(len(self._experts) + 1, dtype=torch.long), []
+        for number, inputs in calls:
+            counts[number] += len(inputs)
+        left = self._capacity.room(counts.to(some.device)).pairs.tolist()
+        for number, inputs in calls:
+            taken.append((number, inputs[: int(max(left[number], 0))]))
+            left[number] -= len(inputs)
+        return taken
+
     def _results(self, first: FirstPass, some: Tensor, whole: Mapping[Tensor, Tensor]) -> tuple[list[Tensor], Tensor]:
         """The results of this rank's calls, and a tensor through which backward reaches what it computed for others."""
         some = first.inputs[0][1] if first.inputs else some

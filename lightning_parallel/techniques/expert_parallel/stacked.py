@@ -307,8 +307,8 @@ def _close(expected: Tensor, found: Tensor) -> bool:
 
 def _enough(tokens: Tokens, experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """The tokens of a call, with further ones where they are too few to show whether they are mixed."""
-    missing, k = max(0, ENOUGH - len(tokens.hidden)), tokens.index.shape[1]
-    further = torch.arange(missing * tokens.hidden.shape[1], device=tokens.hidden.device).view(missing, -1)
+    missing, width, k = max(0, ENOUGH - len(tokens.hidden)), tokens.hidden.shape[1], tokens.index.shape[1]
+    further = torch.arange(missing * width, device=tokens.hidden.device).view(missing, width)
     chosen = torch.arange(missing * k, device=tokens.hidden.device).view(missing, k)
     return (
         torch.cat([tokens.hidden, further.to(tokens.hidden.dtype).sin()]),

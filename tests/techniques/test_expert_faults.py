@@ -1,0 +1,40 @@
+"""Experts that are called in odd ways train as in one process, or are refused with a reason."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from lightning_parallel import DataParallel, ExpertParallelStrategy, TensorParallel
+from lightning_parallel.techniques.expert_parallel import ExpertParallel
+from tests.curves import train
+from tests.ranks import ranks
+from tests.techniques.tensor_layouts import check, hybrid
+
+ODD = ("followed_experts", "tied_experts", "slots_experts", "masked_experts")
+REFUSED = {
+    "chained_experts": (RuntimeError, "no expert's input by the result of another"),
+    "apart_experts": (ValueError, "let the expert's own forward call it"),
+    "outside_experts": (ValueError, "call experts in that module's forward"),
+    "pairs_experts": (ValueError, "returns one tensor with a row for each token"),
+}
+
+
+@pytest.mark.parametrize("column", ODD)
+def test_calls_of_experts_that_one_process_takes(column: str) -> None:
+    check(column, 2, partial(ExpertParallelStrategy, 2), 2, max_epochs=1, precision="64-true", rtol=1e-9)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("column", ODD)
+def test_and_beside_tensor_parallel(column: str) -> None:
+    layout = hybrid(DataParallel(2), TensorParallel(2), ExpertParallel(2))
+    check(column, 4, layout, 2, max_epochs=1, precision="64-true", rtol=1e-9)
+
+
+@ranks(2)
+def test_what_cannot_be_led_says_so() -> None:
+    for column, (kind, text) in REFUSED.items():
+        with pytest.raises(kind, match=text):
+            train(column, partial(ExpertParallelStrategy, 2), data_ranks=2, max_epochs=1, data={"samples": 16})
