@@ -137,8 +137,8 @@ class Followed(Looped):
 
     def __init__(self, experts: int = 4, k: int = 2) -> None:
         super().__init__(experts, k)
-        self.inside = nn.ModuleDict({"experts": self.experts})
-        del self.experts
+        self.inside = nn.ModuleDict({"router": self.router, "experts": self.experts})
+        del self.experts, self.router
         self.norm, self.out = nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH)
         self.register_buffer("scale", torch.linspace(0.5, 1.5, WIDTH))
         self.calls, self.usage = {"of": [0]}, torch.zeros(())
@@ -152,7 +152,7 @@ class Followed(Looped):
         self.calls["of"][0] += 1
         self.usage += 1
         x = (hidden.flatten(0, 1) * self.scale).exp().sin() * (1 + (self.calls["of"][0] + self.usage) / 100)
-        weights, index = self.router(x)
+        weights, index = self.inside["router"](x)
         result = torch.zeros_like(x)
         for number, expert in enumerate(self.inside["experts"]):
             row, slot = torch.where(index == number)
