@@ -88,14 +88,14 @@ def require_nobody_left(folder: Path) -> None:
     assert left_behind(folder) == []
 
 
-@after(Launch("spawn"), Launch("fork"))
+@after(Launch("spawn"))
 def test_every_way_to_start_gives_the_whole_model_back(ended):
     require_the_whole_model(ended)
 
 
 @pytest.mark.exhaustive
-@after(Launch("popen"))
-def test_so_it_is_where_the_script_itself_is_rank_zero(ended):
+@after(Launch("popen"), Launch("fork"))
+def test_so_it_is_where_the_script_itself_is_rank_zero_and_where_it_forks(ended):
     require_the_whole_model(ended)
 
 
@@ -169,7 +169,7 @@ def require_all_gone(ended: Ended) -> None:
     require_nobody_left(ended.folder)
 
 
-@after(Launch(event="terminate", rank=1))  # `test_signals.py` has both
+@after(Launch("fork", event="terminate", rank=1))  # `test_signals.py` has both
 def test_sigterm_to_one_rank_stops_all_after_the_same_step_with_a_checkpoint(ended):
     assert ended.code == 143, ended.output
     assert ended.seconds_after_event < ENDED_WITHIN

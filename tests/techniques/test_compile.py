@@ -32,15 +32,15 @@ pytestmark = [  # Dynamo's own
 
 COMPILED = Compile(backend="aot_eager")
 LAYOUTS: dict[str, tuple[str, Callable[[], list[Any]]]] = {
+    "zero 3, recomputed": ("llama", lambda: [Zero(2, stage=3), COMPILED, ActivationCheckpoint()]),
     "data parallel": ("gpt2", lambda: [DataParallel(2), COMPILED]),
     "zero 1": ("llama", lambda: [Zero(2, stage=1), COMPILED]),
     "zero 2": ("llama", lambda: [Zero(2, stage=2), COMPILED]),
     "zero 3": ("gpt2", lambda: [Zero(2, stage=3), COMPILED]),
-    "zero 3, recomputed": ("llama", lambda: [Zero(2, stage=3), COMPILED, ActivationCheckpoint()]),
 }
 
 
-@sampled(2, "layout", LAYOUTS)
+@sampled(1, "layout", LAYOUTS)
 def test_parity(layout: str) -> None:
     column, techniques = LAYOUTS[layout]
     make = partial(HybridStrategy, *techniques())
@@ -48,7 +48,7 @@ def test_parity(layout: str) -> None:
 
 
 def test_gradients_of_divided_fused_weights_add_up() -> None:
-    make = partial(HybridStrategy, TensorParallel(2), COMPILED)
+    make = partial(HybridStrategy, TensorParallel(2, sequence_parallel=False), COMPILED)  # the graph stays one
     check_parity("gpt2", 2, make, max_epochs=1, limit_val_batches=0, model={"n_layer": 1}, data={"samples": 16})
 
 

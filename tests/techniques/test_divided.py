@@ -266,7 +266,7 @@ def compared(operation: Callable[[Tensor, Tensor], Any], division: dict[int, Any
         torch.testing.assert_close(mine.grad, w.grad, rtol=1e-10, atol=1e-12)
 
 
-@sampled(5, "division", DIVISIONS)
+@sampled(3, "division", DIVISIONS)
 @ranks(2)
 def test_values_and_gradients_are_those_of_the_whole(division):
     failed = []
