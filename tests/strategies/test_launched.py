@@ -169,7 +169,7 @@ def require_all_gone(ended: Ended) -> None:
     require_nobody_left(ended.folder)
 
 
-@after(Launch("fork", event="terminate", rank=1))  # `test_signals.py` has both
+@after(Launch(event="terminate", rank=1))  # `test_signals.py` has both
 def test_sigterm_to_one_rank_stops_all_after_the_same_step_with_a_checkpoint(ended):
     assert ended.code == 143, ended.output
     assert ended.seconds_after_event < ENDED_WITHIN
