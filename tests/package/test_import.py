@@ -50,3 +50,14 @@ def test_importing_it_loads_nothing_else() -> None:
     command = [sys.executable, "-c", LOADED]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=240)
     assert set(ended.stdout.split()) - NEEDED <= sys.stdlib_module_names
+
+
+def test_every_strategy_has_a_name() -> None:
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    import lightning_parallel
+
+    strategies = {name for name in lightning_parallel.__all__ if name.endswith("Strategy")} - {"HybridStrategy"}
+    own = [name for name in StrategyRegistry.available_strategies() if name.startswith("lp_")]
+    assert {type(StrategyRegistry.get(name)).__name__ for name in own} == strategies
+    assert "lp_expert_parallel" in own

@@ -5,13 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_parallel import DataParallelStrategy, ParallelPlan
+from lightning_parallel.collectives.elements import Ranks
+from lightning_parallel.techniques.divided.whole_batch import WholeBatch
+from lightning_parallel.techniques.tools.meeting import meeting_of, uses_of
 from tests.models import Optimized, adamw
-from tests.ranks import run_on_ranks
+from tests.ranks import ranks, run_on_ranks
 from tests.trainers import trainer
 
 made: dict[str, Any] = {"nn": nn, "__name__": "nowhere"}
@@ -35,7 +39,8 @@ class Pairs(Optimized):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss: Tensor = self.contrast(*map(self.network, batch.unbind(1)))
-        self.log("train_loss", loss)
+        if self._trainer is not None:
+            self.log("train_loss", loss)
         return loss
 
 
@@ -51,3 +56,13 @@ def test_a_contrast_of_all_samples_in_a_class_of_no_file() -> None:
     (expected,) = run_on_ranks(1, trained, 8)
     for found in run_on_ranks(2, trained, 4):
         torch.testing.assert_close(found, expected)
+
+
+@ranks(2)
+def test_what_saw_the_whole_batch_is_not_warned_of() -> None:
+    module, batch = Pairs(), torch.randn(4, 2, 6)
+    assert meeting_of(module.training_step(batch, 0), 4) is not None
+    WholeBatch(module, Ranks(dist.group.WORLD, "data"), module.parallel_plan())
+    loss = module.training_step(batch, 0)
+    assert meeting_of(loss, 4) is None
+    assert uses_of(loss, [], 4).bent is None

@@ -47,9 +47,9 @@ class FirstLosses:
             warn(
                 f"Samples of a batch meet each other in the step: {meeting.name} makes a tensor of shape "
                 f"{meeting.shape} of {samples} samples, as a contrastive loss does. On {self._ranks} ranks that read "
-                f"different samples each one's meet only its own, where one device would compare all. Gather those of "
-                f"all ranks before they are compared, z = self.all_gather(z, sync_grads=True).flatten(0, 1), or train "
-                f"without data parallelism"
+                f"different samples each one's meet only its own, where one device would compare all. Compare them in "
+                f"a module that the plan names, ParallelPlan(whole_batch='contrast'), which gets those of all ranks; "
+                f"or gather them, z = self.all_gather(z, sync_grads=True).flatten(0, 1)"
             )
         if self._told_uses or meeting is not None:
             return
@@ -58,7 +58,8 @@ class FirstLosses:
             self._told_uses = True
             log.info(
                 "The loss is no sum of means over samples: %s. Its gradient is the mean of those on %d ranks, each of "
-                "means over its own samples; one device would compute it from the means over all of them",
+                "means over its own samples; one device would compute it from the means over all of them. A module "
+                "that the plan names, ParallelPlan(whole_batch='balance_loss'), gets the samples of all ranks",
                 what,
                 self._ranks,
             )

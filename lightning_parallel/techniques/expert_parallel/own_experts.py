@@ -54,6 +54,11 @@ class OwnExperts(Tensor):
         """Whether gradients flow to it."""
         return self.own.requires_grad
 
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        """Whether own rows are what gradients are kept for; who logs a step asks."""
+        return self.own.is_leaf
+
     def expert(self, number: int) -> Tensor:
         """The row of one expert; zeros for one of another rank."""
         place = (number + len(self) if number < 0 else number) - self.first

@@ -24,6 +24,9 @@ WITH_CONSTANTS = ELEMENTWISE | {"Mv", "Dot", "Vdot"}
 """What is done to weights with numbers without gradients: with masks, and with the vectors of a spectral norm."""
 
 LOOKUPS = {"Embedding", "EmbeddingBag", "Index", "IndexSelect", "Gather"}
+ENTER = "Enter"
+"""What stands behind it is of the whole batch: a function that sees the samples of all ranks (`ParallelPlan`)."""
+
 VIEWS = 4
 """How many views of each sample a step makes at most: these are as many rows of its embeddings."""
 
@@ -51,8 +54,8 @@ def meeting_of(loss: Tensor, samples: int) -> Meeting | None:
     """
     if samples < 2 or loss.grad_fn is None:
         return None
-    last = set(_before(loss.grad_fn, stop=MATRICES))
-    for node in _before(loss.grad_fn):
+    last = set(_before(loss.grad_fn, stop=MATRICES | {ENTER}))
+    for node in _before(loss.grad_fn, stop={ENTER}):
         operands = _operands_of_pairs(node, samples, node in last)
         if operands and all(map(_is_of_samples, operands)):
             gathered = any(map(_was_gathered, operands))
@@ -145,7 +148,7 @@ def uses_of(loss: Tensor, means: Sequence[GradientEdge | None], samples: int) ->
             return Uses(bent, [])
         if watched:
             weighed |= {numbers[id(node)]} if by_learned else set()
-        elif operation_of(node) not in MATRICES | {"Convolution"}:
+        elif operation_of(node) not in MATRICES | {"Convolution", ENTER}:
             ahead.extend(_further(node, bent, by_learned))
     return Uses(None, sorted(weighed))
 
