@@ -139,14 +139,9 @@ class Followed(Looped):
         super().__init__(experts, k)
         self.inside = nn.ModuleDict({"router": self.router, "experts": self.experts})
         del self.experts, self.router
-        self.norm, self.out = nn.BatchNorm1d(WIDTH).eval(), nn.Linear(WIDTH, WIDTH)
+        self.norm, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
         self.register_buffer("scale", torch.linspace(0.5, 1.5, WIDTH))
         self.calls, self.usage = {"of": [0]}, torch.zeros(())
-
-    def train(self, mode: bool = True) -> nn.Module:
-        super().train(mode)
-        self.norm.eval()
-        return self
 
     def forward(self, hidden: Tensor) -> Tensor:
         self.calls["of"][0] += 1

@@ -205,7 +205,8 @@ class ListedExperts:
                 rows = self._of_expert(self._experts[first + own], rows, whole)
             for rank, piece in zip(made, torch.split(rows, [rank[own] for rank in counts]), strict=True):
                 rank.append(piece)
-        shaped = [each for rank in made for each in rank if len(each)]
+        # also without rows: on one device an expert that is called with none has gradients, zeros
+        shaped = [each for rank in made for each, count in zip(rank, called, strict=True) if count]
         if not shaped:  # backward must reach what this rank sent all the same
             return _attached(self._zeros(arrived), [arrived])  # type: ignore[no-any-return]
         return torch.cat(shaped)
