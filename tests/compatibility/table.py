@@ -15,6 +15,7 @@ NAMES = {
     "pp2": "`PipelineParallelStrategy()`",
     "tp2": "`TensorParallelStrategy()`",
     "cp2": "`ContextParallelStrategy()`",
+    "ep2": "`ExpertParallelStrategy()`",
 }
 KINDS = ("exact", "as halves", "refused", "wrong", "error", "hang")
 LONGEST = 300

@@ -92,17 +92,27 @@ def _fits(parameter: nn.Parameter, value: Any) -> bool:
 
 @contextmanager
 def _held_plain(module: nn.Module, shards: Set[int]) -> Iterator[None]:
-    """Inside, the module has what this rank holds in place of these shards: DTensor cannot copy lists of elements."""
-    tables = [part._parameters for part in module.modules()]
-    before = [(table, name, kept) for table in tables for name, kept in table.items() if id(kept) in shards]
-    plain = {id(kept): nn.Parameter(local(kept), kept.requires_grad) for _, _, kept in before if kept is not None}
-    for table, name, kept in before:
-        table[name] = plain[id(kept)]
+    """Inside, the module has what this rank holds in place of these shards: DTensor cannot copy lists of elements.
+
+    `fully_shard` looks after a load whether parameters were replaced; what is held here is filled in place.
+    """
+    parts = [part for part in module.modules() if any(id(kept) in shards for kept in part._parameters.values())]
+    before = [(part, dict(part._parameters), part._load_state_dict_post_hooks.copy()) for part in parts]
+    plain: dict[int, nn.Parameter] = {}
+    for part in parts:
+        for name, kept in part._parameters.items():
+            if kept is not None and id(kept) in shards:
+                held = plain.setdefault(id(kept), nn.Parameter(local(kept), kept.requires_grad))
+                part._parameters[name] = held
+        for key, hook in list(part._load_state_dict_post_hooks.items()):
+            if str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp"):
+                del part._load_state_dict_post_hooks[key]
     try:
         yield
     finally:
-        for table, name, kept in before:
-            table[name] = kept
+        for part, parameters, hooks in before:
+            part._parameters.update(parameters)
+            part._load_state_dict_post_hooks.update(hooks)
 
 
 POSITIONS = "lightning_parallel_positions"
