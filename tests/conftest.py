@@ -7,6 +7,8 @@ UPSTREAM = [
     "ignore:.*isinstance.treespec, LeafSpec.:FutureWarning",  # Lightning 2.6 on torch 2.13
     "ignore:.*does not have many workers",
     "ignore:.*available but not used",
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",  # Dynamo's own, which it hides otherwise
+    "ignore:.*should not be instantiated:DeprecationWarning",  # Dynamo's own
 ]
 
 

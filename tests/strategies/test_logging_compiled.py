@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -16,10 +15,6 @@ from tests.strategies.one_and_two import MakeStrategy, made, require_like
 from tests.tiers import sampled
 from tests.trainers import trainer
 
-pytestmark = [  # Dynamo's own
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-]
 COMPILED = Compile(backend="aot_eager", fullgraph=True)
 
 

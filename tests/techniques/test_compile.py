@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -24,11 +23,6 @@ from tests.models import build, loaders, points
 from tests.ranks import run_on_ranks
 from tests.tiers import sampled
 from tests.trainers import trainer
-
-pytestmark = [  # Dynamo's own
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-]
 
 COMPILED = Compile(backend="aot_eager")
 LAYOUTS: dict[str, tuple[str, Callable[[], list[Any]]]] = {

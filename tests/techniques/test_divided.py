@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -287,7 +286,6 @@ def block(x: Tensor, entering: Tensor, leaving: Tensor, norm: Tensor) -> Tensor:
     return x + F.linear(F.gelu(y), leaving)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # the compiler does so itself
 @sampled(1, "sequence_dim", [1, None])
 @ranks(2)
 def test_a_block_compiles_in_one_graph(sequence_dim):

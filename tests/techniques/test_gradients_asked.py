@@ -26,11 +26,6 @@ from tests.ranks import run_on_ranks
 from tests.techniques.test_context_models import WIDTH, WORDS, Model, tokens, trained
 from tests.trainers import trainer
 
-pytestmark = [  # Dynamo's own
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
-]
-
 
 class Block(nn.Module):
     def __init__(self) -> None:
