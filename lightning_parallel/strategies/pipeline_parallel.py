@@ -6,7 +6,7 @@ from typing import Any, Literal, final
 
 from lightning_parallel.mesh import Size
 from lightning_parallel.strategies.mesh_strategy import MeshStrategy
-from lightning_parallel.techniques.pipeline_parallel.technique import PipelineParallel
+from lightning_parallel.techniques.pipeline_parallel.technique import LossOver, PipelineParallel
 
 
 @final
@@ -21,9 +21,15 @@ class PipelineParallelStrategy(MeshStrategy):
         microbatches: int | Literal["auto"] = "auto",
         stages_per_rank: int | None = None,
         split: tuple[int, ...] | None = None,
+        loss_over: LossOver = "auto",
         **lightning: Any,
     ) -> None:
         pipeline = PipelineParallel(
-            size, schedule=schedule, microbatches=microbatches, stages_per_rank=stages_per_rank, split=split
+            size,
+            schedule=schedule,
+            microbatches=microbatches,
+            stages_per_rank=stages_per_rank,
+            split=split,
+            loss_over=loss_over,
         )
         super().__init__([pipeline], **lightning)

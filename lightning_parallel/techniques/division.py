@@ -62,6 +62,11 @@ class Division:
 
     model: nn.Module
 
+    @property
+    def losses_over_batch(self) -> bool:
+        """Whether the user's step computes its losses once, from all samples of this rank's batch."""
+        return True
+
     def batch(self, batch: Any) -> Any:
         """Batch -> batch: this rank's part of a batch that several ranks read alike. Opposite of `outputs`."""
         return batch

@@ -73,8 +73,8 @@ class DividedModel:
         self._compare_whole_batches(plan)
 
     def _compare_whole_batches(self, plan: ParallelPlan) -> None:
-        """Lets functions that compare samples see those of all ranks; a pipeline runs them for each microbatch."""
-        if self.mesh.data.size() > 1 and self.mesh.sizes["pp"] == 1:
+        """Lets functions that compare samples see those of all ranks, if they see all of this one at once."""
+        if self.mesh.data.size() > 1 and all(division.losses_over_batch for division in self._divisions):
             whole = WholeBatch(self.module, Ranks(self.readers, "batch"), plan)
             self._divisions += [whole] if whole.acts else []
 

@@ -7,7 +7,7 @@ twice as large, and what it makes of pairs four times. A product that sums over 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,6 +88,8 @@ class _Look(Watch):
     states: dict[int, str] = field(default_factory=dict)
     """The names of the model's floating-point buffers, by their memory."""
     all: list[_Operation] = field(default_factory=list)
+    in_blocks: int = 0
+    """How many of these came before the last block had returned."""
     written: set[str] = field(default_factory=set)
     """Buffers that some operation changed, ..."""
     used: set[str] = field(default_factory=set)
@@ -111,6 +113,10 @@ class _Look(Watch):
         """See `Watch.known`."""
         self._note(inputs, result)
 
+    def blocks_end(self, *_: Any) -> None:
+        """The last block has returned."""
+        self.in_blocks = len(self.all)
+
     def _note(self, inputs: Sequence[Tensor], result: Any) -> None:
         made = {id(each) for each in tensors_of(result)}
         for each in inputs:
@@ -124,40 +130,68 @@ def memory_of(tensor: Tensor) -> int:
     return number
 
 
-def require_apart(model: nn.Module, sample: Sample, parts: int, complete: bool) -> None:
-    """Raises unless each sample of a batch counts by itself.
+@dataclass(frozen=True)
+class Meeting:
+    """An operation in which samples of a batch meet.
+
+    Attributes:
+        what: happens, for people.
+        then: happens in microbatches.
+        wrong: whether microbatches would train on another loss, not one that is close.
+        in_blocks: whether it comes before the last block has returned.
+    """
+
+    what: str
+    then: str
+    wrong: bool
+    in_blocks: bool
+
+    def refuse(self) -> None:
+        """Raises, or warns.
+
+        Raises:
+            ValueError: microbatches would train on another loss.
+        """
+        said = f"{self.what}. In a pipeline {self.then}; {REMEDY}"
+        if self.wrong:
+            raise ValueError(said)
+        warn(said)
+
+
+def meetings(model: nn.Module, sample: Sample, parts: int, complete: bool, last: nn.Module) -> list[Meeting]:
+    """Finds where the samples of a batch meet: none does if each sample counts by itself.
 
     Args:
         model: whole.
         sample: a step on a batch.
         parts: into how many microbatches the batch is to be divided.
         complete: whether the step could be followed to its end on the whole batch.
+        last: the last block.
 
     Raises:
-        ValueError: samples meet each other, which names the operation; or the step fails on a part of a batch.
+        ValueError: the step fails on a part of a batch.
     """
     size = sample.size or 1
     some = microbatches.split(sample.batch, 2)[-1] if size > 1 else sample.batch  # the smaller one, where they differ
     half = batch_size(some) or 1
-    once = _look(model, sample, some)
-    twice = _look(model, sample, microbatches.merge([some, some], [half, half]))
+    once = _look(model, sample, some, last)
+    twice = _look(model, sample, microbatches.merge([some, some], [half, half]), last)
     if complete:
-        _require_any_number(model, sample, min(parts, size))
+        _require_any_number(model, sample, min(parts, size), last)
     if once.error is not None or twice.error is not None:
         warn(_unchecked(f"on {half} or {2 * half} samples the step failed: {once.error or twice.error!r}"))
     if not _do_the_same(once, twice):
         if _grows_faster(once, twice):
             warn(_unchecked(f"on {2 * half} samples the step does something else than on {half}"))
-        return
-    _require_no_pairs(once, twice, half)
+        return []
     _warn_of_states(once)
-    _warn_of_statistics(once, twice, sample)
+    return [*_pairs(once, twice, half), *_statistics(once, twice, sample)]
 
 
-def _require_any_number(model: nn.Module, sample: Sample, parts: int) -> None:
+def _require_any_number(model: nn.Module, sample: Sample, parts: int, last: nn.Module) -> None:
     """The step runs on a microbatch too, if it is one that a batch has at its end."""
     part = microbatches.split(sample.batch, parts)[-1]
-    error = _look(model, sample, part).error
+    error = _look(model, sample, part, last).error
     if error is not None:
         raise ValueError(
             f"the step runs on a batch of {sample.size} samples, but fails on a microbatch of {batch_size(part)} of "
@@ -188,13 +222,19 @@ def _unchecked(why: str) -> str:
     )
 
 
-def _require_no_pairs(once: _Look, twice: _Look, half: int) -> None:
-    for one, two in zip(once.all, twice.all, strict=False):
-        if one.is_of_pairs(two):
-            raise ValueError(
+def _pairs(once: _Look, twice: _Look, half: int) -> Iterator[Meeting]:
+    """The first operation on pairs in the blocks, and the first one after them."""
+    found: set[bool] = set()
+    for number, (one, two) in enumerate(zip(once.all, twice.all, strict=False)):
+        in_blocks = number < once.in_blocks
+        if one.is_of_pairs(two) and in_blocks not in found:
+            found.add(in_blocks)
+            yield Meeting(
                 f"samples of a batch meet each other in the step: {one.name} makes a tensor of shape {one.shape} of "
-                f"{half} samples and one of shape {two.shape} of {2 * half}, as a contrastive loss does. In a pipeline "
-                f"each microbatch would meet its own samples only; {REMEDY}"
+                f"{half} samples and one of shape {two.shape} of {2 * half}, as a contrastive loss does",
+                "each microbatch would meet its own samples only",
+                True,
+                in_blocks,
             )
 
 
@@ -208,43 +248,50 @@ def _warn_of_states(look: _Look) -> None:
         )
 
 
-def _warn_of_statistics(once: _Look, twice: _Look, sample: Sample) -> None:
-    """Of what is reduced over all samples and then meets each of them, or is multiplied by another such value."""
+def _statistics(once: _Look, twice: _Look, sample: Sample) -> Iterator[Meeting]:
+    """What is reduced over all samples and then meets each of them, or is multiplied by another such value."""
     reduced: set[int] = set()
-    meets: _Operation | None = None
-    multiplies: _Operation | None = None
+    meets: dict[bool, _Operation] = {}  # the first one in the blocks, and the first one after them
+    multiplies: dict[bool, _Operation] = {}
     for number, (one, two) in enumerate(zip(once.all, twice.all, strict=False), start=1):
-        grows = two.numel > one.numel
+        grows, in_blocks = two.numel > one.numel, number <= once.in_blocks
         if one.normalises(two) or (grows and one.floating and one.read & reduced):
-            meets = meets or one
+            meets.setdefault(in_blocks, one)
         if not grows and one.name in MULTIPLIES and len(one.read & reduced) > 1:
-            multiplies = multiplies or one
+            multiplies.setdefault(in_blocks, one)
         from_samples = one.name in REDUCTIONS and any(
             twice.all[read - 1].numel > once.all[read - 1].numel for read in one.read
         )
         if not grows and one.floating and (from_samples or one.read & reduced):
             reduced.add(number)
-    if meets is not None:
-        warn(
-            f"The step looks at all samples of a batch at once: {meets.name} makes a tensor of shape {meets.shape} "
-            f"with what it finds in all of them. In a pipeline these are the samples of a microbatch, not the "
-            f"{sample.size} of the batch, so the curve is not that of one device; {REMEDY}"
+    for in_blocks, one in meets.items():
+        yield Meeting(
+            f"The step looks at all samples of a batch at once: {one.name} makes a tensor of shape {one.shape} with "
+            "what it finds in all of them",
+            f"these are the samples of a microbatch, not the {sample.size} of the batch, so the curve is not that of "
+            "one device",
+            False,
+            in_blocks,
         )
-    if multiplies is not None:
-        warn(
-            f"The step multiplies two values that it finds in all samples of a batch ({multiplies.name} makes a tensor "
-            f"of shape {multiplies.shape}), as losses of routers do that balance experts. In a pipeline such a loss is "
-            f"that of each microbatch, averaged, and not quite that of the batch of {sample.size}; for the curve of "
-            f"one device {REMEDY}"
+    for in_blocks, one in multiplies.items():
+        yield Meeting(
+            f"The step multiplies two values that it finds in all samples of a batch ({one.name} makes a tensor of "
+            f"shape {one.shape}), as losses of routers do that balance experts",
+            f"such a loss is that of each microbatch, averaged, and not quite that of the batch of {sample.size}",
+            False,
+            in_blocks,
         )
 
 
-def _look(model: nn.Module, sample: Sample, batch: Any) -> _Look:
+def _look(model: nn.Module, sample: Sample, batch: Any, last: nn.Module) -> _Look:
     buffers = {memory_of(each): name for name, each in model.named_buffers() if each.is_floating_point()}
     look = _Look(buffers)
+    handle = last.register_forward_hook(look.blocks_end)
     with torch.no_grad(), tensors_kept(model), ShapesOnly(model.parameters(), sample.device, look):
         try:
             sample.run(batch)
         except Exception as error:
             look.error = error
+        finally:
+            handle.remove()
     return look

@@ -68,7 +68,7 @@ class WatchedHooks:
 
     Args:
         model: whose hooks.
-        mark: makes the mark of a tensor, of the name of a call and the tensor's number in what hooks got in it.
+        mark: makes the mark of a tensor, of the name of a call, the tensor's number in what hooks got, and its shape.
 
     Attributes:
         running: whether a hook runs now. What it makes, it makes again wherever it is called again.
@@ -76,7 +76,7 @@ class WatchedHooks:
         lasting: the FQN of the modules on which the step left hooks; known once this is closed.
     """
 
-    def __init__(self, model: nn.Module, mark: Callable[[tuple[str, int], int], Any]) -> None:
+    def __init__(self, model: nn.Module, mark: Callable[[tuple[str, int], int, torch.Size], Any]) -> None:
         self.running = False
         self.modules: dict[str, None] = {}
         self.lasting: tuple[str, ...] = ()
@@ -146,7 +146,7 @@ class WatchedHooks:
     def _twin(self, tensor: Tensor, call: tuple[str, int], number: int) -> Tensor:
         with _disable_current_modes():
             twin = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        vars(twin)[MARK] = self._mark(call, number)
+        vars(twin)[MARK] = self._mark(call, number, tensor.shape)
         return twin
 
 

@@ -81,6 +81,7 @@ class Traversal:
         hooked: FQN of the modules in blocks and parts whose hooks ran.
         lasting: FQN of the modules on which the step left hooks of its own. From all others it took them back.
         casts: by the FQN of parameters that modules cast for themselves, the dtype in which the step left them.
+        shapes: of the tensors that each call returned, by their numbers.
     """
 
     blocks: tuple[str, ...]
@@ -94,6 +95,7 @@ class Traversal:
     hooked: tuple[str, ...] = ()
     lasting: tuple[str, ...] = ()
     casts: Mapping[str, torch.dtype] = field(default_factory=dict)
+    shapes: Mapping[Call, Mapping[int, tuple[int, ...]]] = field(default_factory=dict)
 
     @property
     def end(self) -> int:

@@ -81,6 +81,7 @@ class _Recorder(Watch):
         self._work = [0.0] * (self._end + 1)
         self._skip_tensors: dict[tuple[Made, int], SkipTensor] = {}
         self._parts: dict[str, int] = {}  # and how often each was called
+        self._shapes: dict[Call, dict[int, tuple[int, ...]]] = {}
         self._depth, self._asked = 0, False  # within parts; for a value, within the module that runs
         self._required: dict[int, tuple[int, Tensor]] = {}
         self._between: list[weakref.ref[Tensor]] = []  # what code between modules has had in its hands
@@ -122,8 +123,9 @@ class _Recorder(Watch):
         if self._depth == 0 and self._position % 2 == 0:
             self._hooks.leave()
 
-    def _taken(self, call: Call, number: int) -> Made:
+    def _taken(self, call: Call, number: int, shape: torch.Size) -> Made:
         """The mark of what a hook gets."""
+        self._shapes.setdefault(call, {})[number] = tuple(shape)
         return Made(self._position, sources=frozenset({Source(call, self._position, number)}))
 
     def _on_return(self, module: nn.Module, _: Any, output: Any) -> Any:
@@ -183,6 +185,7 @@ class _Recorder(Watch):
         def mark(number: int) -> Made:
             return replace(made, sources=frozenset({Source(call, made.position, number)}))
 
+        self._shapes[call] = {number: tuple(tensor.shape) for number, tensor in enumerate(tensors_of(output))}
         output = self._known.returned(output, mark)
         mark_tensors(output, mark)
         self._between += map(weakref.ref, tensors_of(output))
@@ -392,6 +395,7 @@ class _Recorder(Watch):
             self._complete,
             tuple(self._hooks.modules),
             self._hooks.lasting,
+            shapes=self._shapes,
         )
 
     def _is_direct(self, name: str) -> bool:

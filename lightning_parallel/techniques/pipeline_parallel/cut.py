@@ -26,7 +26,7 @@ class Cut:
 
     Attributes:
         seen: what a forward of the model showed.
-        sizes: how many blocks each stage has.
+        sizes: how many blocks each stage has; none has the stage that computes the loss, where it has one of its own.
     """
 
     seen: Traversal
@@ -97,13 +97,14 @@ class Cut:
         return frozenset(map(self.stage_at, self.seen.calls.get(module, ())))
 
 
-def cut(seen: Traversal, stages: int, sizes: Sequence[int] | None = None) -> Cut:
+def cut(seen: Traversal, stages: int, sizes: Sequence[int] | None = None, loss_stage: bool = False) -> Cut:
     """Cuts a model so that its most expensive stage costs as little as possible, or as told.
 
     Args:
         seen: what a forward of the model showed.
         stages: how many stages to make.
         sizes: how many blocks each is to have; None balances the work.
+        loss_stage: whether what follows the blocks is one more stage.
 
     Raises:
         ValueError: there are fewer blocks than stages, sizes that do not add up, or a value that a block or the loss
@@ -114,7 +115,8 @@ def cut(seen: Traversal, stages: int, sizes: Sequence[int] | None = None) -> Cut
             f"{stages} stages need a block each, but the model has {len(seen.blocks)} blocks; "
             "use fewer ranks or stages per rank"
         )
-    made = Cut(seen, _given(sizes, stages, len(seen.blocks)) if sizes is not None else _balanced(seen, stages))
+    blocks = _given(sizes, stages, len(seen.blocks)) if sizes is not None else _balanced(seen, stages)
+    made = Cut(seen, (*blocks, 0) if loss_stage else blocks)
     for skip in seen.skip_tensors:
         within = made.stage_at(skip.made.position) == made.stage_at(skip.used)
         if skip.made.sources is None and not within:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,12 +29,26 @@ Place = tuple[int, int]
 """A stage and a microbatch."""
 
 
+@dataclass(frozen=True)
+class LossStage:
+    """What follows the blocks, for the whole batch.
+
+    Attributes:
+        step: runs the user's step on the batch.
+        join: makes what the last block's stage would hand on for the batch, of what it handed on for microbatches.
+    """
+
+    step: Callable[[], Any]
+    join: Callable[[Sequence[HandedOn]], HandedOn]
+
+
 @dataclass
 class Work:
     """The work of one rank on one batch.
 
     Attributes:
         steps: run the user's step on each microbatch.
+        whole: runs it on the batch, for a stage that computes the loss of all microbatches; None where there is none.
         handed_on: makes of what a stage returned a value that can be sent.
         received: the opposite.
         signatures: what the shapes of each microbatch are recognised by.
@@ -44,6 +59,7 @@ class Work:
     """
 
     steps: Sequence[Callable[[], Any]]
+    whole: LossStage | None
     handed_on: Callable[[Any], Any]
     received: Callable[[Any], Any]
     signatures: Sequence[Hashable]
@@ -108,6 +124,9 @@ class Executor:
 
     def _forward(self, place: Place) -> None:
         stage, microbatch = place
+        if self._work.whole is not None and stage == self._last:
+            self._forward_of_whole(self._work.whole, microbatch)
+            return
         inputs: list[Tensor] = []
         received = self._received(place)
         if self._work.backward:
@@ -121,6 +140,24 @@ class Executor:
             self._keep_result(place, inputs, output)
         if means is not None:
             self._work.shares.add(microbatch, means)
+
+    def _forward_of_whole(self, whole: LossStage, microbatch: int) -> None:
+        """With the last microbatch all are there: the loss is computed, and its gradients go back to each of them."""
+        count = len(self._work.steps)
+        if microbatch < count - 1:
+            return
+        handed = [self._handed.pop((self._last, number)) for number in range(count)]
+        inputs: list[list[Tensor]] = [[] for _ in handed]
+        if self._work.backward:
+            handed = [map_tensors(partial(_leaf, inputs=own), one) for own, one in zip(inputs, handed, strict=True)]
+        means = Means(elements=False)
+        received = whole.join([self._work.received(one) for one in handed])
+        output = self._stages.run(self._last, received, whole.step, means, watched=True)
+        self._keep_result((self._last, 0), [leaf for own in inputs for leaf in own], output)
+        self._work.shares.add(0, means)
+        if self._work.backward:
+            made = iter(self._gradients_of((self._last, 0), self._saved.pop((self._last, 0))))
+            self._handed_back |= {(self._last - 1, k): [next(made) for _ in own] for k, own in enumerate(inputs)}
 
     def _received(self, place: Place) -> Any:
         stage, _ = place
@@ -155,10 +192,14 @@ class Executor:
     # ---------------------------------------------------------------- backward
 
     def _backward(self, place: Place) -> None:
+        if self._work.whole is not None and place[0] == self._last:
+            return  # its gradients were handed back when the loss was known
         saved = self._saved.pop(place)
+        self._hand_back(place, saved, self._gradients_of(place, saved))
+
+    def _gradients_of(self, place: Place, saved: Saved) -> list[Tensor | None]:
         with _without_autocast(self._exchange.lane.device):
-            made = self._work.gradients[place[0]].full(saved, self._seeds(place, saved))
-        self._hand_back(place, saved, made)
+            return self._work.gradients[place[0]].full(saved, self._seeds(place, saved))
 
     def _backward_of_inputs(self, place: Place) -> None:
         saved = self._saved[place]
@@ -219,6 +260,14 @@ def _entering(tensor: Tensor, inputs: list[Tensor]) -> Tensor:
     inputs.append(torch.zeros((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape).requires_grad_())
     entered: Tensor = Enter.apply(inputs[-1], tensor)  # type: ignore[no-untyped-call]
     return entered
+
+
+def _leaf(tensor: Tensor, inputs: list[Tensor]) -> Tensor:
+    """A tensor as one to which gradients can be taken; nobody changes it in place, for it is joined with others."""
+    tensor = tensor.detach()
+    if has_gradients(tensor):
+        inputs.append(tensor.requires_grad_())
+    return tensor
 
 
 def _seed_of(work: Work, microbatch: int, device: torch.device) -> Tensor | None:

@@ -22,6 +22,7 @@ class Shares:
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = sizes
         self._of_samples = [size / sum(sizes) for size in sizes]
         self._counts: dict[int, Tensor] = {}
         self._estimate: Tensor | None = None

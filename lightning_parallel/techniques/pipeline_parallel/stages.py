@@ -167,6 +167,7 @@ class Stages:
             if mine < now.stage:
                 self._hooks.call_again(now.taken.get(name, ()), now.stage)
                 if ends and self.cut.stage_at(2 * number + 3) == now.stage:
+                    self._watch_after(now, number)
                     return now.received
                 if (name, 0) in now.carried:
                     return self._carried(now, (name, 0))

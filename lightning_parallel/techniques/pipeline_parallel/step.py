@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from lightning_parallel.collectives.point_to_point import Lane, share_made
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut
 from lightning_parallel.techniques.pipeline_parallel.exchange import Exchange
-from lightning_parallel.techniques.pipeline_parallel.executor import Executor, Work
+from lightning_parallel.techniques.pipeline_parallel.executor import Executor, LossStage, Work
 from lightning_parallel.techniques.pipeline_parallel.gradients import Gradients, HandOver
+from lightning_parallel.techniques.pipeline_parallel.joined import Dims, joined
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import Schedule
 from lightning_parallel.techniques.pipeline_parallel.shares import Shares
 from lightning_parallel.techniques.pipeline_parallel.stages import Stages
@@ -37,6 +38,7 @@ class PipelineStep(WrappedStep):
         model: of which this rank holds its stages' part.
         made: where the model is cut.
         schedule: what each rank does, and when.
+        dims: where samples are in what modules return, if what follows the blocks runs once for the batch; else None.
         group: the ranks of this pipeline.
         device: where the model runs.
     """
@@ -47,11 +49,12 @@ class PipelineStep(WrappedStep):
         model: nn.Module,
         made: Cut,
         schedule: Schedule,
+        dims: Dims | None,
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
         super().__init__(inner)
-        self._schedule, self._group, self._cut = schedule, group, made
+        self._schedule, self._dims, self._group, self._cut = schedule, dims, group, made
         self._lane = Lane(group, device)
         self._rank = group.rank()
         self._here = schedule.stages_of(self._rank)
@@ -79,12 +82,13 @@ class PipelineStep(WrappedStep):
         """
         parameters = {name: held.now() for name, held in self._parameters.items()}
         learning = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-        work, sizes = self._work(run, args, kwargs, learning)
-        schedule = self._schedule.only(len(sizes)) if len(sizes) < self._schedule.microbatches else self._schedule
+        work = self._work(run, args, kwargs, learning)
+        count = len(work.steps)
+        schedule = self._schedule.only(count) if count < self._schedule.microbatches else self._schedule
         Executor(self._stages, self._exchange, schedule.splits_backward, work).run(
             schedule.with_communication()[self._rank]
         )
-        output, notes, correction = self._shared(work, sizes, run)
+        output, notes, correction = self._shared(work, run)
         run.replay(notes)
         loss = _loss_of(output)
         if work.scale is None or loss is None:
@@ -96,33 +100,39 @@ class PipelineStep(WrappedStep):
 
     def _work(
         self, run: Run[Any], args: tuple[Any, ...], kwargs: dict[str, Any], learning: dict[str, nn.Parameter]
-    ) -> tuple[Work, list[int]]:
+    ) -> Work:
         batch, *rest = args
         size = batch_size(batch) or 1
         count = min(self._schedule.microbatches, self._coming.samples or size)
         parts, sizes = microbatches.split(batch, count), microbatches.part_sizes(size, count)
         training = torch.is_grad_enabled()
-        work = Work(
+        return Work(
             steps=[partial(_named, run, part, *rest, **kwargs) for part in parts],
+            whole=self._whole(sizes, partial(_named, run, map_tensors(Tensor.clone, batch), *rest, **kwargs)),
             handed_on=run.handed_on,
             received=run.received,
             signatures=[(training, *_signature(part)) for part in parts],
             loss_of=_loss_of,
             scale=self._coming.scale if training else None,
-            shares=Shares(sizes),
+            shares=Shares(sizes if self._dims is None else [size]),
             gradients={stage: Gradients(self._of_stage(stage, learning)) for stage in self._here},
         )
-        return work, sizes
+
+    def _whole(self, sizes: Sequence[int], step: Callable[[], Any]) -> LossStage | None:
+        if self._dims is None:
+            return None
+        return LossStage(step, partial(joined, sizes=sizes, dims=self._dims, blocks=self._cut.seen.blocks))
 
     def _of_stage(self, stage: int, learning: dict[str, nn.Parameter]) -> list[nn.Parameter]:
         return [parameter for name, parameter in learning.items() if stage in self._parameters[name].stages]
 
     # ---------------------------------------------------------------- after
 
-    def _shared(self, work: Work, sizes: Sequence[int], run: Run[Any]) -> tuple[Any, Any, float]:
+    def _shared(self, work: Work, run: Run[Any]) -> tuple[Any, Any, float]:
         """Gives all ranks what the last stage has: the output, the notes, the correction of gradients."""
 
         def said() -> tuple[Any, Any, float]:
+            sizes = work.shares.sizes
             outputs = [work.outputs[number] for number in range(len(sizes))]
             _require_all_or_none(outputs, work.backward)
             shares, correction = work.shares.final()

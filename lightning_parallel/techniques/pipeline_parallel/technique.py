@@ -6,24 +6,27 @@ Clusters, SC 2021; P. Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar, Literal
+from functools import partial
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.arguments import whole_number
+from lightning_parallel.arguments import one_of, whole_number
 from lightning_parallel.mesh import Axis, ParallelMesh, Size
 from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.plan.find import running_blocks
-from lightning_parallel.plan.plan import starred
+from lightning_parallel.plan.plan import matching, starred
 from lightning_parallel.techniques.division import Division, Ground, Sample
-from lightning_parallel.techniques.observed.apart import require_apart
+from lightning_parallel.techniques.observed.apart import Meeting, meetings
 from lightning_parallel.techniques.observed.positions import Traversal
 from lightning_parallel.techniques.observed.recorder import traverse
 from lightning_parallel.techniques.observed.refusals import BlocksMissingError
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut, cut, names_elsewhere
+from lightning_parallel.techniques.pipeline_parallel.joined import Dims, sample_dims
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import (
     Schedule,
     check_stages_per_rank,
@@ -36,8 +39,12 @@ from lightning_parallel.techniques.pipeline_parallel.step import PipelineStep
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools import elsewhere
-from lightning_parallel.techniques.tools.microbatches import split
+from lightning_parallel.techniques.tools.microbatches import merge, split
 from lightning_parallel.techniques.tools.telling import warn
+
+log = logging.getLogger(__name__)
+
+LossOver = Literal["auto", "microbatches", "batch"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,10 @@ class PipelineParallel(Technique):
             microbatch for each.
         stages_per_rank: for schedules that give each rank several stages; None takes the schedule's own number.
         split: how many blocks each stage has, in the order of the model; None balances the stages by their work.
+        loss_over: "microbatches" computes what follows the blocks for each microbatch as soon as it is there, and the
+            loss is the mean of theirs; "batch" computes it once for all of them, so that a rank keeps the activations
+            of all microbatches, as under gpipe; "auto" takes the batch where samples meet after the blocks, as in a
+            contrastive loss or one that balances experts.
 
     Raises:
         ValueError: numbers that break the schedule's rule; (when training starts) samples of a batch that meet.
@@ -64,6 +75,7 @@ class PipelineParallel(Technique):
     microbatches: int | Literal["auto"] = "auto"
     stages_per_rank: int | None = None
     split: tuple[int, ...] | None = None
+    loss_over: LossOver = "auto"
 
     phase: ClassVar[Phase] = Phase.SPLIT
 
@@ -72,6 +84,7 @@ class PipelineParallel(Technique):
         whole_number("PipelineParallel", "stages_per_rank", self.stages_per_rank, None)
         if self.split is not None:
             object.__setattr__(self, "split", _block_counts(self.split))
+        one_of("PipelineParallel", "loss_over", self.loss_over, get_args(LossOver))
         check_stages_per_rank(self.schedule, self.stages_per_rank)
         if self.microbatches != "auto" and isinstance(self.size, int) and self.size > 0:
             make_schedule(self.schedule, self.size, self.microbatches, self.stages_per_rank)
@@ -98,9 +111,33 @@ class PipelineParallel(Technique):
         schedule = make_schedule(self.schedule, ranks, count, self.stages_per_rank)
         cut(seen, schedule.stages, self.split)  # a model that cannot be cut, or a batch, is refused here
         split(one.batch, min(count, one.size or count))
-        if count > 1:
-            require_apart(model, one, count, seen.complete)
-        return Seen(seen, count)
+        dims = self._dims(model, ground, one, Seen(seen, count), schedule.stages) if count > 1 else None
+        return Seen(seen, count, dims)
+
+    def _dims(self, model: nn.Module, ground: Ground, one: Sample, seen: Seen, stages: int) -> Dims | None:
+        """Where samples are in what goes to the loss, if it is computed over the batch; None for microbatches."""
+        blocks = {name: model.get_submodule(name) for name in seen.step.blocks}
+        met = meetings(model, one, seen.microbatches, seen.step.complete, blocks[seen.step.blocks[-1]])
+        after = [] if self.loss_over == "microbatches" else [meeting for meeting in met if not meeting.in_blocks]
+        for meeting in met:
+            if meeting not in after:
+                meeting.refuse()
+        asked = {"auto": bool(after), "batch": True, "microbatches": False}[self.loss_over]
+        if not asked and (self.loss_over != "auto" or not _named_after(model, ground.plan, seen.step)):
+            return None
+        try:
+            cut(seen.step, stages, self.split, loss_stage=True)
+            size = one.size or 1
+            twice = partial(one.run, merge([one.batch, one.batch], [size, size]))
+            dims = sample_dims(seen.step, traverse(model, blocks, twice, one.device), (size, 2 * size))
+        except (ValueError, RuntimeError) as error:
+            if self.loss_over == "batch":
+                raise ValueError(f"PipelineParallel(loss_over='batch') cannot be: {error}") from error
+            for meeting in after:
+                meeting.refuse()
+            return None
+        _tell_loss_over_batch(after, ground.mesh.data.size())
+        return dims
 
     def _count(self, ranks: int, samples: int | None) -> int:
         """How many microbatches, where "auto" is to decide."""
@@ -123,7 +160,8 @@ class PipelineParallel(Technique):
         mesh = ground.mesh
         schedule = make_schedule(self.schedule, mesh.sizes["pp"], seen.microbatches, self.stages_per_rank)
         _cast(model, seen.step.casts)
-        made = cut(seen.step, schedule.stages, self.split)
+        made = cut(seen.step, schedule.stages, self.split, seen.dims is not None)
+        schedule = schedule if seen.dims is None else schedule.with_loss_stage()
         here = schedule.stages_of(mesh["pp"].get_local_rank())
         names = set(names_elsewhere(model, made, here))
         direct = [parameter for name, parameter in model.named_parameters() if name in made.seen.direct]
@@ -131,7 +169,7 @@ class PipelineParallel(Technique):
         zeros = elsewhere.without_memory(mesh.device)
         elsewhere.hide(model, names, lambda t: zeros(t) if id(t) in direct_ids else _shape_of(t))
         elsewhere.mark_emptied(model)
-        return DividedLayers(model, mesh, made, schedule)
+        return DividedLayers(model, mesh, made, schedule, seen.dims)
 
 
 @dataclass(frozen=True)
@@ -141,10 +179,12 @@ class Seen:
     Attributes:
         step: what a step of it showed.
         microbatches: into how many parts a batch is divided.
+        dims: where samples are in what goes to a loss over the whole batch; None for one over each microbatch.
     """
 
     step: Traversal
     microbatches: int
+    dims: Dims | None = None
 
 
 @dataclass(eq=False)
@@ -154,10 +194,47 @@ class DividedLayers(Division):
     mesh: ParallelMesh
     made: Cut
     schedule: Schedule
+    dims: Dims | None
+
+    @property
+    def losses_over_batch(self) -> bool:
+        """See `Division.losses_over_batch`."""
+        return self.dims is not None or self.schedule.microbatches == 1
 
     def step(self, step: Step) -> Step:
         """Runs the schedule in every step."""
-        return PipelineStep(step, self.model, self.made, self.schedule, self.mesh["pp"].get_group(), self.mesh.device)
+        group, device = self.mesh["pp"].get_group(), self.mesh.device
+        return PipelineStep(step, self.model, self.made, self.schedule, self.dims, group, device)
+
+
+def _named_after(model: nn.Module, plan: ParallelPlan, seen: Traversal) -> list[str]:
+    """The modules that are to see the whole batch, and are called after the blocks.
+
+    Raises:
+        ValueError: one is called in blocks, or before them.
+    """
+    named = [name for pattern in plan.whole_batch for name, _ in matching(model, pattern)]
+    for name in named:
+        if min(seen.calls.get(name, {seen.end})) < seen.end:
+            raise ValueError(
+                f"ParallelPlan(whole_batch={plan.whole_batch!r}) names {name}, which is called before the last block "
+                "has returned: in a pipeline that is once for each microbatch. Call it after the blocks, on what they "
+                "return; or leave it out of the plan, and each microbatch counts by itself"
+            )
+    return [name for name in named if name in seen.calls]
+
+
+def _tell_loss_over_batch(after: Sequence[Meeting], readers: int) -> None:
+    why = "; ".join(meeting.what for meeting in after) or "as it is asked for"
+    log.info(
+        "What follows the blocks is computed once for the batch, not for each microbatch (%s): all forwards come "
+        "before the first backward, as under gpipe, and a rank keeps the activations of all its microbatches. "
+        "PipelineParallel(loss_over='microbatches') computes a loss for each%s",
+        why,
+        ""
+        if readers == 1 or not after
+        else "; ranks that read different samples share them with modules named in ParallelPlan(whole_batch=...) only",
+    )
 
 
 def _block_counts(split: object) -> tuple[int, ...]:

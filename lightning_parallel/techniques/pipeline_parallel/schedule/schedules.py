@@ -97,6 +97,23 @@ class Schedule:
         kept = [[action for action in row if action.microbatch < microbatches] for row in self.computations]
         return _laid_out(self.name, self.stages, microbatches, kept)
 
+    def with_loss_stage(self) -> "Schedule":
+        """The same order with one stage more, on the rank of the last one, that needs all microbatches at once.
+
+        So forwards come first, as in GPipe, and backwards follow in the order that they had.
+        """
+        loss, last = self.stages, self.rank_of(self.stages - 1)
+        rows = []
+        for rank, row in enumerate(self.computations):
+            middle = [
+                Action(loss, kind, microbatch)
+                for kind in (ActionKind.F, ActionKind.B)
+                for microbatch in range(self.microbatches if rank == last else 0)
+            ]
+            forwards = [action for action in row if action.kind is ActionKind.F]
+            rows.append([*forwards, *middle, *(action for action in row if action.kind is not ActionKind.F)])
+        return _laid_out(self.name, self.stages + 1, self.microbatches, rows)
+
     def grid(self) -> str:
         """Text of ranks over time, where every action takes one slot."""
         width = max(len(str(action)) for row in self.computations for action in row)
