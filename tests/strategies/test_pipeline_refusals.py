@@ -200,6 +200,7 @@ def error_of(make: Any, strategy: Any, **options: Any) -> str:
 
 
 PP2 = partial(PipelineParallelStrategy, 2, microbatches=4)
+APART = partial(PP2, loss_over="microbatches")
 
 
 def zbv_with(technique: Any) -> Any:
@@ -215,8 +216,8 @@ def zbv_with(technique: Any) -> Any:
         (partial(shares, Global), PP2, r"the block blocks\.0, called again .* depends on Python state"),
         (partial(shares, Flips), PP2, r"the block blocks\.0, called again .* depends on Python state"),
         (partial(shares, Sees), PP2, r"block blocks\.[12] uses a tensor .* made in block blocks\.[01]"),
-        (Contrasts, PP2, r"samples of a batch meet .* mm makes a tensor of shape \(4, 4\) of 4 samples"),
-        (Decorrelates, PP2, r"samples of a batch meet .*use microbatches=1 or LayerParallelStrategy"),
+        (Contrasts, APART, r"samples of a batch meet .* mm makes a tensor of shape \(4, 4\) of 4 samples"),
+        (Decorrelates, APART, r"samples of a batch meet .*use microbatches=1 or LayerParallelStrategy"),
         (NoList, PP2, r"NoList .*blocks="),
         (partial(Handwritten, blocks=3), partial(PipelineParallelStrategy, 2, schedule="zbv"), r"4 stages .* has 3"),
         (Handwritten, partial(PipelineParallelStrategy, 2, split=(3, 2)), r"split=\(3, 2\) .* 4 blocks"),

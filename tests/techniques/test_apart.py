@@ -9,13 +9,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_parallel.techniques.division import Sample
-from lightning_parallel.techniques.observed.apart import require_apart
+from lightning_parallel.techniques.observed.apart import meetings
 from tests.techniques.test_observed import HOST, SAMPLES, WIDTH, Model, OwnError, breaks_off, plain
 
 
 def check_apart(step: Callable[..., Any], parts: int = 4, complete: bool = True) -> None:
     model = Model()
     require_apart(model, Sample(lambda batch: step(model, batch), torch.randn(SAMPLES, WIDTH), HOST), parts, complete)
+
+
+def require_apart(model: Model, sample: Sample, parts: int, complete: bool) -> None:
+    for meeting in meetings(model, sample, parts, complete, model.body):
+        assert not meeting.in_blocks
+        meeting.refuse()
 
 
 def contrastive(model: Model, x: Tensor) -> Tensor:

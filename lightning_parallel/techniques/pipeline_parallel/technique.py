@@ -6,7 +6,6 @@ Clusters, SC 2021; P. Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
@@ -40,9 +39,7 @@ from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools import elsewhere
 from lightning_parallel.techniques.tools.microbatches import merge, split
-from lightning_parallel.techniques.tools.telling import warn
-
-log = logging.getLogger(__name__)
+from lightning_parallel.techniques.tools.telling import inform, warn
 
 LossOver = Literal["auto", "microbatches", "batch"]
 
@@ -117,13 +114,13 @@ class PipelineParallel(Technique):
     def _dims(self, model: nn.Module, ground: Ground, one: Sample, seen: Seen, stages: int) -> Dims | None:
         """Where samples are in what goes to the loss, if it is computed over the batch; None for microbatches."""
         blocks = {name: model.get_submodule(name) for name in seen.step.blocks}
+        named = [] if self.loss_over == "microbatches" else _named_after(model, ground.plan, seen.step)
         met = meetings(model, one, seen.microbatches, seen.step.complete, blocks[seen.step.blocks[-1]])
         after = [] if self.loss_over == "microbatches" else [meeting for meeting in met if not meeting.in_blocks]
         for meeting in met:
             if meeting not in after:
                 meeting.refuse()
-        asked = {"auto": bool(after), "batch": True, "microbatches": False}[self.loss_over]
-        if not asked and (self.loss_over != "auto" or not _named_after(model, ground.plan, seen.step)):
+        if self.loss_over != "batch" and not named and not after:
             return None
         try:
             cut(seen.step, stages, self.split, loss_stage=True)
@@ -226,14 +223,15 @@ def _named_after(model: nn.Module, plan: ParallelPlan, seen: Traversal) -> list[
 
 def _tell_loss_over_batch(after: Sequence[Meeting], readers: int) -> None:
     why = "; ".join(meeting.what for meeting in after) or "as it is asked for"
-    log.info(
-        "What follows the blocks is computed once for the batch, not for each microbatch (%s): all forwards come "
+    apart = (
+        "; ranks that read different samples share them with modules named in ParallelPlan(whole_batch=...) only"
+        if readers > 1 and after
+        else ""
+    )
+    inform(
+        f"What follows the blocks is computed once for the batch, not for each microbatch ({why}): all forwards come "
         "before the first backward, as under gpipe, and a rank keeps the activations of all its microbatches. "
-        "PipelineParallel(loss_over='microbatches') computes a loss for each%s",
-        why,
-        ""
-        if readers == 1 or not after
-        else "; ranks that read different samples share them with modules named in ParallelPlan(whole_batch=...) only",
+        f"PipelineParallel(loss_over='microbatches') computes a loss for each{apart}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Warnings that a run gives once."""
+"""Warnings, and what else a run says once."""
 
 from __future__ import annotations
 
@@ -11,5 +11,14 @@ log = logging.getLogger("lightning_parallel")
 
 def warn(message: str) -> None:
     """Logs a warning on rank 0: all ranks see the same."""
+    _log(logging.WARNING, message)
+
+
+def inform(message: str) -> None:
+    """Logs what a user may want to know, on rank 0: all ranks see the same."""
+    _log(logging.INFO, message)
+
+
+def _log(level: int, message: str) -> None:
     if not dist.is_initialized() or dist.get_rank() == 0:
-        log.warning(message)
+        log.log(level, message)

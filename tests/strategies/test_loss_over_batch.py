@@ -1,0 +1,301 @@
+"""Losses that compare samples of a batch, in a pipeline: what follows the blocks sees all microbatches at once."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_parallel import (
+    DataParallel,
+    HybridStrategy,
+    ParallelPlan,
+    PipelineParallel,
+    PipelineParallelStrategy,
+    TensorParallel,
+    Zero,
+)
+from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import SCHEDULES
+from tests.ranks import on_one, run_on_ranks
+from tests.strategies.one_and_two import MakeStrategy, made
+from tests.tiers import covering
+from tests.trainers import trainer
+
+WIDTH, LENGTH = 6, 5
+
+
+class Block(nn.Module):
+    """Tells what it finds in all samples beside its result, if asked."""
+
+    def __init__(self, tells: bool = False) -> None:
+        super().__init__()
+        self.tells = tells
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Any, told: Tensor | None = None) -> Any:
+        x = x + self.inner(x).tanh()
+        if not self.tells:
+            return x
+        mean = x.flatten(0, 1).softmax(-1).mean(0)
+        return x, mean if told is None else told + mean
+
+
+class Compares(LightningModule):
+    """Embeds tokens, runs blocks and a head; what it computes of their results is up to those that inherit."""
+
+    tells = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.stem = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(self.tells) for _ in range(4))
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.losses: list[float] = []
+
+    def body(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(*batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(*batch))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), 0.01)
+
+
+class Contrasts(Compares):
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        one, other = self.body(x).mean(1), self.head(x.mean(1))
+        return F.cross_entropy(one @ other.t(), torch.arange(len(x)))
+
+
+class Balances(Compares):
+    """A product of means, of probabilities in which each token counts by a weight."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        chances = self.head(self.body(x)).flatten(0, 1).softmax(-1)
+        weight = y.float().flatten().unsqueeze(1).to(chances)
+        chosen = F.one_hot(chances.argmax(-1), WIDTH).to(chances)
+        unequal = ((chosen * weight).mean(0) * (chances * weight).mean(0)).sum()
+        self.log("unequal", unequal)
+        return chances.square().mean() + unequal
+
+
+class Normalises(Compares):
+    """Keeps running statistics of the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.head(self.norm(self.body(x).mean(1))) - x.mean(1)).square().mean()
+
+
+class Hooked(Balances):
+    """Collects what its blocks find by hooks, each sample's tokens one after the other, as routers' logits are."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        found: list[Tensor] = []
+        hooks = [
+            block.inner.register_forward_hook(lambda _, __, out: found.append(out.flatten(0, -2)))
+            for block in self.blocks
+        ]
+        loss = super().loss(x, y)
+        for hook in hooks:
+            hook.remove()
+        chances = torch.stack(found).softmax(-1)
+        weight = y.float().flatten().unsqueeze(1).to(chances)
+        return loss + ((chances > 0.2).to(chances) * weight).mean((0, 1)) @ chances.mean((0, 1))
+
+
+class TimeFirst(Compares):
+    """Its samples are the second dimension of what blocks return."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.body(x.transpose(0, 1)).mean(0)
+        return F.cross_entropy(hidden @ self.head(x.mean(1)).t(), torch.arange(len(x)))
+
+
+class Tells(Compares):
+    """Its blocks tell means over all samples, which the loss multiplies."""
+
+    tells = True
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        x, told = self.stem(x), None
+        for block in self.blocks:
+            x, told = block(x, told)
+        assert told is not None
+        return self.head(x).square().mean() + (told * told.detach().sqrt()).sum()
+
+
+class Masks(Compares):
+    """A mean over what a mask of its own leaves: asked for, not found."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        each = (self.head(self.body(x)) - x).square().mean(-1)
+        return (each * y).sum() / y.sum()
+
+
+MODELS: dict[str, type[Compares]] = {
+    each.__name__: each for each in (Contrasts, Balances, Normalises, Hooked, TimeFirst, Tells, Masks)
+}
+
+
+def data(samples: int, batch: int) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(samples, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
+    return DataLoader(TensorDataset(x, torch.randint(0, 3, (samples, LENGTH), generator=generator)), batch)
+
+
+def trained(model: str, strategy: MakeStrategy | None, batch: int = 8) -> dict[str, Any]:
+    module = MODELS[model]()
+    loader = data(26, batch)  # the last batch has two samples, fewer than microbatches
+    run = trainer(made(strategy), max_epochs=2, precision="64-true", limit_val_batches=2)
+    run.fit(module, loader, loader)
+    return {"losses": module.losses, "metrics": dict(run.callback_metrics), "weights": module.state_dict()}
+
+
+def require_equal(model: str, ranks: int, strategy: Callable[[], Any], batch: int = 8) -> None:
+    expected = on_one(trained, model, None)
+    for found in run_on_ranks(ranks, trained, model, strategy, batch):
+        for what, values in expected.items():
+            torch.testing.assert_close(found[what], values, rtol=1e-9, atol=1e-9)
+
+
+def pipeline(schedule: str, **options: Any) -> Any:
+    return partial(PipelineParallelStrategy, 2, schedule=schedule, microbatches=4, loss_over="batch", **options)
+
+
+@covering(model=MODELS, schedule=SCHEDULES)
+def test_a_loss_over_all_microbatches_is_that_of_one_process(model: str, schedule: str) -> None:
+    require_equal(model, 2, pipeline(schedule))
+
+
+@pytest.mark.parametrize("model", ["Contrasts", "Balances", "Normalises", "Tells"])
+def test_where_samples_meet_it_is_so_unless_told_otherwise(model: str) -> None:
+    require_equal(model, 2, partial(PipelineParallelStrategy, 2, microbatches=4))
+
+
+# ---------------------------------------------------------------- beside other techniques
+
+
+class Named(Compares):
+    """Its comparison is a module that the plan names: it sees the samples of all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compare = Comparison()
+
+    def parallel_plan(self) -> ParallelPlan:
+        return ParallelPlan(blocks="blocks.*", whole_batch="compare")
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        compared: Tensor = self.compare(self.body(x).mean(1), self.head(x.mean(1)))
+        return compared
+
+
+class Comparison(nn.Module):
+    def forward(self, one: Tensor, other: Tensor) -> Tensor:
+        return F.cross_entropy(one @ other.t(), torch.arange(len(one)))
+
+
+MODELS["Named"] = Named
+PP2 = PipelineParallel(2, microbatches=2)
+
+
+@covering(
+    layout=([DataParallel(2), PP2], [Zero(2, stage=2), PP2], [Zero(2), PP2], [DataParallel(2), PP2, TensorParallel(2)])
+)
+def test_samples_of_ranks_meet_too(layout: list[Any]) -> None:
+    require_equal("Named", 8 if len(layout) > 2 else 4, partial(HybridStrategy, *layout), batch=4)
+
+
+# ---------------------------------------------------------------- told and refused
+
+
+class InBlocks(Named):
+    def body(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x) + self.compare(x.mean(1), x.mean(1))
+        return x
+
+
+class FlatBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return x + self.inner(x.flatten(0, 1)).view_as(x).tanh()
+
+
+class FlatTimeFirst(Hooked):
+    """Tokens of all samples follow each other: which is whose cannot be told from shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(FlatBlock() for _ in range(4))
+
+    def body(self, x: Tensor) -> Tensor:
+        return super().body(x.transpose(0, 1)).transpose(0, 1)
+
+
+MODELS |= {"InBlocks": InBlocks, "FlatTimeFirst": FlatTimeFirst}
+
+
+def said(model: str, strategy: MakeStrategy) -> str:
+    """What a run refuses, or what it says of its loss."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning_parallel")
+    logger.addHandler(handler)
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        trained(model, strategy)
+    except ValueError as error:
+        return str(error)
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(handler)
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "expected"),
+    [
+        ("Named", {}, "computed once for the batch"),
+        ("Masks", {}, ""),
+        ("Balances", {"loss_over": "microbatches"}, "such a loss is that of each microbatch"),
+        ("InBlocks", {}, r"names compare, which is called before the last block has returned"),
+        ("FlatTimeFirst", {"loss_over": "batch"}, r"cannot be: blocks\.\d.* whose they are cannot be told"),
+        ("FlatTimeFirst", {}, "such a loss is that of each microbatch"),
+    ],
+)
+def test_what_is_told(model: str, options: dict[str, Any], expected: str) -> None:
+    first, second = run_on_ranks(2, said, model, partial(PipelineParallelStrategy, 2, microbatches=4, **options))
+    assert re.search(expected, first), first
+    assert "computed once for the batch" in expected or "computed once for the batch" not in first + second
