@@ -19,7 +19,7 @@ def check_apart(step: Callable[..., Any], parts: int = 4, complete: bool = True)
 
 
 def require_apart(model: Model, sample: Sample, parts: int, complete: bool) -> None:
-    for meeting in meetings(model, sample, parts, complete, model.body):
+    for meeting in meetings(model, sample, parts, complete, model.blocks[-1]):
         assert not meeting.in_blocks
         meeting.refuse()
 

@@ -141,6 +141,21 @@ def test_no_rank_waits_for_ever(name: str, rendezvous: bool) -> None:
         Machine(schedule, rendezvous).run()
         if rendezvous:
             Machine(schedule.only((schedule.microbatches + 1) // 2), rendezvous).run()
+            Machine(schedule.with_loss_stage(), rendezvous).run()
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_loss_stage_has_all_microbatches_before_it_gives_back_a_gradient(name: str) -> None:
+    schedule = make_schedule(name, 2, 8)
+    for whole in (schedule.with_loss_stage(), schedule.with_loss_stage().only(3)):
+        row = whole.computations[schedule.rank_of(schedule.stages - 1)]
+        loss = [number for number, action in enumerate(row) if action.stage == schedule.stages]
+        last = [number for number, action in enumerate(row) if action.stage == schedule.stages - 1]
+        forwards, backwards = loss[: whole.microbatches], loss[whole.microbatches :]
+        assert all(row[number].kind is ActionKind.F for number in forwards)
+        assert all(row[number].kind is ActionKind.B for number in backwards)
+        assert sum(number < forwards[0] for number in last) == whole.microbatches
+        assert all(number > backwards[-1] for number in last[whole.microbatches :])
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

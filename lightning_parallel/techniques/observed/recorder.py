@@ -145,9 +145,8 @@ class _Recorder(Watch):
     def _is_part(self, module: nn.Module) -> bool:
         """Whether this is, or is within, a module beside the blocks that has parameters."""
         name = self._module_names.get(id(module))
-        if name is None or name in self._whole or self._position % 2:
-            return False
-        return any(True for _ in module.parameters())
+        beside = name is not None and name not in self._whole and self._position % 2 == 0
+        return beside and any(True for _ in module.parameters())
 
     def _watched(self, name: str, call: Forward) -> Forward:
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -334,9 +333,8 @@ class _Recorder(Watch):
                 )
 
     def _noted(self, run: Callable[[], Any]) -> Operations:
-        self._operations = []
+        self._operations = found = []
         run()
-        found, self._operations = self._operations, []
         return found
 
     # ---------------------------------------------------------------- the result
@@ -355,8 +353,8 @@ class _Recorder(Watch):
         said = f"{type(error).__name__}: {error}"
         if not self._has_run_all:
             missing = [name for name in self._blocks if name not in self._order]
-            inside = self._position % 2
-            place = f"in the block {self._order[-1]}" if inside else f"before the block {(missing or ['?'])[0]}"
+            before = f"before the block {(missing or ['?'])[0]}"
+            place = f"in the block {self._order[-1]}" if self._position % 2 else before
             raise RuntimeError(
                 "the order of the model's parts is found by one step in which parameters have shapes but no values, "
                 f"and that failed {place}: {said}; if this place needs values, compute them from the batch alone, or "
