@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -80,7 +81,7 @@ class _Recorder(Watch):
         self._calls: dict[str, set[int]] = {}
         self._work = [0.0] * (self._end + 1)
         self._skip_tensors: dict[tuple[Made, int], SkipTensor] = {}
-        self._parts: dict[str, int] = {}  # and how often each was called
+        self._parts: Counter[str] = Counter()  # and how often each was called
         self._shapes: dict[Call, dict[int, tuple[int, ...]]] = {}
         self._depth, self._asked = 0, False  # within parts; for a value, within the module that runs
         self._required: dict[int, tuple[int, Tensor]] = {}
@@ -112,7 +113,7 @@ class _Recorder(Watch):
         is_part = self._is_part(module)
         self._asked = self._asked and not (is_part and self._depth == 0)
         if name is not None and is_part and self._depth == 0:
-            self._hooks.enter(owner_of_part(name, self._parts.get(name, 0)))
+            self._hooks.enter(owner_of_part(name, self._parts[name]))
         self._depth += is_part
         self._leave_part()
         if name is not None:
@@ -138,9 +139,8 @@ class _Recorder(Watch):
         if self._depth:
             return output
         name = self._module_names[id(module)]
-        before = self._parts.get(name, 0)
-        self._parts[name] = before + 1
-        return self._note_returned(output, Made(self._position), (name, before))
+        self._parts[name] += 1
+        return self._note_returned(output, Made(self._position), (name, self._parts[name] - 1))
 
     def _is_part(self, module: nn.Module) -> bool:
         """Whether this is, or is within, a module beside the blocks that has parameters."""
@@ -333,9 +333,9 @@ class _Recorder(Watch):
                 )
 
     def _noted(self, run: Callable[[], Any]) -> Operations:
-        self._operations = found = []
+        self._operations = []
         run()
-        return found
+        return list(self._operations)
 
     # ---------------------------------------------------------------- the result
 
@@ -352,9 +352,8 @@ class _Recorder(Watch):
         """
         said = f"{type(error).__name__}: {error}"
         if not self._has_run_all:
-            missing = [name for name in self._blocks if name not in self._order]
-            before = f"before the block {(missing or ['?'])[0]}"
-            place = f"in the block {self._order[-1]}" if self._position % 2 else before
+            missing = next((name for name in self._blocks if name not in self._order), "?")
+            place = f"in the block {self._order[-1]}" if self._position % 2 else f"before the block {missing}"
             raise RuntimeError(
                 "the order of the model's parts is found by one step in which parameters have shapes but no values, "
                 f"and that failed {place}: {said}; if this place needs values, compute them from the batch alone, or "
