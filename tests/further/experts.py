@@ -271,6 +271,27 @@ class Tied(Mixture):
         second.experts = first.experts
 
 
+class TiedWeights(Mixture):
+    """Experts share a weight with each other, with the one of all tokens, and with another layer's."""
+
+    def __init__(self, optimizer: MakeOptimizer = adamw) -> None:
+        super().__init__(Looped, optimizer)
+        self.network.blocks.extend(Block(Banked()) for _ in range(2))
+        looped, _, banked, other = (block.mixture for block in self.network.blocks)
+        looped.experts[1].down.weight = looped.experts[0].down.weight
+        looped.experts[2].up.weight = looped.shared.up.weight
+        banked.experts.up = other.experts.up
+
+
+class TwoLists(Mixture):
+    """An expert stands in two lists."""
+
+    def __init__(self, optimizer: MakeOptimizer = adamw) -> None:
+        super().__init__(Looped, optimizer)
+        first, second = (block.mixture for block in self.network.blocks)
+        second.experts[0] = first.experts[3]
+
+
 class Named(Mixture):
     def parallel_plan(self) -> ParallelPlan:
         return ParallelPlan(blocks="network.blocks.*", experts="network.blocks.*.mixture.experts")
@@ -281,6 +302,8 @@ MODELS = {
     "soft_experts": partial(Mixture, Soft),
     "followed_experts": partial(Mixture, Followed),
     "tied_experts": Tied,
+    "sharing_experts": TiedWeights,
+    "twice_experts": TwoLists,
     "chained_experts": partial(Mixture, Chained),
     "apart_experts": partial(Mixture, Apart),
     "outside_experts": partial(Mixture, Outside),

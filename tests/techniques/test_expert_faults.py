@@ -9,11 +9,12 @@ import pytest
 from lightning_parallel import DataParallel, ExpertParallelStrategy, TensorParallel
 from lightning_parallel.techniques.expert_parallel import ExpertParallel
 from tests.curves import train
-from tests.ranks import ranks
+from tests.ranks import ranks, run_on_ranks
 from tests.techniques.tensor_layouts import check, hybrid
 
-ODD = ("followed_experts", "tied_experts", "slots_experts", "masked_experts")
+ODD = ("followed_experts", "tied_experts", "sharing_experts", "slots_experts", "masked_experts")
 REFUSED = {
+    "twice_experts": (ValueError, "share its parameters instead of the module"),
     "chained_experts": (RuntimeError, "no expert's input by the result of another"),
     "apart_experts": (ValueError, "let the expert's own forward call it"),
     "outside_experts": (ValueError, "call experts in that module's forward"),
@@ -27,7 +28,7 @@ def test_calls_of_experts_that_one_process_takes(column: str) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("column", ODD)
+@pytest.mark.parametrize("column", [column for column in ODD if column != "sharing_experts"])
 def test_and_beside_tensor_parallel(column: str) -> None:
     layout = hybrid(DataParallel(2), TensorParallel(2), ExpertParallel(2))
     check(column, 4, layout, 2, max_epochs=1, precision="64-true", rtol=1e-9)
@@ -38,3 +39,9 @@ def test_what_cannot_be_led_says_so() -> None:
     for column, (kind, text) in REFUSED.items():
         with pytest.raises(kind, match=text):
             train(column, partial(ExpertParallelStrategy, 2), data_ranks=2, max_epochs=1, data={"samples": 16})
+
+
+def test_a_whole_weight_of_experts_beside_tensor_parallel() -> None:
+    layout = hybrid(DataParallel(2), TensorParallel(2), ExpertParallel(2))
+    with pytest.raises(AssertionError, match="untie it, or leave tensor parallel out"):
+        run_on_ranks(4, train, "sharing_experts", layout, data_ranks=2, data={"samples": 16})

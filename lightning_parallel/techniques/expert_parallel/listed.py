@@ -116,12 +116,13 @@ class ListedExperts:
             )
 
     def _whole_parameters(self) -> dict[Tensor, Tensor]:
-        """What stands for parameters that every rank has, scalars: those who have the expert tell the others."""
-        scalars = [p for expert in self._experts for p in expert.parameters() if not isinstance(p, DTensor)]
-        if self._alike is None or not scalars:
+        """What stands for parameters that every rank has, as scalars: those who have the expert tell the others."""
+        found = [p for expert in self._experts for p in expert.parameters() if not isinstance(p, DTensor)]
+        if self._alike is None or not found:
             return {}
-        shown = _Shared.apply(self._alike, *scalars)  # type: ignore[no-untyped-call]
-        return dict(zip(scalars, shown, strict=True))
+        wholes = list(dict.fromkeys(found))  # tied ones stand in several experts
+        shown = _Shared.apply(self._alike, *wholes)  # type: ignore[no-untyped-call]
+        return dict(zip(wholes, shown, strict=True))
 
     def _taken(self, calls: list[tuple[int, Tensor]], some: Tensor) -> list[tuple[int, Tensor]]:
         """The rows of each call that its expert takes; those behind them add nothing."""
@@ -284,8 +285,9 @@ class _Shared(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         require_first_order()
-        total = summed(torch.stack(gradients), ctx.ranks.group)
-        return None, *total.unbind()
+        total = summed(torch.cat([each.flatten() for each in gradients]), ctx.ranks.group)
+        pieces = torch.split(total, [each.numel() for each in gradients])
+        return None, *(piece.view_as(each) for piece, each in zip(pieces, gradients, strict=True))
 
 
 class _Attach(Function):

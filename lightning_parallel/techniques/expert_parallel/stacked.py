@@ -86,6 +86,7 @@ class StackedExperts:
     Args:
         name: its FQN.
         module: it; its stacked parameters are divided.
+        count: how many experts it has.
         mesh: of the ranks that hold different experts.
         alike: see `own_tokens`.
         capacity: how many tokens an expert takes.
@@ -98,6 +99,7 @@ class StackedExperts:
         self,
         name: str,
         module: nn.Module,
+        count: int,
         mesh: DeviceMesh,
         alike: Ranks | None,
         capacity: Capacity,
@@ -111,8 +113,7 @@ class StackedExperts:
         self._ranks = Ranks(self._group, "ep")
         tables: list[dict[str, Any]] = [vars(part)["_parameters"] for part in module.modules()]
         self._slots = [(table, own) for table in tables for own, parameter in table.items() if parameter is not None]
-        self._count: int = next(table[own] for table, own in self._slots if isinstance(table[own], DTensor)).shape[0]
-        self._own = self._count // self._group.size()
+        self._count, self._own = count, count // self._group.size()
         self._shows_drops = shows_drops(module)
         self._travels: bool | None = None
         """Whether tokens may travel; None until the first call has shown it."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial, reduce
 from typing import Any, ClassVar, TypeVar
@@ -27,6 +27,7 @@ from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.expert_parallel.ahead import SharedExperts
 from lightning_parallel.techniques.expert_parallel.capacity import Capacity
 from lightning_parallel.techniques.expert_parallel.listed import ListedExperts
+from lightning_parallel.techniques.expert_parallel.owned import own_parameters
 from lightning_parallel.techniques.expert_parallel.stacked import StackedExperts, shows_drops
 from lightning_parallel.techniques.step import Run, Step, WrappedStep
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
@@ -105,6 +106,7 @@ class ExpertParallel(Technique):
         experts = find_experts(model, ground.plan)
         if not experts:
             raise ValueError(_no_experts(self, model, ground.plan.source))
+        _require_untied(model, experts, ground.mesh)
         return self._size(experts, ground.mesh), experts
 
     def _size(self, experts: Sequence[Experts], mesh: ParallelMesh) -> int:
@@ -129,8 +131,8 @@ class ExpertParallel(Technique):
         view = mesh.experts(size)
         if view["ep"].size() == 1 and self.capacity_factor is None:
             return Division(model)
-        division = _Dividing(view, mesh, self)
         found = find_experts(model, ground.plan)
+        division = _Dividing(view, mesh, self, own_parameters(model, found))
         for each in found:
             division.divide(model, each)
         limited = [] if self.capacity_factor is None else [model.get_submodule(each.name) for each in found]
@@ -181,15 +183,19 @@ class _Dividing:
         view: see `ParallelMesh.experts`.
         mesh: all ranks.
         technique: the user's wishes.
+        own: the parameters that are divided.
     """
 
-    def __init__(self, view: DeviceMesh, mesh: ParallelMesh, technique: ExpertParallel) -> None:
+    def __init__(
+        self, view: DeviceMesh, mesh: ParallelMesh, technique: ExpertParallel, own: Iterable[nn.Parameter]
+    ) -> None:
         copies = [name for name in ("ep_replicate", "ep_shard") if view[name].size() > 1] or ["ep_shard"]
         self._kept = view[(*copies, "ep")]
         self._copied = [Replicate()] * len(copies)
         self._experts, self._technique = view["ep"], technique
         self._alike = Ranks(mesh["tp"].get_group(), "tp") if mesh.sizes["tp"] > 1 else None
         self._mesh, self.shared = mesh, list[SharedExperts]()
+        self._own, self._parts = set(own), dict[nn.Parameter, nn.Parameter]()
 
     def divide(self, model: nn.Module, experts: Experts) -> None:
         """Keeps this rank's experts of one module, and leads calls of them over the ranks."""
@@ -200,13 +206,13 @@ class _Dividing:
             self._divide_listed(experts, module, model)
 
     def _divide_stacked(self, experts: Experts, module: nn.Module, model: nn.Module) -> None:
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.dim() > 1:
-                module._parameters[name] = self._part(parameter, Shard(0))
+        self._keep_parts(module, 2, lambda _: Shard(0))
         self.shared.append(shared := SharedExperts(model.get_submodule(experts.name.rpartition(".")[0]), module))
         divided, whole = (self._capacity(self._mesh.tokens(cp)) for cp in (True, False))
         once, mesh = self._technique.send_once, self._experts
-        stacked = StackedExperts(experts.name, module, mesh, self._alike, divided, whole, once, shared.compute)
+        stacked = StackedExperts(
+            experts.name, module, experts.count, mesh, self._alike, divided, whole, once, shared.compute
+        )
         redirect_forward(module, stacked.wrap)
 
     def _divide_listed(self, experts: Experts, module: nn.Module, model: nn.Module) -> None:
@@ -215,10 +221,7 @@ class _Dividing:
         for number, member in enumerate(members):
             holder = number * ranks // len(members)
             for part in member.modules():
-                for name, parameter in part._parameters.items():
-                    if parameter is not None and parameter.dim():
-                        rows: list[Runs] = [((0, len(parameter)),) if rank == holder else () for rank in range(ranks)]
-                        part._parameters[name] = self._part(parameter, ElementsShard(0, rows))
+                self._keep_parts(part, 1, partial(_of_one_rank, holder, ranks))
         capacity = self._capacity(self._mesh.data)  # to the others of a batch a list shows the same tokens
         listed = ListedExperts(experts.name, members, skeleton, self._experts, self._alike, capacity)
         for member in members:
@@ -229,8 +232,30 @@ class _Dividing:
     def _capacity(self, ranks: DeviceMesh) -> Capacity:
         return Capacity(self._technique.capacity_factor, ranks.get_group())
 
-    def _part(self, parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
-        return parameter_part(parameter, self._kept, [*self._copied, placement])
+    def _keep_parts(self, module: nn.Module, dims: int, place: Callable[[nn.Parameter], Placement]) -> None:
+        """Replaces those of a module's own parameters that are divided, and have so many dimensions; tied stay tied."""
+        for name, parameter in module._parameters.items():
+            if parameter in self._own and parameter.dim() >= dims:
+                if parameter not in self._parts:
+                    self._parts[parameter] = parameter_part(parameter, self._kept, [*self._copied, place(parameter)])
+                module._parameters[name] = self._parts[parameter]
+
+
+def _of_one_rank(holder: int, ranks: int, parameter: nn.Parameter) -> Placement:
+    """All rows are on one rank."""
+    rows: list[Runs] = [((0, len(parameter)),) if rank == holder else () for rank in range(ranks)]
+    return ElementsShard(0, rows)
+
+
+def _require_untied(model: nn.Module, found: Sequence[Experts], mesh: ParallelMesh) -> None:
+    own = own_parameters(model, found)
+    for each in found if mesh.sizes["tp"] > 1 else ():
+        for name, parameter in model.get_submodule(each.name).named_parameters():
+            if parameter.dim() > 1 and parameter not in own:
+                raise ValueError(
+                    f"{each.name}.{name} is shared by several experts, or by an expert and another module, so every "
+                    "rank keeps it whole, but tensor parallel might divide it; untie it, or leave tensor parallel out"
+                )
 
 
 def _callers(model: nn.Module, module: nn.Module) -> list[nn.Module]:
