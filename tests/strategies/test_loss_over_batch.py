@@ -24,7 +24,9 @@ from lightning_parallel import (
     TensorParallel,
     Zero,
 )
+from lightning_parallel.techniques.observed.apart import Meeting
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import SCHEDULES
+from lightning_parallel.techniques.pipeline_parallel.technique import solved_by_batch
 from tests.ranks import on_one, run_on_ranks
 from tests.strategies.one_and_two import MakeStrategy, made
 from tests.tiers import covering
@@ -262,7 +264,22 @@ class FlatTimeFirst(Hooked):
         return super().body(x.transpose(0, 1)).transpose(0, 1)
 
 
-MODELS |= {"InBlocks": InBlocks, "FlatTimeFirst": FlatTimeFirst}
+class TwoViews(Contrasts):
+    """Two views of each sample run together, those of all samples one after the other."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        one, other = self.body(torch.cat([x, x.flip(1) + 1])).mean(1).chunk(2)
+        return F.cross_entropy(one @ other.t(), torch.arange(len(x)))
+
+
+MODELS |= {"InBlocks": InBlocks, "FlatTimeFirst": FlatTimeFirst, "TwoViews": TwoViews}
+
+
+def test_where_samples_meet_in_blocks_too_only_what_is_wrong_is_mended() -> None:
+    inside, close = Meeting("", "", False, True), Meeting("", "", False, False)
+    wrong = Meeting("", "", True, False)
+    assert solved_by_batch([close, wrong]) == [close, wrong]
+    assert solved_by_batch([inside, close, wrong]) == [wrong]
 
 
 def said(model: str, strategy: MakeStrategy) -> str:
@@ -292,6 +309,8 @@ def said(model: str, strategy: MakeStrategy) -> str:
         ("Balances", {"loss_over": "microbatches"}, "such a loss is that of each microbatch"),
         ("InBlocks", {}, r"names compare, which is called before the last block has returned"),
         ("FlatTimeFirst", {"loss_over": "batch"}, r"cannot be: blocks\.\d.* whose they are cannot be told"),
+        ("TwoViews", {}, "samples of a batch meet each other"),
+        ("TwoViews", {"loss_over": "batch"}, "cannot be: blocks.3 .* views or tokens in a dimension of their own"),
         ("FlatTimeFirst", {}, "such a loss is that of each microbatch"),
     ],
 )

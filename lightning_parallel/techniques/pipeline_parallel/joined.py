@@ -41,13 +41,16 @@ def sample_dims(one: Traversal, two: Traversal, sizes: tuple[int, int]) -> Dims:
         if call in two.shapes and shapes.keys() == two.shapes[call].keys()
     }
     hidden = (one.blocks[-1], 0)
-    within = {(call, number) for call in dims for number in dims[call] if _flattened(one, call, number, dims, sizes[0])}
-    if within and set(dims[hidden].values()) - {0, None}:
-        call, number = next(iter(within))
-        raise ValueError(
-            f"{call[0]} returns a tensor of shape {one.shapes[call][number]} of {sizes[0]} samples, each of which has "
-            f"several places in it; whose they are cannot be told where {hidden[0]} returns samples that are not first"
-        )
+    flattened = set(dims[hidden].values()) <= {0, None}  # of samples that come first: a view keeps them together
+    for call in dims:
+        for number, dim in dims[call].items():
+            shape = one.shapes[call][number]
+            if dim is not None and shape[dim] > sizes[0] and (call == hidden or not flattened):
+                raise ValueError(
+                    f"{call[0]} returns a tensor of shape {shape} of {sizes[0]} samples, each of which has several "
+                    "places in it, and whose they are cannot be told; return one row for each sample, with views or "
+                    "tokens in a dimension of their own behind it"
+                )
     return dims
 
 
@@ -61,12 +64,6 @@ def _sample_dim(call: Call, one: Shape, two: Shape, sizes: tuple[int, int]) -> i
             "which does not tell where the samples are"
         )
     return differ[0]
-
-
-def _flattened(seen: Traversal, call: Call, number: int, dims: Dims, samples: int) -> bool:
-    """Whether a sample has several places in the dimension of samples, as its tokens."""
-    dim = dims[call][number]
-    return dim is not None and seen.shapes[call][number][dim] > samples
 
 
 def joined(parts: Sequence[HandedOn], sizes: Sequence[int], dims: Dims, blocks: Sequence[str]) -> HandedOn:

@@ -116,11 +116,11 @@ class PipelineParallel(Technique):
         blocks = {name: model.get_submodule(name) for name in seen.step.blocks}
         named = [] if self.loss_over == "microbatches" else _named_after(model, ground.plan, seen.step)
         met = meetings(model, one, seen.microbatches, seen.step.complete, blocks[seen.step.blocks[-1]])
-        after = [] if self.loss_over == "microbatches" else [meeting for meeting in met if not meeting.in_blocks]
+        solved = [] if self.loss_over == "microbatches" else solved_by_batch(met)
         for meeting in met:
-            if meeting not in after:
+            if meeting not in solved:
                 meeting.refuse()
-        if self.loss_over != "batch" and not named and not after:
+        if self.loss_over != "batch" and not named and not solved:
             return None
         try:
             cut(seen.step, stages, self.split, loss_stage=True)
@@ -130,10 +130,10 @@ class PipelineParallel(Technique):
         except (ValueError, RuntimeError) as error:
             if self.loss_over == "batch":
                 raise ValueError(f"PipelineParallel(loss_over='batch') cannot be: {error}") from error
-            for meeting in after:
+            for meeting in solved:
                 meeting.refuse()
             return None
-        _tell_loss_over_batch(after, ground.mesh.data.size())
+        _tell_loss_over_batch(solved, ground.mesh.data.size())
         return dims
 
     def _count(self, ranks: int, samples: int | None) -> int:
@@ -221,11 +221,20 @@ def _named_after(model: nn.Module, plan: ParallelPlan, seen: Traversal) -> list[
     return [name for name in named if name in seen.calls]
 
 
-def _tell_loss_over_batch(after: Sequence[Meeting], readers: int) -> None:
-    why = "; ".join(meeting.what for meeting in after) or "as it is asked for"
+def solved_by_batch(met: Sequence[Meeting]) -> list[Meeting]:
+    """The meetings for which a loss over the batch is worth its price.
+
+    Where samples meet in blocks too, the curve is not that of one device; then only what would be wrong is mended.
+    """
+    in_blocks = any(meeting.in_blocks for meeting in met)
+    return [meeting for meeting in met if not meeting.in_blocks and (meeting.wrong or not in_blocks)]
+
+
+def _tell_loss_over_batch(solved: Sequence[Meeting], readers: int) -> None:
+    why = "; ".join(meeting.what for meeting in solved) or "as it is asked for"
     apart = (
         "; ranks that read different samples share them with modules named in ParallelPlan(whole_batch=...) only"
-        if readers > 1 and after
+        if readers > 1 and solved
         else ""
     )
     inform(
