@@ -41,7 +41,7 @@ class Block(nn.Module):
     def __init__(self, tells: bool = False) -> None:
         super().__init__()
         self.tells = tells
-        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.inner = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
 
     def forward(self, x: Any, told: Tensor | None = None) -> Any:
         x = x + self.inner(x).tanh()
@@ -214,7 +214,8 @@ class Named(Compares):
         self.compare = Comparison()
 
     def parallel_plan(self) -> ParallelPlan:
-        return ParallelPlan(blocks="blocks.*", whole_batch="compare")
+        styles = {"blocks.*.inner.0": "colwise", "blocks.*.inner.2": "rowwise"}
+        return ParallelPlan(blocks="blocks.*", styles=styles, whole_batch="compare")
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
         compared: Tensor = self.compare(self.body(x).mean(1), self.head(x.mean(1)))
