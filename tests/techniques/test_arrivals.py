@@ -20,7 +20,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 from lightning_parallel.mesh import ParallelMesh, resolve_sizes
 from lightning_parallel.techniques.step import Run, Step
 from lightning_parallel.techniques.zero import Zero
-from lightning_parallel.techniques.zero.arrivals import Arriving
+from lightning_parallel.techniques.zero.arrivals import Arrival, Arrivals, Arriving
 from lightning_parallel.techniques.zero.states import ShardedStatesStep
 from tests.ranks import ranks
 
@@ -240,3 +240,32 @@ def test_what_a_compiler_reads_is_not_deferred_outside_of_blocks() -> None:
             assert penalty(made.net.outside).item() == ROWS * 4 * made.value
             made.train()
             assert made.waiting == [False, False]
+
+
+class Rows:
+    """A message that is there, or from a rank that is gone."""
+
+    def __init__(self, gone: bool) -> None:
+        self.gone = gone
+
+    def wait(self) -> None:
+        if self.gone:
+            raise RuntimeError("Connection closed by peer")
+
+
+def test_where_a_rank_is_gone_the_error_before_is_told() -> None:
+    parameter, arrivals = nn.Parameter(torch.zeros(3)), Arrivals([])
+
+    def start(gone: bool) -> None:
+        arrivals.start([lambda: Arrival([parameter], Rows(gone), 0, exposed=False)], 0)
+
+    start(gone=False)
+    with arrivals.forward():
+        parameter * 1
+    start(gone=True)
+    assert type(parameter) is Arriving
+    try:
+        raise ValueError("first")
+    except ValueError:
+        arrivals.close()
+    assert type(parameter) is nn.Parameter

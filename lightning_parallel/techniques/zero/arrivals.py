@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -285,9 +286,13 @@ class Arrivals:
             self._rehearsal.close()
 
     def close(self) -> None:
-        """Waits for all, if all ranks are there."""
+        """Waits for all. Where a rank is gone, this one ends by an error already: what does not come is no other."""
+        failing = sys.exc_info()[0] is not None
         self._end_watching()
-        self.complete()
+        pending, self._pending = self._pending, []
+        for arrival in pending:
+            with suppress(RuntimeError) if failing else nullcontext():
+                arrival.complete()
 
 
 def _make_room(started: Sequence[Arrival], limit: int) -> None:
