@@ -170,6 +170,9 @@ class Step:
         """The tensor as large as which a gradient is while it accumulates: `parameter`, or what is stored for it."""
         return parameter
 
+    def before_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Called before an optimizer changes what is stored for `parameters`, so that it follows what users wrote."""
+
     def after_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """Called when an optimizer changed what is stored for `parameters`, so that they follow."""
 
@@ -217,6 +220,10 @@ class WrappedStep(Step):
     def accumulated(self, parameter: nn.Parameter) -> Tensor:
         """See `Step.accumulated`."""
         return self.inner.accumulated(parameter)
+
+    def before_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
+        """See `Step.before_optimizer_step`."""
+        self.inner.before_optimizer_step(parameters)
 
     def after_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """See `Step.after_optimizer_step`."""

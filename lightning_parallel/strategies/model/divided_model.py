@@ -22,6 +22,7 @@ from lightning_parallel.strategies.checkpoint.held import shown_to_hooks
 from lightning_parallel.strategies.checkpoint.sharded import Source
 from lightning_parallel.strategies.checkpoint.whole import whole_state_dict
 from lightning_parallel.strategies.data.loaders import checksum
+from lightning_parallel.strategies.model.foreign_hooks import fault_of_gradients, fault_of_optimizers, hooked
 from lightning_parallel.strategies.model.pipeline_group import PipelineGroup
 from lightning_parallel.strategies.model.sample import take_sample
 from lightning_parallel.strategies.ranks.agreement import described, gather_objects, require_same
@@ -56,6 +57,7 @@ class DividedModel:
         self._host = host
         self._names = list(module.state_dict())
         self._tied = _tied(module)
+        self._hooked = hooked(dict(module.named_parameters()))
         self._divisions: list[Division] = []
         self._made: dict[str, Tensor] = {}
 
@@ -98,6 +100,18 @@ class DividedModel:
             "what a look at the model and a sample step shows", prints, "build model and data alike everywhere"
         )
         return looks
+
+    def refuse_foreign_hooks(self, optimizers: Sequence[Optimizer]) -> None:
+        """Raises on all ranks for hooks on tensors and optimizers that would find something else than on one device."""
+        with elsewhere.unshown(self.module):
+            held = dict(self.module.named_parameters())
+        parts = self.pipeline.ranks > 1 or self.mesh.loss.size() > 1
+        fault = fault_of_gradients(self._hooked, held, divided=self.mesh.sizes["tp"] > 1, parts=parts)
+        if fault is None and self.in_parts:
+            fault = fault_of_optimizers(optimizers)
+        for theirs in gather_objects(fault, self._host):
+            if theirs is not None:
+                raise ValueError(theirs)
 
     # ---------------------------------------------------------------- the maps of all divisions
 

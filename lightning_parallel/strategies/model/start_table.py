@@ -7,6 +7,7 @@ states in the first step; until then torch's own are asked on tensors without me
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -110,7 +111,8 @@ def _made_by(optimizer: Optimizer, group: dict[str, Any], stored: Tensor) -> int
     other.state = defaultdict(dict)
     kernels = dict.fromkeys({"fused", "foreach"} & group.keys(), False)
     other.param_groups = [{**group, **kernels, "params": [probe]}]
-    type(optimizer).step(other)
+    with torch.no_grad():
+        inspect.unwrap(type(optimizer).step)(other)  # without hooks for all optimizers
     kept = list(other.state.values())
     return _bytes_in(pytree.tree_map_only(Tensor, lambda t: local(stored) if t.shape == stored.shape else t, kept))
 

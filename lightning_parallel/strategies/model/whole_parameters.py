@@ -21,7 +21,9 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_parallel.strategies.checkpoint.whole import without_hooks_of_fully_shard
 from lightning_parallel.strategies.model.divided_model import DividedModel
+from lightning_parallel.strategies.model.foreign_hooks import Places
 from lightning_parallel.strategies.model.shown_gradient import ShownGradient
 from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.techniques.tools import elsewhere
@@ -33,7 +35,7 @@ HOOKS = {
     *(f"on_{name}_{when}" for name in _PASSES for when in ("start", "end")),
     *(f"on_{name}_{unit}_{when}" for name in _PASSES for unit in ("epoch", "batch") for when in ("start", "end")),
     *("on_fit_start", "on_fit_end", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
-    *("on_before_optimizer_step", "configure_gradient_clipping"),
+    *("on_before_optimizer_step", "configure_gradient_clipping", "on_save_checkpoint", "on_load_checkpoint"),
 }
 """What Lightning calls on all ranks alike."""
 
@@ -44,6 +46,8 @@ ASKS = {
 }
 """Names by which a model is asked for its tensors, or run."""
 
+MOVES = {"to", "cpu", "cuda", "type", "half", "float", "double", "bfloat16", "apply"}
+"""Methods of a module that act on its tensors; tensors have them too."""
 
 LIBRARIES = {"lightning", "torch", "torchmetrics", "lightning_parallel"}
 
@@ -112,10 +116,12 @@ class WholeParameters:
             with ExitStack() as around:
                 around.enter_context(self._divided.shown())
                 around.enter_context(_filled(module, arrived))
-                around.enter_context(_undivided(module))
+                made = around.enter_context(_undivided(module))
                 around.enter_context(plain_forwards(module))
                 around.enter_context(plain_calls(module))
+                places = Places(module, made)
                 yield
+                places.refuse_changes(reader)
         finally:
             self._inside = False
 
@@ -175,8 +181,8 @@ def _table_of(module: nn.Module, name: str) -> dict[str, Tensor | None]:
 
 
 @contextmanager
-def _undivided(module: nn.Module) -> Iterator[None]:
-    """Inside, whole parameters stand for those of which ranks hold parts, which take over what is written."""
+def _undivided(module: nn.Module) -> Iterator[list[Tensor]]:
+    """Inside, whole parameters, which it yields, stand for those of which ranks hold parts; what is written stays."""
     places = [(part, name, tensor) for part in module.modules() for name, tensor in part._parameters.items()]
     divided: list[Any] = [place for place in places if isinstance(place[2], DTensor)]
     whole: dict[int, tuple[DTensor, nn.Parameter]] = {}
@@ -185,7 +191,8 @@ def _undivided(module: nn.Module) -> Iterator[None]:
             whole[id(tensor)] = tensor, _whole(tensor)
         part._parameters[name] = whole[id(tensor)][1]
     try:
-        yield
+        with without_hooks_of_fully_shard({part for part, _, _ in divided}):
+            yield [made for _, made in whole.values()]
     finally:
         for part, name, tensor in divided:
             part._parameters[name] = tensor
@@ -248,7 +255,7 @@ def _names(code: CodeType) -> tuple[set[str], set[str]]:
 
 
 def _hands_on(code: CodeType) -> bool:
-    """Whether the module is used otherwise than for its attributes: called, or given to something else."""
+    """Whether the module is used otherwise than for its attributes: called, moved, or given to something else."""
     watched = {
         name for name in code.co_varnames[: code.co_argcount] if name in ("self", "pl_module", "module", "model")
     }
@@ -257,6 +264,6 @@ def _hands_on(code: CodeType) -> bool:
     return any(
         step.opname.startswith("LOAD_")
         and step.argval in watched
-        and not following.opname.endswith(("_ATTR", "_METHOD"))
+        and (not following.opname.endswith(("_ATTR", "_METHOD")) or following.argval in MOVES)
         for step, following in pairwise(steps)
     )

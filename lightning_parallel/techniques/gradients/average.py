@@ -89,7 +89,7 @@ class AllReduceBucket(Bucket):
         if self._is_cast(index):
             return
         self._allocate()
-        parameter, gradient = self.parameters[index], self._gradients[index]
+        parameter, gradient = self.parameters[index], self._gradient(index)
         if parameter.grad is not None and parameter.grad is not gradient and not parameter.grad.is_sparse:
             self._views[index].copy_(local(parameter.grad))
             parameter.grad = gradient
@@ -104,7 +104,13 @@ class AllReduceBucket(Bucket):
             raise TypeError("sparse gradients (Embedding(sparse=True)) cannot be reduced in buckets; use sparse=False")
         else:
             torch.mul(local(parameter.grad).to(self.dtype), self._scale, out=view)
-            parameter.grad = parameter.grad if self._is_cast(index) else self._gradients[index]
+            parameter.grad = parameter.grad if self._is_cast(index) else self._gradient(index)
+
+    def _gradient(self, index: int) -> Tensor:
+        """A parameter's part of the message; `module.to` may have given other memory to the tensor that it was."""
+        if local(self._gradients[index]).data_ptr() != self._views[index].data_ptr():
+            self._gradients[index] = self._as_gradient(index)
+        return self._gradients[index]
 
     def _is_cast(self, index: int) -> bool:
         """Whether a parameter's gradient has another dtype than the message, and so lives beside it."""
@@ -124,10 +130,10 @@ class AllReduceBucket(Bucket):
         if self._unused:
             used_elsewhere = (self._flags[self._unused] > 0).tolist()
             for index, used in zip(self._unused, used_elsewhere, strict=True):
-                self.parameters[index].grad = self._gradients[index].to(self.parameters[index].dtype) if used else None
+                self.parameters[index].grad = self._gradient(index).to(self.parameters[index].dtype) if used else None
         for index, parameter in enumerate(self.parameters):
             if self._is_cast(index) and index not in self._unused:
-                parameter.grad = self._gradients[index].to(parameter.dtype)
+                parameter.grad = self._gradient(index).to(parameter.dtype)
 
     def _reduce(self) -> Pending:
         if self._hook is None:
@@ -144,7 +150,10 @@ class AllReduceBucket(Bucket):
         self._message = torch.zeros(sum(sizes) + len(sizes), dtype=self.dtype, device=first.device)
         *slots, self._flags = torch.split(self._message, [*sizes, len(sizes)])
         self._views = [slot.view_as(part) for slot, part in zip(slots, kept, strict=True)]
-        self._gradients = [as_gradient(*pair) for pair in zip(self._views, self.parameters, strict=True)]
+        self._gradients = [self._as_gradient(index) for index in range(len(sizes))]
+
+    def _as_gradient(self, index: int) -> Tensor:
+        return as_gradient(self._views[index].detach(), self.parameters[index])
 
     # ---------------------------------------------------------------- what torch's hooks read
 

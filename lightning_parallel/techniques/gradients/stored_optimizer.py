@@ -89,7 +89,9 @@ class StoredOptimizer:
                 self._adopt(parameter)
         if shards or not self._elementwise:
             optimizer.register_step_pre_hook(self._before_step)
-            optimizer.register_step_post_hook(self._after_step)
+            after = optimizer.register_step_post_hook(self._after_step)
+            hooks: Any = after.hooks_dict_ref()
+            hooks.move_to_end(after.id, last=False)  # the user's, which may average weights, come to whole parameters
 
     @property
     def looks_at_loss(self) -> bool:
@@ -159,6 +161,7 @@ class StoredOptimizer:
         if self._groups is not None:
             return
         self._groups = [list(group["params"]) for group in self.optimizer.param_groups]
+        self._step.before_optimizer_step(self._parameters())
         for group in self.optimizer.param_groups:
             group["params"][:] = [self._wake(parameter) for parameter in group["params"]]
 

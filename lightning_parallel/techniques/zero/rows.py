@@ -53,12 +53,9 @@ class RowShard:
 
     def stored(self) -> DTensor:
         """This rank's rows in the parameter's own memory, or their copy on the host."""
-        if self._stored is None or (not self.offload and local(self.parameter).data_ptr() != self._address):
-            self._stored, self._rows, self._targets = (
-                None,
-                None,
-                [],
-            )  # made anew where the memory was replaced, as `module.to` does
+        if self._stored is None or local(self.parameter).data_ptr() != self._address:
+            # made anew where the memory was replaced, as `module.to` does
+            self._stored, self._rows, self._targets = None, None, []
             before = users_of(self.parameter)
             self._stored = self._divide(local(self.parameter.detach()))
             self._own_views = users_of(self.parameter) - before
@@ -73,12 +70,16 @@ class RowShard:
             self._own_views += users_of(self.parameter) - before
         return self._rows
 
+    def follow(self) -> None:
+        """Rows on the host take over what is in the parameter. ⇄ gathering them."""
+        self.rows().copy_(local(self.parameter.detach()).view(-1)[self.start : self.stop])
+
     def _divide(self, kept: Tensor) -> DTensor:
         flat, full = kept.view(-1), self._full
         current = flat[self.start : self.stop]
         self._address = kept.data_ptr()
         self._targets = [flat[: full * self.chunk].view(full, self.chunk), flat[full * self.chunk :]]
-        return self.as_dtensor(current.cpu() if self.offload else current)
+        return self.as_dtensor(current.to("cpu", copy=True) if self.offload else current)
 
     @property
     def is_exposed(self) -> bool:

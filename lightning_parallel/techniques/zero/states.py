@@ -86,6 +86,13 @@ class ShardedStatesStep(BucketedStep):
     def _has_new_gradient(self, bucket: ScatterBucket, index: int) -> bool:
         return bucket.active and index not in bucket.missing
 
+    def before_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Users may have written into parameters: rows on the host take over what they wrote."""
+        for parameter in parameters if self._offload else ():
+            if place := self._place.get(parameter):
+                place[0].shards[place[1]].follow()
+        self.inner.before_optimizer_step(parameters)
+
     def after_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """Starts to gather the stepped rows of all ranks into the whole parameters, in the order of the forward."""
         stepped = {id(place[0]) for parameter in parameters if (place := self._place.get(parameter))}
