@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -44,9 +47,36 @@ class Pairs(Optimized):
         return loss
 
 
-def trained(samples: int) -> list[Any]:
-    module = Pairs()
-    data = DataLoader(torch.randn(16, 2, 6, generator=torch.Generator().manual_seed(1)), batch_size=samples)
+class Learned(nn.Module):
+    """A contrast that learns how sharp it is, with a loss for each sample or their mean."""
+
+    def __init__(self, reduction: str) -> None:
+        super().__init__()
+        self.sharp, self.reduction = nn.Parameter(torch.tensor(2.0)), reduction
+
+    def forward(self, one: Tensor, other: Tensor, scale: Tensor) -> Tensor:
+        logits = F.normalize(one, dim=1) @ F.normalize(other, dim=1).t() * self.sharp * scale
+        return F.cross_entropy(logits, torch.arange(len(logits)), reduction=self.reduction)
+
+
+class LearnedPairs(Pairs):
+    """Weights are learned in what compares, beside it, and before a number is handed to it."""
+
+    def __init__(self, reduction: str) -> None:
+        super().__init__()
+        self.contrast, self.scale, self.head = Learned(reduction), nn.Parameter(torch.tensor(0.5)), nn.Linear(4, 3)
+        self.make_optimizer = partial(torch.optim.SGD, lr=0.1)  # whose steps show by how much a gradient counts
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        one, other = map(self.network, batch.unbind(1))
+        loss = self.contrast(one, other, self.scale.exp()).mean() + F.mse_loss(self.head(one), batch[:, 0, :3])
+        self.log("train_loss", loss)
+        return loss
+
+
+def trained(samples: int, make: Callable[[], Pairs] = Pairs, of: int = 16) -> list[Any]:
+    module = make()
+    data = DataLoader(torch.randn(of, 2, 6, generator=torch.Generator().manual_seed(1)), batch_size=samples)
     run = trainer(DataParallelStrategy(), max_epochs=2)
     run.fit(module, data)
     return [run.callback_metrics["train_loss"], *module.state_dict().values()]
@@ -55,6 +85,15 @@ def trained(samples: int) -> list[Any]:
 def test_a_contrast_of_all_samples_in_a_class_of_no_file() -> None:
     (expected,) = run_on_ranks(1, trained, 8)
     for found in run_on_ranks(2, trained, 4):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("of", [13, 17])
+def test_what_is_learned_in_it_and_batches_that_do_not_divide(reduction: str, of: int) -> None:
+    make = partial(LearnedPairs, reduction)
+    (expected,) = run_on_ranks(1, trained, 8, make, of)
+    for found in run_on_ranks(2, trained, 4, make, of):
         torch.testing.assert_close(found, expected)
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from lightning_parallel.collectives.by_elements import entered
+from lightning_parallel.collectives.by_elements import counted, entered
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.collectives.functional import parts_of_all
 from lightning_parallel.plan.plan import ParallelPlan, matching
@@ -26,6 +26,7 @@ from lightning_parallel.techniques.divided.functions import functions_get_wholes
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided
 from lightning_parallel.techniques.division import Division
 from lightning_parallel.techniques.step import Coming, Run, Step, WrappedRun, WrappedStep
+from lightning_parallel.techniques.tools.means import unwatched
 from lightning_parallel.techniques.tools.redirect import redirect_forward
 
 T = TypeVar("T")
@@ -69,7 +70,7 @@ class WholeBatch(Division):
 
         @functools.wraps(function)
         def on_whole_batch(*args: Any, **kwargs: Any) -> Any:
-            with functions_get_wholes():
+            with functions_get_wholes(), unwatched():
                 args, kwargs = self._divided((args, kwargs))
                 return tree_map_only(Tensor, self._own, function(*args, **kwargs))
 
@@ -82,20 +83,26 @@ class WholeBatch(Division):
         places = [place for place, each in enumerate(leaves) if isinstance(each, Tensor) and each.dim()]
         if not places:
             return arguments
-        own = [len(leaves[place]) * self.counts for place in places]
-        sizes = torch.tensor(own, device=leaves[places[0]].device)
+        lengths = [len(leaves[place]) * self.counts for place in places]
+        sizes = torch.tensor(lengths, device=leaves[places[0]].device)
         for place, each in zip(places, parts_of_all(sizes, self.ranks.group).t().tolist(), strict=True):
             ends = torch.tensor(each).cumsum(0).tolist()
             runs = [[(end - size, end)] if size else [] for size, end in zip(each, ends, strict=True)]
             elements = self.ranks.elements(ends[-1], runs)
-            leaves[place] = Divided(leaves[place][: each[self.ranks.rank]], {0: elements})
+            own = counted(leaves[place][: each[self.ranks.rank]], self.ranks.count)
+            leaves[place] = Divided(own, {0: elements})
         return tree_unflatten(leaves, form)
 
     def _own(self, result: Tensor) -> Tensor:
         """This rank's samples of a result, or what is the same for all, which each rank uses in its own loss."""
+        share = 1 / self.ranks.count
         if not is_divided(result):
-            return entered(result, self.ranks) if result.requires_grad else result
-        return result.own if self.counts else result.own.new_zeros(1, *result.shape[1:])
+            return entered(counted(result, share), self.ranks) if result.requires_grad else result
+        own = counted(result.own, share)
+        if self.counts:
+            return own
+        filled = own.new_zeros(1, *result.shape[1:])
+        return filled + own.sum() if own.requires_grad else filled  # of no rows: only so that backward comes by
 
 
 class Led(WrappedRun[T]):

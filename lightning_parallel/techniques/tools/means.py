@@ -17,7 +17,8 @@ from __future__ import annotations
 import functools
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from functools import partial
@@ -191,6 +192,16 @@ class Means:
             factor = self.all[number].scale.factor
             counted = counted if factor is None else counted + part * (factor - 1).to(part)
         return counted
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Inside, means are of all ranks already: their gradients are not those of parts, to be scaled."""
+    before = WATCHING.set(None)
+    try:
+        yield
+    finally:
+        WATCHING.reset(before)
 
 
 class WatchedRun(Run[T]):
