@@ -164,20 +164,27 @@ SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "
 GROUPED = {"num_key_value_heads": 2}
 
 
+OWN = {"vocab_size": VOCABULARY, "context": 64, "dim": 32, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2,
+       "hidden_dim": 64}  # fmt: skip
+
+
 def own_gpt(optimizer: MakeOptimizer | None = None, **overrides: Any) -> LightningModule:
-    """Ours; with its own optimizer unless another one is asked for."""
     from recipes.gpt import GPTConfig, GPTModule
 
-    class OwnGPT(GPTModule):
+    return owned(GPTModule, optimizer)(GPTConfig(**(OWN | overrides)), learning_rate=1e-2, warmup_steps=2)
+
+
+def owned(kind: type[LightningModule], optimizer: MakeOptimizer | None) -> type[LightningModule]:
+    """A module of ours; with its own optimizer unless another one is asked for."""
+
+    class Own(kind):
         def configure_optimizers(self) -> Any:
             if optimizer is None:
                 return super().configure_optimizers()
             self.make_optimizer = optimizer
             return Optimized.configure_optimizers(self)
 
-    sizes = {"vocab_size": VOCABULARY, "context": 64, "dim": 32, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2}
-    config = GPTConfig(**(sizes | {"hidden_dim": 64} | overrides))
-    return OwnGPT(config, learning_rate=1e-2, warmup_steps=2)
+    return Own
 
 
 class PlainBlock(nn.Module):

@@ -138,6 +138,18 @@ class Ties(Small):
         self.blocks[1].up.weight = self.blocks[0].up.weight
 
 
+class StepsItself(Small):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        self.seen.append(self.norms())
+
+
+class WarmsUp(Small):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+        optimizer.param_groups[0]["lr"] = 0.1 * min(1.0, (self.trainer.global_step + 1) / 3)
+
+
 class Doubled(nn.Module):
     def forward(self, weight: Any) -> Any:
         return weight * 2
@@ -154,7 +166,7 @@ WORKS = {
     "data parallel": [Moves, Counts, Masks],
     "zero 1 offloaded": [*EVERYWHERE, *WHOLE],
     "zero 3": EVERYWHERE,
-    "pipeline": [Saves, GoesBack, Masks],
+    "pipeline": [Saves, GoesBack, Masks, WarmsUp],
     "tensor parallel": EVERYWHERE,
     "zero 2": [*EVERYWHERE, *WHOLE],
 }
@@ -193,6 +205,7 @@ REFUSED = [
     (Averages, "zero 3", r"the hook of SGD \(register_step_post_hook\) would find the part of each parameter"),
     (Averages, "pipeline", "do it in on_before_optimizer_step or in on_train_batch_end, which find whole"),
     (Ties, "zero 3", "in the place of the parameter blocks.1.up.weight, but ranks hold parts of those"),
+    (StepsItself, "pipeline", "StepsItself.optimizer_step looks at the model, but while it runs"),
     (Parametrizes, "pipeline", "something else in the place of the parameter stem.weight.* parametrize before the run"),
 ]
 

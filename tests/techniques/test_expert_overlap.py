@@ -70,12 +70,16 @@ class Late:
         return arriving, Pending(None, wait)
 
 
-def divided(model: nn.Module) -> tuple[Step, ParallelMesh]:
+def divided() -> tuple[nn.Module, Step, nn.Module]:
+    """A model over two ranks, its step, and the same model whole."""
+    torch.manual_seed(0)
+    model, whole = Shared().double(), Shared().double()
+    whole.load_state_dict(model.state_dict())
     mesh = ParallelMesh(resolve_sizes([DataParallel(2).claim], 2), "cpu")
     ground = Ground(mesh, ParallelPlan(experts="experts"), lambda: None)  # type: ignore[arg-type, return-value]
     technique = ExpertParallel(2)
     division = technique.divide(model, ground, technique.look(model, ground))
-    return division.step(Step()), mesh
+    return model, division.step(Step()), whole
 
 
 def batch(step: Step, model: nn.Module, x: Tensor) -> Tensor:
@@ -84,10 +88,7 @@ def batch(step: Step, model: nn.Module, x: Tensor) -> Tensor:
 
 @ranks(2)
 def test_from_the_second_batch_on_nobody_waits_for_what_experts_made() -> None:
-    torch.manual_seed(0)
-    model, whole = Shared().double(), Shared().double()
-    whole.load_state_dict(model.state_dict())
-    step, _ = divided(model)
+    model, step, whole = divided()
     late = Late()
     with mock.patch.object(travel, "start_exchange", late):
         for number in range(3):
@@ -110,10 +111,7 @@ def test_from_the_second_batch_on_nobody_waits_for_what_experts_made() -> None:
 
 @ranks(2)
 def test_what_gets_something_else_is_computed_when_it_is_called() -> None:
-    torch.manual_seed(0)
-    model, whole = Shared().double(), Shared().double()
-    whole.load_state_dict(model.state_dict())
-    step, _ = divided(model)
+    model, step, whole = divided()
     for late in (False, False, True, True, False):
         model.late = whole.late = late
         x = torch.randn(3, 5, WIDTH, dtype=torch.double)

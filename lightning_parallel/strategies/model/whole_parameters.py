@@ -70,6 +70,12 @@ class WholeParameters:
         module = divided.module
         with divided.shown():
             parts = {name.partition(".")[0] for name, _ in module.named_parameters()}
+        if divided.pipeline.ranks > 1 and _looks(module, "optimizer_step", module, parts):
+            raise ValueError(
+                f"{type(module).__name__}.optimizer_step looks at the model, but while it runs a rank of a pipeline "
+                "has the parameters of its stage only; look at gradients in on_before_optimizer_step and at weights in "
+                "on_train_batch_end, which find all of them on every rank"
+            )
         owners: list[Any] = [module, *callbacks]
         found = [
             (k, hook) for k, owner in enumerate(owners) for hook in sorted(HOOKS) if _looks(owner, hook, module, parts)
