@@ -7,6 +7,7 @@
 
 A plan names them (`ParallelPlan(experts=...)`). Else a Hugging Face model's `ep_plan` does, or the structure: stacked
 matrices in a module that takes three arguments; or a list next to a router, which has one output for each of the list.
+Where none of these is, stacked matrices next to a router, however they are called.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def _found(model: nn.Module, plan: ParallelPlan) -> list[Experts]:
     for name, module in model.named_modules():
         if starred(name) in marked or _takes_routes(module):
             found += _stacked(name, module)
-    return found
+    return found or list(_stacked_beside_routers(model))
 
 
 def _require(name: str, module: nn.Module, plan: ParallelPlan) -> Experts:
@@ -121,6 +122,15 @@ def _beside_routers(model: nn.Module, plan: ParallelPlan) -> Iterator[Experts]:
         for own, child in owner.named_children():
             found = _listed(f"{name}.{own}" if name else own, child)
             if found and (not blocks or found[0].name.startswith(blocks)) and _routes(owner, child, found[0].count):
+                yield from found
+
+
+def _stacked_beside_routers(model: nn.Module) -> Iterator[Experts]:
+    """Stacked matrices beside a router; torch's own modules, as convolutions, have kernels and no experts."""
+    for name, owner in model.named_modules():
+        for own, child in owner.named_children():
+            found = _stacked(f"{name}.{own}" if name else own, child)
+            if found and not type(child).__module__.startswith("torch.") and _routes(owner, child, found[0].count):
                 yield from found
 
 

@@ -108,6 +108,14 @@ class Dense(Bank):
         return torch.einsum("ebto,bte->bto", made, how_much)
 
 
+class Sorted(Bank):
+    """Takes rows for all experts, as many for each."""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        inner = F.silu(torch.bmm(rows.view(len(self.up), -1, WIDTH), self.up) + self.bias[:, None])
+        return (self.norm(torch.bmm(inner, self.down)) * self.gain[:, None, None]).view(-1, WIDTH)
+
+
 class Banked(nn.Module):
     """A router and stacked experts."""
 
@@ -124,6 +132,13 @@ class BankedDense(Banked):
     def forward(self, x: Tensor) -> Tensor:
         weights, index = self.router(x)
         return self.experts(x, torch.zeros(*x.shape[:-1], 4, dtype=x.dtype).scatter(-1, index, weights))
+
+
+class BankedSorted(Banked):
+    def forward(self, x: Tensor) -> Tensor:
+        weights, index = self.router(tokens := x.flatten(0, 1))
+        scores = torch.zeros(len(tokens), 4, dtype=x.dtype).scatter(-1, index, weights).t()
+        return self.experts((tokens * scores[..., None]).flatten(0, 1)).view(4, *x.shape).sum(0)
 
 
 class Flat(Banked):
@@ -313,5 +328,6 @@ MODELS = {
     "banked_experts": partial(Mixture, Banked),
     "flat_experts": partial(Mixture, Flat),
     "mixing_experts": partial(Mixture, Banked, bank=Mixing),
+    "sorted_experts": partial(Mixture, BankedSorted, bank=Sorted),
     "dense_experts": partial(Named, BankedDense, bank=Dense),
 }

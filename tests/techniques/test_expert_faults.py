@@ -5,9 +5,15 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from lightning_parallel import DataParallel, ExpertParallelStrategy, TensorParallel
+from lightning_parallel import DataParallel, ExpertParallelStrategy, ParallelPlan, TensorParallel
+from lightning_parallel.plan.experts import find_experts
 from lightning_parallel.techniques.expert_parallel import ExpertParallel
+from lightning_parallel.techniques.expert_parallel.capacity import Capacity
+from lightning_parallel.techniques.expert_parallel.stacked import StackedExperts
 from tests.curves import train
 from tests.ranks import ranks, run_on_ranks
 from tests.techniques.tensor_layouts import check, hybrid
@@ -45,3 +51,19 @@ def test_a_whole_weight_of_experts_beside_tensor_parallel() -> None:
     layout = hybrid(DataParallel(2), TensorParallel(2), ExpertParallel(2))
     with pytest.raises(AssertionError, match="untie it, or leave tensor parallel out"):
         run_on_ranks(4, train, "sharing_experts", layout, data_ranks=2, data={"samples": 16})
+
+
+def test_kernels_beside_a_linear_map_are_no_experts() -> None:
+    block = nn.ModuleDict({"mix": nn.Conv1d(8, 8, 3), "out": nn.Linear(8, 8)})
+    assert find_experts(block, ParallelPlan()) == []
+
+
+@ranks(2)
+def test_a_call_with_numbers_alone() -> None:
+    module = nn.Module()
+    module.forward = lambda ids, which, mask: ids  # type: ignore[assignment]
+    mesh = init_device_mesh("cpu", (2,))
+    capacity = Capacity(None, mesh.get_group())
+    stacked = StackedExperts("experts", module, 4, mesh, None, capacity, capacity, True, lambda: None)
+    numbers = torch.ones(4, 2, dtype=torch.long)
+    assert stacked.wrap(module.forward)(numbers, numbers, numbers) is numbers

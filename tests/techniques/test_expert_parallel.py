@@ -61,6 +61,8 @@ COLUMNS = {
     "moe bias": {},
 }
 
+OTHERS = ("soft_experts", "mixing_experts", "dense_experts", "sorted_experts")
+
 
 @covering(keep=10, layout=LAYOUTS, column=COLUMNS)
 def test_trains_as_one_process_does(layout: str, column: str) -> None:
@@ -72,7 +74,7 @@ def test_trains_as_one_process_does(layout: str, column: str) -> None:
     )
 
 
-@covering(keep=3, layout=("ep2", "zero3", "tp2", "cp2"), column=("soft_experts", "mixing_experts", "dense_experts"))
+@covering(keep=4, layout=("ep2", "zero3", "tp2", "cp2"), column=OTHERS)
 def test_calls_of_other_forms(layout: str, column: str) -> None:
     check(column, *LAYOUTS[layout], max_epochs=1, precision="64-true", rtol=1e-9)
 

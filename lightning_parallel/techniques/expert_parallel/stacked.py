@@ -145,9 +145,9 @@ class StackedExperts:
         if len(tensors) != 3 or sum(isinstance(leaf, Tensor) for leaf in tree_leaves(arguments)) != 3:
             return None
         numbers = [name for name, value in tensors.items() if not value.is_floating_point()]
-        hidden, *rest = [name for name in tensors if name not in numbers]
         if len(numbers) != 1 or any(value.dim() < 2 or value.dtype == torch.bool for value in tensors.values()):
             return None
+        hidden, *rest = [name for name in tensors if name not in numbers]
         chosen, shape = tensors[numbers[0]].shape, tensors[hidden].shape
         if tensors[rest[0]].shape != chosen or chosen[:-1] != shape[:-1]:
             return None
