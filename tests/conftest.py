@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tests.ranks import POOL
+from tests.ranks import ALONE, POOL
 
 UPSTREAM = [
     "ignore:.*isinstance.treespec, LeafSpec.:FutureWarning",  # Lightning 2.6 on torch 2.13
@@ -20,3 +20,4 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_unconfigure() -> None:
     POOL.close()
+    ALONE.close()

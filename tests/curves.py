@@ -16,10 +16,11 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 
 from tests.models import Loaders, build, loaders
-from tests.ranks import on_one, run_on_ranks
+from tests.ranks import begun_on_one, on_one, run_on_ranks
 from tests.trainers import trainer
 
 SMALL = 1e-2  # tensors and metrics smaller than this are compared as if they were this large
+SINGLE = 3e-7  # metrics are kept in single precision, whatever comes in: two steps of its rounding
 RUN = {"max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
 
 
@@ -97,9 +98,9 @@ def check_parity(
     **options: Any,
 ) -> None:
     """Trains on `n` ranks and in one process, and holds every rank to the one process's curve."""
-    expected = reference(column, **options)
+    expected = begun_on_one(train, column, **options)
     for rank, got in enumerate(run_on_ranks(n, train, column, make_strategy, data_ranks=data_ranks, **options)):
-        compare(expected, got, rtol, where=f"rank {rank}: ")
+        compare(expected.result(), got, rtol, where=f"rank {rank}: ")
 
 
 def compare(reference: Curve, got: Curve, rtol: float = 1e-5, where: str = "") -> None:
@@ -109,7 +110,7 @@ def compare(reference: Curve, got: Curve, rtol: float = 1e-5, where: str = "") -
     """
     losses = [{"train_loss": loss} for loss in reference.losses], [{"train_loss": loss} for loss in got.losses]
     compare_series(f"{where}step", *losses, rtol)
-    compare_series(f"{where}epoch", reference.metrics, got.metrics, rtol)
+    compare_series(f"{where}epoch", reference.metrics, got.metrics, max(rtol, SINGLE))
     compare_weights(reference.weights, got.weights, 10 * rtol, where)
 
 

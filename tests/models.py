@@ -327,8 +327,9 @@ class Loaders(NamedTuple):
 
 
 def datasets(
-    column: str, *, samples: int = 48, val_samples: int = 24, length: int = 16, **options: Any
+    column: str, *, samples: int = 24, val_samples: int = 16, length: int = 16, **options: Any
 ) -> tuple[Dataset, Dataset]:
+    """Three batches of eight: where two are accumulated, the last is so with no other."""
     from tests.further import handwritten
 
     if column == "plain" or column in handwritten.MODELS:

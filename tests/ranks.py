@@ -18,6 +18,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import connection as connections
 from multiprocessing import forkserver, get_context
@@ -48,6 +49,8 @@ PRELOAD = [
     "torchmetrics.classification",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
+    "lightning_parallel",
+    "tests.curves",
 ]
 
 
@@ -89,12 +92,12 @@ def run_on_ranks(
 
 def on_one(function: Callable, *args: Any, **kwargs: Any) -> Any:
     """The function's result in one process; it is computed once per session."""
-    return _on_one(rank_process.dumps((function, args, kwargs)))
+    return begun_on_one(function, *args, **kwargs).result()
 
 
-@functools.cache
-def _on_one(call: bytes) -> Any:
-    return POOL.run(1, call, TIMEOUT, LIMIT)[0]
+def begun_on_one(function: Callable, *args: Any, **kwargs: Any) -> Future[Any]:
+    """What `on_one` returns, while others run: ranks wait for each other, and leave a part of the cores idle."""
+    return ALONE.begun(rank_process.dumps((function, args, kwargs)))
 
 
 @dataclass(frozen=True)
@@ -160,11 +163,12 @@ class Pool:
         get_context("forkserver").set_forkserver_preload(PRELOAD)
         forkserver.ensure_running()
 
-    def run(self, n: int, call: bytes, timeout: float, limit: float) -> list[Any]:
+    def run(self, n: int, call: bytes, timeout: float, limit: float, filters: Sequence[Any] = ()) -> list[Any]:
         members = self._first(n)
         self.tasks += 1
         sizes = {"WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
-        task = Task(self.tasks, n, timeout, list(warnings.filters), self.environment | sizes, list(sys.path), call)
+        filters = list(filters or warnings.filters)
+        task = Task(self.tasks, n, timeout, filters, self.environment | sizes, list(sys.path), call)
         usable = False
         try:
             ends = exchange(members, pickle.dumps(task), limit)
@@ -221,7 +225,29 @@ class Pool:
         atexit.unregister(self.close)
 
 
+@dataclass
+class Alone:
+    """A process beside the ranks for what runs in one; each call once per session."""
+
+    pool: Pool = field(default_factory=Pool)
+    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+    calls: dict[bytes, Future[Any]] = field(default_factory=dict)
+
+    def begun(self, call: bytes) -> Future[Any]:
+        if call not in self.calls:
+            self.calls[call] = self.thread.submit(self._run, call, list(warnings.filters))
+        return self.calls[call]
+
+    def _run(self, call: bytes, filters: Sequence[Any]) -> Any:
+        return self.pool.run(1, call, TIMEOUT, LIMIT, filters)[0]
+
+    def close(self) -> None:
+        self.thread.shutdown(cancel_futures=True)
+        self.pool.close()
+
+
 POOL = Pool()
+ALONE = Alone()
 
 
 def exchange(members: Sequence[Member], task: bytes, limit: float) -> list[End]:

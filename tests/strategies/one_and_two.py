@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_parallel import PipelineParallelStrategy
-from tests.ranks import on_one, run_on_ranks
+from tests.ranks import begun_on_one, run_on_ranks
 
 MakeStrategy = Callable[[], Any]
 PIPELINE = partial(PipelineParallelStrategy, 2, microbatches=4)
@@ -31,7 +31,9 @@ def made(strategy: MakeStrategy | None) -> Any:
 
 
 def on_one_and_two(run: Callable[..., Any], strategy: MakeStrategy = PIPELINE, **options: Any) -> tuple[Any, list[Any]]:
-    return on_one(run, None, **options), run_on_ranks(2, run, strategy, **options)
+    expected = begun_on_one(run, None, **options)
+    found = run_on_ranks(2, run, strategy, **options)
+    return expected.result(), found
 
 
 def require_like(expected: Any, found: Any) -> None:

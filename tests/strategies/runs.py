@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
 
 from tests.curves import compare_weights
-from tests.ranks import on_one, run_on_ranks
+from tests.ranks import begun_on_one, on_one, run_on_ranks
 from tests.trainers import trainer
 
 MakeStrategy = Callable[[], Strategy]
@@ -145,8 +145,9 @@ def check_fit(
     n: int, strategy: MakeStrategy, make_loaders: Callable[..., Any], batch_size: int = 2, **options: Any
 ) -> None:
     """Holds a fit on n ranks to one device with n times the batch size: samples, values, weights."""
-    expected = on_device(fit, make_loaders, n * batch_size, **options)
+    begun = begun_on_one(with_strategy, fit, None, make_loaders, n * batch_size, **options)
     runs = on_ranks(n, fit, strategy, make_loaders, batch_size, **options)
+    expected = begun.result()
     require_same_samples(expected.saw, [run.saw for run in runs])
     for run in runs:
         require_same_values(expected, run)

@@ -35,7 +35,7 @@ ROWS: dict[str, tuple[int, MakeStrategy | str]] = {
     "offload_1": (2, partial(ZeroStrategy, 2, stage=1, offload=True)),
     "offload_3": (2, partial(ZeroStrategy, 2, stage=3, offload=True)),
 }
-BY_DEFAULT = ("lightning", "dp_2", "zero_1", "zero_3", "hsdp", "offload_3")
+BY_DEFAULT = ("lightning", "zero_1", "hsdp", "offload_3")
 RUN = {"max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "num_sanity_val_steps": 0}
 
 

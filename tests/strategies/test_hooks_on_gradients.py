@@ -20,7 +20,7 @@ from lightning_parallel import (
 )
 from tests.curves import Curve, Recorder, compare
 from tests.models import Plain, build, loaders
-from tests.ranks import on_one, run_on_ranks
+from tests.ranks import begun_on_one, on_one, run_on_ranks
 from tests.strategies.one_and_two import made, require_like
 from tests.tiers import sampled
 from tests.trainers import trainer
@@ -37,8 +37,9 @@ LAYOUTS = {
 
 def check(run: Any, layout: str, **options: Any) -> None:
     n, data_ranks, strategy = LAYOUTS[layout]
-    expected, *others = on_one(run, None, 8, **options)
+    begun = begun_on_one(run, None, 8, **options)
     for rank, (got, *found) in enumerate(run_on_ranks(n, run, strategy, 8 // data_ranks, **options)):
+        expected, *others = begun.result()
         compare(expected, got, where=f"rank {rank}: ")
         require_like(others, found)
 

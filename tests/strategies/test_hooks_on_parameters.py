@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning_parallel import HybridStrategy, PipelineParallel, PipelineParallelStrategy, TensorParallelStrategy, Zero
 from lightning_parallel.strategies.model.whole_parameters import _looks
 from tests.models import Plain, loaders
-from tests.ranks import on_one, run_on_ranks
+from tests.ranks import begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import made, require_like
 from tests.tiers import sampled
 from tests.trainers import trainer
@@ -73,9 +73,9 @@ def looked(strategy: Any, batch_size: int) -> Any:
 @sampled(2, "layout", LAYOUTS)
 def test_hooks_find_and_change_the_parameters_of_one_device(layout: str) -> None:
     n, data_ranks, strategy = LAYOUTS[layout]
-    expected = on_one(looked, None, 8)
+    expected = begun_on_one(looked, None, 8)
     for found in run_on_ranks(n, looked, strategy, 8 // data_ranks):
-        require_like(expected, found)
+        require_like(expected.result(), found)
 
 
 def average(module: Any) -> float:

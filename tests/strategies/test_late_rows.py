@@ -20,7 +20,7 @@ from lightning_parallel import Compile, HybridStrategy, Zero, ZeroStrategy
 from lightning_parallel.techniques.zero import arrivals, rows, states
 from tests.benchmarks.delaying import BACKEND, Pace, pretended
 from tests.models import Plain, loaders
-from tests.ranks import on_one, ranks, run_on_ranks
+from tests.ranks import begun_on_one, ranks, run_on_ranks
 from tests.strategies.one_and_two import made, require_like
 from tests.trainers import trainer
 
@@ -140,9 +140,10 @@ def read(strategy: Any, batch_size: int, accumulate: int) -> Any:
 
 @pytest.mark.parametrize(("stage", "accumulate"), [(1, 1), pytest.param(2, 2, marks=pytest.mark.exhaustive), (1, 2)])
 def test_every_hook_finds_what_one_device_has(stage: int, accumulate: int) -> None:
-    expected = on_one(read, None, 8, accumulate)
-    assert {name.rpartition(" ")[0] for name in expected[0]} == set(HOOKS)
+    begun = begun_on_one(read, None, 8, accumulate)
     first, second = run_on_ranks(2, read, partial(ZeroStrategy, stage=stage), 4, accumulate)
+    expected = begun.result()
+    assert {name.rpartition(" ")[0] for name in expected[0]} == set(HOOKS)
     require_like(expected, first)
     require_like(expected[:2], second[:2])
 

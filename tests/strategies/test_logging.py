@@ -21,7 +21,7 @@ from lightning_parallel import (
     ZeroStrategy,
 )
 from tests.models import Plain, loaders
-from tests.ranks import RanksFailed, on_one, run_on_ranks
+from tests.ranks import RanksFailed, begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import made
 from tests.strategies.runs import loader, on_device, on_ranks
 from tests.tiers import sampled
@@ -299,7 +299,7 @@ MORE_TO_REDUCE = {
     ],
 )
 def test_reductions_are_over_batches_and_values_those_of_whole_batches(n: int, readers: int, strategy: Any) -> None:
-    expected = on_one(reducing, None, 8)
+    expected = begun_on_one(reducing, None, 8)
     for found in run_on_ranks(n, reducing, strategy, 8 // readers):
-        for (event, wanted), (_, got) in zip(expected, found, strict=True):
+        for (event, wanted), (_, got) in zip(expected.result(), found, strict=True):
             assert got == pytest.approx(wanted, rel=1e-4, abs=1e-5), event

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_parallel import Compile, DataParallel, HybridStrategy, PipelineParallel
 from tests.models import Plain, loaders
-from tests.ranks import run_on_ranks
+from tests.ranks import begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import MakeStrategy, made, require_like
 from tests.tiers import sampled
 from tests.trainers import trainer
@@ -63,6 +63,6 @@ LAYOUTS: dict[str, Any] = {
 @sampled(2, "layout", LAYOUTS)
 def test_values_of_compiled_steps_are_those_of_one_device(layout: str) -> None:
     data_ranks, strategy, compiled = LAYOUTS[layout]
-    expected = run_on_ranks(1, logged, None, 8, compiled)[0]
+    expected = begun_on_one(logged, None, 8, compiled)
     for found in run_on_ranks(2, logged, strategy, 8 // data_ranks, compiled):
-        require_like(expected, found)
+        require_like(expected.result(), found)

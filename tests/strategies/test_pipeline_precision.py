@@ -81,7 +81,7 @@ def test_an_overflow_on_one_stage_skips_the_step_on_all(strategy: MakeStrategy, 
 @pytest.mark.parametrize(("precision", "rtol"), [("bf16-mixed", 2e-2), ("bf16-true", 5e-2)])
 def test_precisions(precision: str, rtol: float) -> None:
     sgd = partial(torch.optim.SGD, lr=0.05)
-    run = {"precision": precision, "max_epochs": 1, "data": {"samples": 32, "val_samples": 8}}
+    run = {"precision": precision, "max_epochs": 1, "data": {"samples": 24, "val_samples": 8}}
     check_parity("llama", 2, PIPELINE, rtol=rtol, model={"optimizer": sgd}, **run)
 
 

@@ -216,7 +216,7 @@ def recomputing() -> HybridStrategy:
 
 @sampled(1, "column", ["gpt", "plain"])
 def test_recomputation(column: str) -> None:
-    check_parity(column, 2, recomputing, max_epochs=1, data={"samples": 32, "val_samples": 8})
+    check_parity(column, 2, recomputing, max_epochs=1, data={"samples": 24, "val_samples": 8})
 
 
 # ---------------------------------------------------------------- checkpoints

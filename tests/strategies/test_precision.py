@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
 from lightning_parallel.strategies.zero import ZeroStrategy
 from tests.curves import check_parity, compare, train
-from tests.ranks import on_one, run_on_ranks
+from tests.ranks import begun_on_one, run_on_ranks
 from tests.tiers import covering
 from tests.trainers import trainer
 
@@ -41,9 +41,9 @@ def trained(precision: str, make_strategy: Callable[[], Any] | str = "auto", dat
 
 @covering(precision=TOLERANCES, layout=LAYOUTS)
 def test_parity(precision: str, layout: str) -> None:
-    expected = on_one(trained, precision)
+    begun = begun_on_one(trained, precision)
     for rank, got in enumerate(run_on_ranks(2, trained, precision, LAYOUTS[layout], data_ranks=2)):
-        where = f"rank {rank}: "
+        expected, where = begun.result(), f"rank {rank}: "
         if precision == "64-true":
             compare(expected, got, TOLERANCES[precision], where)
         else:

@@ -18,7 +18,7 @@ from lightning_parallel import (
     Zero,
 )
 from tests.models import Plain, loaders, points
-from tests.ranks import on_one, run_on_ranks
+from tests.ranks import begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import MakeStrategy, made, require_like
 from tests.tiers import sampled
 from tests.trainers import trainer
@@ -116,9 +116,9 @@ def trained(strategy: MakeStrategy | None, model: str, batch_size: int, **run: A
 
 
 def compared(model: str, layout: str, n: int = 2, data_ranks: int = 1, **run: Any) -> None:
-    expected = on_one(trained, None, model, 8, **run)
+    expected = begun_on_one(trained, None, model, 8, **run)
     for found in run_on_ranks(n, trained, PIPELINES[layout], model, 8 // data_ranks, **run):
-        require_like(expected, found)
+        require_like(expected.result(), found)
 
 
 @sampled(3, "model", MODELS)

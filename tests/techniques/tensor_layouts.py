@@ -14,7 +14,7 @@ from tests.curves import check_parity
 # AdamW divides small gradients by their own size; its eps keeps the noise of another order of sums out of the weights.
 adamw = partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
 STEPS: dict[str, Any] = {"max_epochs": 2, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
-SHORT = {"samples": 32, "val_samples": 8}
+SHORT = {"samples": 24, "val_samples": 8}
 
 
 def hybrid(*techniques: Technique) -> partial[HybridStrategy]:

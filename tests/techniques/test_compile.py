@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -20,7 +21,8 @@ from lightning_parallel.techniques.zero import Zero
 from tests.curves import check_parity, compare_weights
 from tests.grounds import ground
 from tests.models import build, loaders, points
-from tests.ranks import run_on_ranks
+from tests.ranks import begun_on_one, run_on_ranks
+from tests.techniques.tensor_layouts import TWO_BLOCKS
 from tests.tiers import sampled
 from tests.trainers import trainer
 
@@ -38,16 +40,34 @@ LAYOUTS: dict[str, tuple[str, Callable[[], list[Any]]]] = {
 def test_parity(layout: str) -> None:
     column, techniques = LAYOUTS[layout]
     make = partial(HybridStrategy, *techniques())
-    check_parity(column, 2, make, data_ranks=2, max_epochs=1, limit_val_batches=0)
+    two_blocks = TWO_BLOCKS[column]
+    check_parity(column, 2, make, data_ranks=2, max_epochs=1, limit_val_batches=0, model=two_blocks)
 
 
-def test_gradients_of_divided_fused_weights_add_up() -> None:
+@pytest.mark.exhaustive
+def test_so_do_divided_blocks_of_a_library() -> None:
     make = partial(HybridStrategy, TensorParallel(2, sequence_parallel=False), COMPILED)  # the graph stays one
     check_parity("gpt2", 2, make, max_epochs=1, limit_val_batches=0, model={"n_layer": 1}, data={"samples": 16})
 
 
+class Gated(nn.Module):
+    """A block with a fused weight."""
+
+    style = "colwise 1:1"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(13, 52), nn.Linear(26, 13)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.up(x).chunk(2, -1)
+        return x + self.down(gate.sigmoid() * up)
+
+
 class Breaks(nn.Module):
     """A block that no compiler takes in one piece."""
+
+    style = "colwise"
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,10 +79,10 @@ class Breaks(nn.Module):
         return x + self.down(h.relu() if float(h.detach().sum()) < 1e9 else h)
 
 
-class Broken(LightningModule):
-    def __init__(self) -> None:
+class Blocks(LightningModule):
+    def __init__(self, block: type[nn.Module]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Breaks() for _ in range(2))
+        self.layers = nn.ModuleList(block() for _ in range(2))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x = batch[0]
@@ -74,19 +94,28 @@ class Broken(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def trained(*techniques: Any) -> dict[str, Tensor]:
+def trained(block: Any, *techniques: Any) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    module = Broken()
-    plan = ParallelPlan(blocks="layers.*", styles={"layers.*.up": "colwise", "layers.*.down": "rowwise"})
+    module = Blocks(block)
+    plan = ParallelPlan(blocks="layers.*", styles={"layers.*.up": block.style, "layers.*.down": "rowwise"})
     strategy = HybridStrategy(*techniques, plan=plan) if techniques else "auto"
-    trainer(strategy, max_epochs=1, limit_val_batches=0).fit(module, DataLoader(points(10, seed=1), 4))
+    run = trainer(strategy, max_epochs=1, limit_val_batches=0, accumulate_grad_batches=2)
+    run.fit(module, DataLoader(points(10, seed=1), 4))
     return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
 
 
+def compare_divided(block: Any, compiled: Compile) -> None:
+    expected = begun_on_one(trained, block)
+    for got in run_on_ranks(2, trained, block, TensorParallel(2), compiled):
+        compare_weights(expected.result(), got, 1e-5)
+
+
+def test_gradients_of_divided_fused_weights_add_up() -> None:
+    compare_divided(Gated, Compile(backend="aot_eager", fullgraph=True))
+
+
 def test_divided_blocks_that_break_a_graph_run_as_they_are() -> None:
-    (expected,) = run_on_ranks(1, trained)
-    for got in run_on_ranks(2, trained, TensorParallel(2), COMPILED):
-        compare_weights(expected, got, 1e-5)
+    compare_divided(Breaks, COMPILED)
 
 
 def test_blocks_share_one_graph() -> None:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel import ContextParallel, ContextParallelStrategy, HybridStrategy, TensorParallel, Zero
 from tests.rank_process import leave_group
-from tests.ranks import run_on_ranks
+from tests.ranks import begun_on_one, run_on_ranks
 from tests.tiers import sampled
 from tests.trainers import trainer
 
@@ -232,17 +232,19 @@ MODELS = (Classifies, Translates, Remembers, Forecasts, Weighs, Chooses, StepsBy
 
 @sampled(3, ("model", "layout"), [(model, layout) for layout in LAYOUTS for model in MODELS])
 def test_a_model_trains_as_on_one_device(model: type[Model], layout: str) -> None:
-    (expected, weights), *_ = run_on_ranks(1, trained, model, None)
+    begun = begun_on_one(trained, model, None)
     for metrics, found in run_on_ranks(LAYOUTS[layout][0], trained, model, LAYOUTS[layout][1]):
+        expected, weights = begun.result()
         assert metrics == pytest.approx(expected, rel=1e-10)
         torch.testing.assert_close(found, weights, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("model", [Classifies, pytest.param(Translates, marks=pytest.mark.exhaustive)])
 def test_beside_tensor_parallel(model: type[Model]) -> None:
-    (expected, weights), *_ = run_on_ranks(1, trained, model, None)
+    begun = begun_on_one(trained, model, None)
     both = partial(HybridStrategy, ContextParallel(2), TensorParallel(2))
     for metrics, found in run_on_ranks(4, trained, model, both):
+        expected, weights = begun.result()
         assert metrics == pytest.approx(expected, rel=1e-10)
         torch.testing.assert_close(found, weights, rtol=1e-9, atol=1e-11)
 

@@ -33,10 +33,9 @@ from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.techniques.context_parallel.attention import ContextAttention
 from lightning_parallel.techniques.context_parallel.sequence import Sequences
 from lightning_parallel.techniques.divided import boundary
-from tests.curves import train
 from tests.models import build
 from tests.rank_process import leave_group
-from tests.ranks import ranks, run_on_ranks
+from tests.ranks import begun_on_one, ranks, run_on_ranks
 from tests.techniques.tensor_layouts import check, hybrid
 from tests.tiers import covering, sampled
 from tests.trainers import trainer
@@ -62,7 +61,7 @@ BESIDE = {
     "cp2 compiled": (2, hybrid(ContextParallel(2), Compile(backend="aot_eager")), 1),
 }
 COLUMNS = ("gpt", "llama", "gpt2", "qwen3", "phi3", "mistral")
-SHORT: dict[str, Any] = {"max_epochs": 1, "data": {"samples": 32, "val_samples": 8, "length": 19, "ignored": 0.3}}
+SHORT: dict[str, Any] = {"max_epochs": 1, "data": {"samples": 24, "val_samples": 8, "length": 19, "ignored": 0.3}}
 
 
 @covering(keep=3, layout=METHODS, column=COLUMNS)
@@ -76,14 +75,42 @@ def test_beside_other_techniques(layout: str, column: str) -> None:
     check(column, *BESIDE[layout], **SHORT)
 
 
+class Sends(nn.Module):
+    """A block whose attention sends messages, and whose feed-forward sends none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.feed = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.GELU(), nn.Linear(8, 8)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x)[:, None].chunk(3, -1)
+        return self.feed(x + F.scaled_dot_product_attention(q, k, v, is_causal=True).squeeze(1))
+
+
+class Sending(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.layers = nn.Embedding(17, 8), nn.ModuleList(Sends() for _ in range(2))
+
+    def training_step(self, batch: dict[str, Tensor]) -> Tensor:
+        x = self.words(batch["tokens"])
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
 @ranks(2)
 def test_blocks_that_send_messages_run_as_they_are_and_their_parts_are_compiled() -> None:
     warnings.simplefilter("ignore")  # the compiler itself raises some of them
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     with mock.patch.object(boundary.log, "warning") as said:
-        train("gpt", BESIDE["cp2 compiled"][1], model={"n_layers": 2}, max_epochs=1, limit_train_batches=1,
-              limit_val_batches=0)  # fmt: skip
+        run = trainer(BESIDE["cp2 compiled"][1](), max_epochs=1)
+        run.fit(Sending(), DataLoader(batches([12]), batch_size=None))
     text = said.call_args_list[0].args
     assert "attention over a divided sequence" in text[0] % text[1:]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1  # the feed-forward's
@@ -243,8 +270,9 @@ def ways(make_strategy: Any) -> tuple[dict[str, float], list[float], list[Tensor
     ],
 )
 def test_what_users_do_is_that_of_one_device(n: int, strategy: Any) -> None:
-    expected = run_on_ranks(1, ways, None)[0]
+    begun = begun_on_one(ways, None)
     for rank, found in enumerate(run_on_ranks(n, ways, strategy)):
+        expected = begun.result()
         assert found[0] == pytest.approx(expected[0], rel=1e-10)
         assert found[1] == (pytest.approx(expected[1], rel=1e-10) if rank == 0 else [])
         assert all(map(torch.equal, found[2], expected[2]))

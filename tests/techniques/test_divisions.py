@@ -38,7 +38,7 @@ from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from tests.curves import SMALL, compare, curve
 from tests.grounds import ground
 from tests.models import Loaders, build
-from tests.ranks import on_one, ranks, run_on_ranks
+from tests.ranks import begun_on_one, ranks, run_on_ranks
 from tests.tiers import sampled
 from tests.trainers import trainer
 
@@ -203,8 +203,9 @@ def fit_once(strategy: HybridStrategy, samples: int, batch_size: int = 8) -> Non
 def test_a_technique_that_nothing_knows_trains_as_one_process(
     techniques: tuple[Technique, ...], ranks_: int, data_ranks: int
 ) -> None:
-    wanted, expected = on_one(fitted, None)
+    begun = begun_on_one(fitted, None)
     for rank, (got, predictions) in enumerate(run_on_ranks(ranks_, fitted, techniques, data_ranks)):
+        wanted, expected = begun.result()
         compare(wanted, got, where=f"rank {rank}: ")
         for mine, whole in zip(predictions, expected, strict=False):
             torch.testing.assert_close(mine, whole, rtol=1e-4, atol=SMALL * 1e-4)

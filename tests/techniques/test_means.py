@@ -22,7 +22,7 @@ from lightning_parallel import (
 from lightning_parallel.techniques.tools.means import Means
 from tests.curves import check_parity, reference, train
 from tests.models import IGNORED
-from tests.ranks import run_on_ranks
+from tests.ranks import begun_on_one, run_on_ranks
 from tests.tiers import sampled
 from tests.trainers import trainer
 
@@ -256,8 +256,9 @@ def train_sums(way: str, strategy: Any, ranks: int, **run: Any) -> tuple[list[di
     ],
 )
 def test_sums_of_means_train_as_on_one_device(way, run):
-    wanted, weights = run_on_ranks(1, train_sums, way, HybridStrategy, 1, **run)[0]
+    begun = begun_on_one(train_sums, way, HybridStrategy, 1, **run)
     for got, trained in run_on_ranks(2, train_sums, way, DataParallelStrategy, 2, **run):
+        wanted, weights = begun.result()
         for number, (one, two) in enumerate(zip(wanted, got, strict=True)):
             assert two == pytest.approx(one, rel=1e-9), f"step {number}"
         for name, weight in weights.items():

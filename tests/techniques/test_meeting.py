@@ -24,7 +24,7 @@ from lightning_parallel import (
 from lightning_parallel.techniques.tools.means import Means
 from lightning_parallel.techniques.tools.meeting import meeting_of, uses_of
 from tests.models import Optimized
-from tests.ranks import run_on_ranks
+from tests.ranks import begun_on_one, run_on_ranks
 from tests.techniques.tensor_layouts import hybrid
 from tests.trainers import trainer
 
@@ -260,6 +260,6 @@ def trained_on(strategy: Any, batch: int) -> list[Tensor]:
 )
 def test_samples_meet_across_ranks_that_divide_a_model(n: int, strategy: Any, readers: int) -> None:
     """In backward too, where the ranks that read other samples are not the first ones of the world."""
-    (expected,) = run_on_ranks(1, trained_on, HybridStrategy, 8)
+    expected = begun_on_one(trained_on, HybridStrategy, 8)
     for found in run_on_ranks(n, trained_on, strategy, 8 // readers):
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(found, expected.result())

@@ -17,7 +17,7 @@ from lightning_parallel.strategies.zero import ZeroStrategy
 from lightning_parallel.techniques.gradients.stored_optimizer import is_elementwise
 from tests.curves import Curve, Recorder, compare, compare_weights, train
 from tests.models import build, loaders
-from tests.ranks import on_one, run_on_ranks
+from tests.ranks import begun_on_one, on_one, run_on_ranks
 from tests.tiers import covering, sampled
 from tests.trainers import trainer
 
@@ -155,6 +155,8 @@ def test_every_optimizer_trains_as_on_one_device(layout: str) -> None:
 
 
 def check_all(names: list[str], layout: str) -> None:
+    for name in names:
+        begun_on_one(train_with, EVERY[name], "auto", 1)
     for rank, curves in enumerate(run_on_ranks(2, train_all, names, LAYOUTS[layout], data_ranks=2)):
         for name, got in curves.items():
             compare(expected(name), got, where=f"{name}, rank {rank}: ")

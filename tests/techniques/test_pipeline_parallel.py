@@ -26,7 +26,7 @@ from tests.tiers import covering, sampled
 
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 
-SHORT = {"max_epochs": 1, "data": {"samples": 32, "val_samples": 8}}
+SHORT = {"max_epochs": 1, "data": {"samples": 24, "val_samples": 8}}
 
 
 def beside(ranks: int, other: Any) -> HybridStrategy:
@@ -110,11 +110,11 @@ def test_modules_of_other_stages_say_where_and_what_their_parameters_are():
 )
 def test_ignored_targets_count_nowhere(column, ranks, strategy):
     """Also where all targets of a microbatch are ignored: the loss is the mean over those of the batch."""
-    data = {"samples": 32, "val_samples": 12, "ignored": 0.9}
+    data = {"samples": 24, "val_samples": 12, "ignored": 0.9}
     model = {"optimizer": partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)}
     check_parity(column, ranks, strategy, max_epochs=1, data=data, model=model)
 
 
 def test_weights_of_classes_and_smoothed_labels():
     strategy = partial(PipelineParallelStrategy, 2, microbatches=8)
-    check_parity("weighted", 2, strategy, max_epochs=1, data={"samples": 32, "val_samples": 12, "ignored": 0.5})
+    check_parity("weighted", 2, strategy, max_epochs=1, data={"samples": 24, "val_samples": 12, "ignored": 0.5})

@@ -47,7 +47,7 @@ GROUPS = {**SIZES, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_h
     ids=lambda value: str(value.args) if isinstance(value, partial) else str(value),
 )
 def test_any_number_of_heads(column: str, n: int, strategy: Any, data_ranks: int, model: dict[str, Any]) -> None:
-    data = {"samples": 32, "val_samples": 8}
+    data = {"samples": 24, "val_samples": 8}
     rtol = 1e-8 if column == "llama" else 1e-5  # the losses of the others are computed in single precision
     check(column, n, strategy, data_ranks, precision="64-true", rtol=rtol, max_epochs=1, data=data, model=model)
 

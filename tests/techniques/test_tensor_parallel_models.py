@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from lightning_parallel import ParallelPlan, TensorParallelStrategy
-from tests.curves import Curve, check_parity, compare, reference, train
+from tests.curves import Curve, check_parity, compare, train
 from tests.models import build, loaders
-from tests.ranks import run_on_ranks
+from tests.ranks import begun_on_one, run_on_ranks
 from tests.techniques.tensor_layouts import SHORT, TP2, WHOLE_SEQUENCE, check
 from tests.tiers import covering, sampled
 from tests.trainers import trainer
@@ -57,9 +57,9 @@ def fit_column(column: str, strategy: Any, model: dict[str, Any]) -> None:
     ],
 )
 def test_what_ranks_cannot_divide_is_gathered_and_said(column: str, gathered: tuple[str, ...]) -> None:
-    expected = reference(column, **ONE_EPOCH)
+    expected = begun_on_one(train, column, **ONE_EPOCH)
     for got, _ in (found := run_on_ranks(2, trained_and_said, column)):
-        compare(expected, got)
+        compare(expected.result(), got)
     assert operations_that_gather("".join(said for _, said in found)) == {*gathered}
 
 
