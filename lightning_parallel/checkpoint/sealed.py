@@ -15,6 +15,7 @@ from lightning_parallel.checkpoint.hashed import HashedFile, content_of, open_pl
 SEAL = b"lightning_parallel sha256 "
 COMMENT = len(SEAL) + 64
 LENGTH = 2  # the last bytes of an archive without a comment: the length of that
+END, END_SIZE = b"PK\x05\x06", 22  # the record with which an archive ends, but for its comment
 
 
 class SealedFile(HashedFile):
@@ -54,13 +55,25 @@ def require_unchanged(path: Path) -> None:
     """
     with open(open_plain(Path(os.path.realpath(path))), "rb") as file:
         size = os.fstat(file.fileno()).st_size
-        file.seek(max(0, size - COMMENT))
-        comment = file.read()
+        is_archive = file.read(len(END)).startswith(b"PK")
+        file.seek(max(0, size - END_SIZE - 2 ** (8 * LENGTH)))
+        last = file.read()
+    comment = last[-COMMENT:]
     if comment.startswith(SEAL):
         if content_of(Path(os.path.realpath(path)), size - COMMENT).sha256.encode() != comment[len(SEAL) :]:
             raise Damaged(f"{path} was changed after it was written: its hash is another; {REMEDY}")
+    elif is_archive and not _ends_as_it_says(last):
+        raise Damaged(f"{path} was changed or cut off after it was written: its end is another; {REMEDY}")
     elif zipfile.is_zipfile(path) and torch.serialization.get_crc32_options():
         _require_checksums(path)
+
+
+def _ends_as_it_says(last: bytes) -> bool:
+    """Whether an archive that carries no hash has the comment that it tells of, and that is not one of ours."""
+    start = last.rfind(END)
+    record, comment = last[start : start + END_SIZE], last[start + END_SIZE :]
+    told = int.from_bytes(record[-LENGTH:], "little")
+    return start < 0 or len(record) < END_SIZE or (told == len(comment) and told != COMMENT)
 
 
 def _require_checksums(path: Path) -> None:

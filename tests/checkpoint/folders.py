@@ -1,5 +1,7 @@
-"""Small checkpoint folders, written by one process in the place of several ranks."""
+"""Small checkpoint folders, written by one process in the place of several ranks; and how files are damaged."""
 
+import os
+import random
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +70,23 @@ def is_step(got: Any, step: int) -> bool:
     wanted = content(step)
     same = all(torch.equal(got["state_dict"][name], it) for name, it in wanted["state_dict"].items())
     return same and got["note"] == wanted["note"]
+
+
+def damage(file: Path, chance: random.Random, others: tuple[str, ...]) -> None:
+    """Flips a bit, as most often happens, cuts the file off, adds to it, or puts something else in its place."""
+    size, way = file.stat().st_size, chance.choice(["flip"] * 6 + ["cut", "longer", *others])
+    if way == "flip":
+        flip(file, chance.randrange(size), chance.randrange(8))
+    elif way in ("cut", "longer"):
+        data = file.read_bytes()
+        file.write_bytes(data[: chance.randrange(size)] if way == "cut" else data + chance.randbytes(1 + size % 100))
+    else:
+        moved = file.rename(file.parent.parent / f"{file.parent.name}.{file.name}")
+        makers = {"link": lambda: file.symlink_to(moved), "folder": file.mkdir, "pipe": lambda: os.mkfifo(file)}
+        makers.get(way, lambda: None)()
+
+
+def flip(path: Path, position: int, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1 << bit
+    path.write_bytes(data)
