@@ -32,7 +32,7 @@ from lightning_parallel.strategies.model.building import Building
 from lightning_parallel.strategies.model.divided_model import DividedModel
 from lightning_parallel.strategies.model.whole_gradients import AFTER_BACKWARD, WholeGradients
 from lightning_parallel.strategies.model.whole_parameters import WholeParameters
-from lightning_parallel.strategies.precision import adapt_precision, restore_precision, scale_of
+from lightning_parallel.strategies.precision import adapt_precision, convert_before_loading, restore_precision, scale_of
 from lightning_parallel.strategies.rank_strategy import RankStrategy
 from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.strategies.trainer.adoption import Adoption
@@ -104,8 +104,7 @@ class MeshStrategy(RankStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self._adopt_trainer(trainer)
-        module = self._module()
-        fitting = trainer.state.fn == TrainerFn.FITTING
+        module, fitting = self._module(), trainer.state.fn == TrainerFn.FITTING
         if fitting and self._layer_sync is not None:
             self._layer_sync.apply(module)
         self._adoption.normalise_over(self._mesh().data.get_group())
@@ -341,6 +340,7 @@ class MeshStrategy(RankStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads into the whole model; one that `configure_model` deferred waits until its shards exist."""
+        convert_before_loading(self.precision_plugin, self._module())
         self._building.load(self._module(), checkpoint["state_dict"], strict, self._readers().rank == 0)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

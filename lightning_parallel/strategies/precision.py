@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from torch import Tensor
+from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, Precision
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parallel.strategies.model.whole_gradients import BEFORE_STEP, WholeGradients
@@ -42,6 +42,15 @@ def adapt_precision(
             type(plugin)._after_closure(plugin, *args, **kwargs)
 
     vars(plugin).update(clip_grad_by_norm=by_norm, clip_grad_by_value=by_value, _after_closure=after_closure)
+
+
+def convert_before_loading(plugin: Precision, module: nn.Module) -> None:
+    """Makes a module double that will be so, before a checkpoint is read: its values would lose half of their digits.
+
+    Lightning converts modules after that. Of half precision nothing is lost so.
+    """
+    if isinstance(plugin, DoublePrecision):
+        plugin.convert_module(module)
 
 
 def restore_precision(plugin: Precision) -> None:
