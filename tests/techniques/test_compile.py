@@ -100,7 +100,7 @@ def trained(block: Any, *techniques: Any) -> dict[str, Tensor]:
     plan = ParallelPlan(blocks="layers.*", styles={"layers.*.up": block.style, "layers.*.down": "rowwise"})
     strategy = HybridStrategy(*techniques, plan=plan) if techniques else "auto"
     run = trainer(strategy, max_epochs=1, limit_val_batches=0, accumulate_grad_batches=2)
-    run.fit(module, DataLoader(points(10, seed=1), 4))
+    run.fit(module, DataLoader(points(8, seed=1), 4))
     return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
 
 
