@@ -10,6 +10,8 @@ ROOT = Path(__file__).parents[2]
 FOREIGN = {"comparison.md", "compatibility.md"}  # these name files of other projects
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]+)")
+ANCHOR = re.compile(r"\]\((?!\w+:)([^)#\s]*)#([^)\s]+)\)")
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 FILE = re.compile(r"`([\w./]+\.(?:py|md|yaml))`")
 EXAMPLE = re.compile(r"(\b|_)foo\b|FOLDER")
 
@@ -27,6 +29,17 @@ def missing(document: Path) -> Iterator[str]:
         yield from sorted(name for name in named if not any(file.endswith(f"/{name}") for file in files()))
 
 
+def missing_sections(document: Path) -> Iterator[str]:
+    """Sections of documents that a document links, and that are not there."""
+    for link, anchor in ANCHOR.findall(prose(document)):
+        target = document.parent / link if link else document
+        found = {
+            re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in HEADING.findall(prose(target))
+        }
+        if anchor not in found:
+            yield f"{link}#{anchor}"
+
+
 def files() -> list[str]:
     folders = ("lightning_parallel", "tests", "docs", "conf", "recipes")
     found = [*ROOT.glob("*.md"), *(file for folder in folders for file in (ROOT / folder).rglob("*.*"))]
@@ -35,10 +48,16 @@ def files() -> list[str]:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
 def test_a_document_names_files_that_exist(document: Path) -> None:
-    assert not list(missing(document))
+    assert not [*missing(document), *missing_sections(document)]
 
 
 def test_a_file_that_was_moved_is_found(tmp_path: Path) -> None:
     document = tmp_path / "document.md"
     document.write_text("`gradient_buckets.py`, `gradients/buckets.py`, [x](gone.md), `techniques/foo.py`")
     assert list(missing(document)) == ["gone.md", "gradient_buckets.py"]
+
+
+def test_a_section_that_was_renamed_is_found(tmp_path: Path) -> None:
+    document = tmp_path / "document.md"
+    document.write_text("# What is `new`?\n\n[here](#what-is-new), [there](#what-was)")
+    assert list(missing_sections(document)) == ["#what-was"]

@@ -50,8 +50,8 @@ batches count by their targets.
 | 50% | of the elements of the parameters, that rank which held more of them held so many |
 | as halves | as one process that reads each batch in two halves and accumulates: [samples meet](#as-halves) |
 | refused | an error of this project on both ranks that says why and what to do; [the reasons](#refused) |
-| error | an exception that says less; [what it said](#errors) |
-| wrong | other losses or weights; [where](#wrong) |
+| error | an exception that says less; if there are any, a section tells what it said |
+| wrong | other losses or weights; if there are any, a section tells where |
 | hang | a rank was waited for in vain |
 
 {summary}
