@@ -298,6 +298,16 @@ class TiedWeights(Mixture):
         banked.experts.up = other.experts.up
 
 
+class Skipping(Mixture):
+    """On one rank a block is left out."""
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        x = self.network.embed(batch["input_ids"])
+        for block in self.network.blocks[: 2 - self.global_rank]:
+            x = block(x)
+        return F.cross_entropy(self.network.head(x).flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED)
+
+
 class TwoLists(Mixture):
     """An expert stands in two lists."""
 
@@ -319,6 +329,9 @@ MODELS = {
     "tied_experts": Tied,
     "sharing_experts": TiedWeights,
     "twice_experts": TwoLists,
+    "skipping_experts": partial(Skipping, Looped),
+    "skipping_banks": partial(Skipping, Banked),
+    "skipping_mixing": partial(Skipping, Banked, bank=Mixing),
     "chained_experts": partial(Mixture, Chained),
     "apart_experts": partial(Mixture, Apart),
     "outside_experts": partial(Mixture, Outside),

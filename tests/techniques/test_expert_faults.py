@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from lightning_parallel import DataParallel, ExpertParallelStrategy, ParallelPlan, TensorParallel
 from lightning_parallel.plan.experts import find_experts
 from lightning_parallel.techniques.expert_parallel import ExpertParallel
+from lightning_parallel.techniques.expert_parallel.calls import Calls
 from lightning_parallel.techniques.expert_parallel.capacity import Capacity
 from lightning_parallel.techniques.expert_parallel.stacked import StackedExperts
 from tests.curves import train
@@ -62,8 +63,16 @@ def test_kernels_beside_a_linear_map_are_no_experts() -> None:
 def test_a_call_with_numbers_alone() -> None:
     module = nn.Module()
     module.forward = lambda ids, which, mask: ids  # type: ignore[assignment]
-    mesh = init_device_mesh("cpu", (2,))
-    capacity = Capacity(None, mesh.get_group())
-    stacked = StackedExperts("experts", module, 4, mesh, None, capacity, capacity, True, lambda: None)
+    module.weight = nn.Parameter(torch.ones(4, 2, 2))
+    group = init_device_mesh("cpu", (2,)).get_group()
+    capacity = Capacity(None, group)
+    stacked = StackedExperts("experts", module, 4, Calls(group), None, capacity, capacity, True, lambda: None)
     numbers = torch.ones(4, 2, dtype=torch.long)
     assert stacked.wrap(module.forward)(numbers, numbers, numbers) is numbers
+
+
+@pytest.mark.parametrize("column", ["skipping_experts", "skipping_banks", "skipping_mixing"])
+def test_a_rank_that_leaves_a_call_out(column: str) -> None:
+    told = r"calls network.blocks.1.mixture.experts, and rank 1 no experts any more"
+    with pytest.raises(AssertionError, match=told):
+        run_on_ranks(2, train, column, partial(ExpertParallelStrategy, 2), data_ranks=2, data={"samples": 16})

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -24,6 +23,7 @@ from lightning_parallel.collectives.functional import parts_of_all, summed
 from lightning_parallel.collectives.rows import exchanged
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.expert_parallel.before import Before, RandomState
+from lightning_parallel.techniques.expert_parallel.calls import Calls
 from lightning_parallel.techniques.expert_parallel.capacity import Capacity
 from lightning_parallel.techniques.expert_parallel.two_passes import DIMENSIONS, FirstPass, SecondPass, copied
 from lightning_parallel.techniques.tools.leaves import leaf_of
@@ -37,7 +37,7 @@ class ListedExperts:
         name: the FQN of the list.
         experts: all of them; this rank has the parameters of its own.
         skeleton: one of them on meta.
-        mesh: of the ranks that hold different experts.
+        calls: of the ranks that hold different experts.
         alike: ranks that send the same tokens, and have different experts; None: nobody does.
         capacity: how many rows an expert takes.
     """
@@ -47,13 +47,13 @@ class ListedExperts:
         name: str,
         experts: Sequence[nn.Module],
         skeleton: nn.Module,
-        mesh: DeviceMesh,
+        calls: Calls,
         alike: Ranks | None,
         capacity: Capacity,
     ) -> None:
         self._capacity = capacity
         self._name, self._experts, self._skeleton, self._alike = name, experts, skeleton, alike
-        self._group: dist.ProcessGroup = mesh.get_group()
+        self._group, self._calls, self._number = calls.group, calls, calls.number(name)
         self._each = len(experts) // self._group.size()
         self._within = {part for expert in experts for part in expert.modules()}
         self._computing = False
@@ -140,6 +140,7 @@ class ListedExperts:
     def _results(self, first: FirstPass, some: Tensor, whole: Mapping[Tensor, Tensor]) -> tuple[list[Tensor], Tensor]:
         """The results of this rank's calls, and a tensor through which backward reaches what it computed for others."""
         some = first.inputs[0][1] if first.inputs else some
+        self._calls.meet(self._number, some.device)
         calls = self._taken(first.inputs, some)
         rows = [[each for number, each in calls if number == expert] for expert in range(len(self._experts))]
         table = self._agreed(first, rows, some)

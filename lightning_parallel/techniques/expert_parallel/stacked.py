@@ -21,7 +21,6 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -30,6 +29,7 @@ from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.collectives.rows import any_of
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.expert_parallel.before import Before, RandomState
+from lightning_parallel.techniques.expert_parallel.calls import Calls
 from lightning_parallel.techniques.expert_parallel.capacity import Capacity
 from lightning_parallel.techniques.expert_parallel.own_experts import OwnExperts
 from lightning_parallel.techniques.expert_parallel.routes import find_route
@@ -87,7 +87,7 @@ class StackedExperts:
         name: its FQN.
         module: it; its stacked parameters are divided.
         count: how many experts it has.
-        mesh: of the ranks that hold different experts.
+        calls: of the ranks that hold different experts.
         alike: see `own_tokens`.
         capacity: how many tokens an expert takes.
         whole: the same where ranks that share sequences did not divide the tokens: it counts them once.
@@ -100,7 +100,7 @@ class StackedExperts:
         name: str,
         module: nn.Module,
         count: int,
-        mesh: DeviceMesh,
+        calls: Calls,
         alike: Ranks | None,
         capacity: Capacity,
         whole: Capacity,
@@ -109,7 +109,8 @@ class StackedExperts:
     ) -> None:
         self._meanwhile = meanwhile
         self._name, self._module, self._alike, self._once = name, module, alike, once
-        self._group, self._capacity, self._whole = mesh.get_group(), capacity, whole
+        self._group, self._capacity, self._whole = calls.group, capacity, whole
+        self._calls, self._number = calls, calls.number(name)
         self._ranks = Ranks(self._group, "ep")
         tables: list[dict[str, Any]] = [vars(part)["_parameters"] for part in module.modules()]
         self._slots = [(table, own) for table in tables for own, parameter in table.items() if parameter is not None]
@@ -127,6 +128,8 @@ class StackedExperts:
             if call is None or self._travels is False:
                 return self._by_weights(forward, args, kwargs, call is None)
             tokens = own_tokens(*call.tensors(), self._alike)
+            if self._travels is None or self._capacity.factor is not None:
+                self._calls.meet(self._number, tokens.hidden.device)
             if self._travels is None:
                 self._travels = self._compare(forward, call, tokens)
                 return run(*args, **kwargs)
@@ -163,7 +166,7 @@ class StackedExperts:
         if not self._once:
             hidden = hidden.repeat_interleave(k, 0)
             index, weights = index.reshape(-1, 1), weights.reshape(-1, 1)
-        route = find_route(index, self._count, self._group)
+        route = find_route(index, self._count, self._calls, self._number)
         rows, arrived, chosen = dispatch(hidden, weights, route)
         pair, slot = torch.nonzero_static(chosen >= 0, size=route.pairs).unbind(1)
         first = self._group.rank() * self._own
@@ -198,6 +201,7 @@ class StackedExperts:
         """Every rank computes its own call with all experts."""
         if self._capacity.factor is not None:
             raise ValueError(self._no_capacity(unknown))
+        self._calls.meet(self._number, self._slots[0][0][self._slots[0][1]].device)
         if unknown and self._travels is not False:
             self._travels = False
             warn(

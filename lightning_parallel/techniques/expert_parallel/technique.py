@@ -25,11 +25,12 @@ from lightning_parallel.mesh import AXES, Axis, ParallelMesh, Size, expert_sizes
 from lightning_parallel.plan.experts import Experts, find_experts
 from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.expert_parallel.ahead import SharedExperts
+from lightning_parallel.techniques.expert_parallel.calls import Calls
 from lightning_parallel.techniques.expert_parallel.capacity import Capacity
 from lightning_parallel.techniques.expert_parallel.listed import ListedExperts
 from lightning_parallel.techniques.expert_parallel.owned import own_parameters
 from lightning_parallel.techniques.expert_parallel.stacked import StackedExperts, shows_drops
-from lightning_parallel.techniques.step import Run, Step, WrappedStep
+from lightning_parallel.techniques.step import Run, Step, WrappedRun, WrappedStep
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools.redirect import redirect_forward
 from lightning_parallel.techniques.tools.shards import ElementsShard, parameter_part
@@ -136,7 +137,8 @@ class ExpertParallel(Technique):
         for each in found:
             division.divide(model, each)
         limited = [] if self.capacity_factor is None else [model.get_submodule(each.name) for each in found]
-        return DividedExperts(model, division.shared, [module for module in limited if shows_drops(module)])
+        showing = [module for module in limited if shows_drops(module)]
+        return DividedExperts(model, division.calls, mesh.device, division.shared, showing)
 
 
 @dataclass(eq=False)
@@ -144,16 +146,38 @@ class DividedExperts(Division):
     """A model of whose experts each rank has some.
 
     Attributes:
+        calls: of experts on all ranks.
+        device: of this rank.
         shared: what is computed while tokens travel.
         showing: the modules that show what they dropped.
     """
 
+    calls: Calls
+    device: torch.device
     shared: Sequence[SharedExperts]
     showing: Sequence[nn.Module]
+
+    def run(self, run: Run[T]) -> Run[T]:
+        """Tells other ranks that a step calls no more experts."""
+        return EndingRun(run, self.calls, self.device)
 
     def step(self, step: Step) -> Step:
         """Tells shared experts when a batch begins, and leaves nothing behind."""
         return ExpertsStep(step, self.shared, self.showing)
+
+
+class EndingRun(WrappedRun[T]):
+    """A run after which other ranks know that this one calls no more experts."""
+
+    def __init__(self, inner: Run[T], calls: Calls, device: torch.device) -> None:
+        super().__init__(inner)
+        self._calls, self._device = calls, device
+
+    def __call__(self, *args: Any, **kwargs: Any) -> T:
+        """See `Run.__call__`."""
+        result = self.inner(*args, **kwargs)
+        self._calls.end(self._device)
+        return result
 
 
 class ExpertsStep(WrappedStep):
@@ -195,6 +219,7 @@ class _Dividing:
         self._experts, self._technique = view["ep"], technique
         self._alike = Ranks(mesh["tp"].get_group(), "tp") if mesh.sizes["tp"] > 1 else None
         self._mesh, self.shared = mesh, list[SharedExperts]()
+        self.calls = Calls(view["ep"].get_group())
         self._own, self._parts = set(own), dict[nn.Parameter, nn.Parameter]()
 
     def divide(self, model: nn.Module, experts: Experts) -> None:
@@ -209,9 +234,9 @@ class _Dividing:
         self._keep_parts(module, 2, lambda _: Shard(0))
         self.shared.append(shared := SharedExperts(model.get_submodule(experts.name.rpartition(".")[0]), module))
         divided, whole = (self._capacity(self._mesh.tokens(cp)) for cp in (True, False))
-        once, mesh = self._technique.send_once, self._experts
+        once = self._technique.send_once
         stacked = StackedExperts(
-            experts.name, module, experts.count, mesh, self._alike, divided, whole, once, shared.compute
+            experts.name, module, experts.count, self.calls, self._alike, divided, whole, once, shared.compute
         )
         redirect_forward(module, stacked.wrap)
 
@@ -223,7 +248,7 @@ class _Dividing:
             for part in member.modules():
                 self._keep_parts(part, 1, partial(_of_one_rank, holder, ranks))
         capacity = self._capacity(self._mesh.data)  # to the others of a batch a list shows the same tokens
-        listed = ListedExperts(experts.name, members, skeleton, self._experts, self._alike, capacity)
+        listed = ListedExperts(experts.name, members, skeleton, self.calls, self._alike, capacity)
         for member in members:
             redirect_forward(member, listed.guard)
         for owner in _callers(model, module):
