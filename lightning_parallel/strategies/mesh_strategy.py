@@ -110,11 +110,11 @@ class MeshStrategy(RankStrategy):
         self._adoption.normalise_over(self._mesh().data.get_group())
         self.precision_plugin.convert_module(module)
         self._parallelize(module)
-        in_parts = self._whole.in_parts
-        sharded = in_parts or any(self._is_sharded(parameter) for parameter in module.parameters())
-        refusals.refuse_callbacks(self._callbacks(), in_parts)
-        if fitting and not self._checkpoints.in_parts:
-            refusals.refuse_full_checkpoints(self._callbacks(), self._whole.bytes_of_parameters(), self._host_group())
+        sharded = self._whole.in_parts or any(self._is_sharded(parameter) for parameter in module.parameters())
+        refusals.refuse_callbacks(self._callbacks(), self._whole.in_parts)
+        if fitting:
+            needed = 0 if self._checkpoints.in_parts else self._whole.bytes_of_parameters()
+            refusals.refuse_checkpoints(self._callbacks(), needed, self._host_group())
         self._gradients = WholeGradients(self._whole, self._callbacks(), self._host_group())
         self._detached.callback(WholeParameters(self._whole, self._callbacks(), self._host_group()).close)
         adapt_precision(self.precision_plugin, sharded, self._whole.ranks_holding(), self._gradients)

@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryFile
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import Checkpoint, ModelPruning, StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import (
+    Checkpoint,
+    ModelCheckpoint,
+    ModelPruning,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
 from lightning_parallel.mesh import ParallelMesh
-from lightning_parallel.strategies.ranks.agreement import gather_objects
+from lightning_parallel.strategies.ranks.agreement import gather_objects, together
 from lightning_parallel.techniques.technique import Technique
 from lightning_parallel.techniques.tools.elsewhere import hidden_tensors
 
@@ -30,20 +39,42 @@ def refuse_callbacks(callbacks: list[Callback], parameters_are_sharded: bool) ->
             )
 
 
-def refuse_full_checkpoints(callbacks: list[Callback], needed: int, group: dist.ProcessGroup) -> None:
-    """Raises on all ranks where the host of rank 0 cannot hold what a full checkpoint has at least.
+def refuse_checkpoints(callbacks: list[Callback], needed: int, group: dist.ProcessGroup) -> None:
+    """Raises on all ranks where what callbacks will save would find no folder, or no room on the way there.
 
     Args:
         callbacks: the trainer's, of which some may save.
-        needed: the bytes of the model's parameters; states of optimizers come on top, and nobody knows how many.
+        needed: what rank 0 would gather in memory at least: the bytes of the model's parameters, where it does so;
+            states of optimizers come on top, and nobody knows how many.
         group: all ranks.
     """
+    together(lambda: _refuse_folders(callbacks) if group.rank() == 0 else None, "save checkpoints", group)
     memory = gather_objects(memory_of_host(), group)[0]
     if memory is not None and needed > memory and any(isinstance(callback, Checkpoint) for callback in callbacks):
         raise ValueError(
             f"rank 0 would gather {needed:,} bytes of parameters for a full checkpoint, and its host has {memory:,}; "
             "pass checkpoint='sharded' to the strategy, by which no rank holds the whole, or enable_checkpointing=False"
         )
+
+
+def _refuse_folders(callbacks: list[Callback]) -> None:
+    for saver in (each for each in callbacks if isinstance(each, (ModelCheckpoint, OnExceptionCheckpoint))):
+        if saver.dirpath is not None and "://" not in str(saver.dirpath):
+            _require_writable(Path(saver.dirpath).absolute(), type(saver).__name__)
+
+
+def _require_writable(folder: Path, saver: str) -> None:
+    """Raises where no file could be made in a folder, or in the one in which it will be made."""
+    there = folder
+    try:
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        with TemporaryFile(dir=there):
+            return
+    except OSError as error:
+        raise ValueError(
+            f"{saver} would save checkpoints in {folder}, and nobody can write to {there}: {error.strerror}; pass it "
+            "another dirpath, or have this one made writable"
+        ) from error
 
 
 def memory_of_host() -> int | None:

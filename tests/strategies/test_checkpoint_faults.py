@@ -333,6 +333,19 @@ def test_a_global_batch_that_would_change_within_an_epoch_is_refused(tmp_path: P
     run_on_ranks(2, goes_on_with_other_batches, tmp_path / "half.ckpt")
 
 
+def cannot_be_written(folder: Path, form: str) -> None:
+    saver = ModelCheckpoint(folder / "run")
+    said = "ModelCheckpoint would save checkpoints in .*, and nobody can write to .*: .*; pass it another dirpath"
+    with pytest.raises((ValueError, RuntimeError), match=said):
+        fitted(partial(ZeroStrategy, 2, checkpoint=form), Tied(), callbacks=[saver], enable_checkpointing=True)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_folder_that_nobody_can_write_to_is_refused_before_the_run(form: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    run_on_ranks(2, cannot_be_written, Path("/proc/self") if form == "full" else tmp_path / "file", form)
+
+
 def no_room(form: str) -> None:
     make = partial(ZeroStrategy, 2, checkpoint=form)
     saver = ModelCheckpoint(os.environ["RANKS_SCRATCH"])
