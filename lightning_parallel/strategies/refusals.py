@@ -34,8 +34,8 @@ def refuse_callbacks(callbacks: list[Callback], parameters_are_sharded: bool) ->
         if parameters_are_sharded and isinstance(callback, NEED_WHOLE_PARAMETERS):
             raise ValueError(
                 f"{type(callback).__name__} reads and writes whole parameters, but this strategy shards them; "
-                "use Zero(stage=2) or DataParallel(), which keep parameters whole, or average or change them in a hook "
-                "of your own, such as on_train_batch_end, which finds them whole on every rank"
+                "use Zero(stage=2) or DataParallel(), which alone keep parameters whole, or average or change them in "
+                "a hook of your own, such as on_train_batch_end, which finds them whole on every rank"
             )
 
 

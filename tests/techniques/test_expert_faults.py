@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -15,6 +17,7 @@ from lightning_parallel.techniques.expert_parallel import ExpertParallel
 from lightning_parallel.techniques.expert_parallel.calls import Calls
 from lightning_parallel.techniques.expert_parallel.capacity import Capacity
 from lightning_parallel.techniques.expert_parallel.stacked import StackedExperts
+from lightning_parallel.techniques.tools.telling import log
 from tests.curves import train
 from tests.ranks import ranks, run_on_ranks
 from tests.techniques.tensor_layouts import check, hybrid
@@ -76,3 +79,14 @@ def test_a_rank_that_leaves_a_call_out(column: str) -> None:
     told = r"calls network.blocks.1.mixture.experts, and rank 1 no experts any more"
     with pytest.raises(AssertionError, match=told):
         run_on_ranks(2, train, column, partial(ExpertParallelStrategy, 2), data_ranks=2, data={"samples": 16})
+
+
+@ranks(2)
+def test_experts_that_divide_over_no_ranks_are_told() -> None:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    train("looped_experts", ExpertParallelStrategy, data_ranks=2, model={"n": 5}, data={"samples": 16}, max_epochs=1)
+    log.removeHandler(handler)
+    assert any("divides 5 of network.blocks.0.mixture.experts" in line for line in lines) == (dist.get_rank() == 0)

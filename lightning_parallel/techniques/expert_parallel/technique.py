@@ -34,6 +34,7 @@ from lightning_parallel.techniques.step import Run, Step, WrappedRun, WrappedSte
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools.redirect import redirect_forward
 from lightning_parallel.techniques.tools.shards import ElementsShard, parameter_part
+from lightning_parallel.techniques.tools.telling import warn
 
 T = TypeVar("T")
 
@@ -115,6 +116,8 @@ class ExpertParallel(Technique):
         common = reduce(math.gcd, (each.count for each in experts))
         fitting = [size for size in expert_sizes(mesh.sizes) if common % (size * tensor) == 0]
         if self.size == "auto" and fitting:
+            if fitting[-1] == 1 < expert_sizes(mesh.sizes)[-1]:
+                warn(_not_divided(self, experts))
             return fitting[-1]
         if self.size in fitting:
             assert isinstance(self.size, int)
@@ -299,6 +302,14 @@ def _on_meta(module: nn.Module) -> nn.Module:
 
 def _or(sizes: Sequence[int]) -> str:
     return " or ".join(map(str, sizes))
+
+
+def _not_divided(technique: ExpertParallel, experts: Sequence[Experts]) -> str:
+    counts = ", ".join(f"{each.count} of {each.name}" for each in experts)
+    return (
+        f"{technique!r} divides no experts over ranks that read different samples, for no number of these divides "
+        f"{counts}; choose another number of experts or of ranks, or leave it out"
+    )
 
 
 def _no_experts(technique: ExpertParallel, model: nn.Module, source: str) -> str:
