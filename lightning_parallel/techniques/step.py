@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import Tensor, nn
 from typing_extensions import Self
 
 from lightning_parallel.techniques.tools import microbatches
+
+if TYPE_CHECKING:
+    from lightning_parallel.techniques.tools.means import Means
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -72,8 +75,19 @@ class Run(Generic[T_co]):
     def replay(self, notes: Any) -> None:
         """Does on this rank once what was noted, perhaps on another one."""
 
-    def counted(self, loss: Tensor) -> Tensor:
-        """The loss of the batch, which counts by the targets that were noted."""
+    def scale(self, means: Means) -> None:
+        """Fills in by what the gradients of means are multiplied that one call computed of the whole batch.
+
+        All ranks that read different samples call this, for a backward pass that runs before `Step.backward` does.
+        """
+
+    def counted(self, loss: Tensor, scaled: bool) -> Tensor:
+        """The loss of the batch, which counts by the targets that were noted.
+
+        Args:
+            loss: of the batch.
+            scaled: whether its gradient does by `scale`.
+        """
         return loss
 
 
@@ -120,9 +134,13 @@ class WrappedRun(Run[T_co]):
         """See `Run.replay`."""
         self.inner.replay(notes)
 
-    def counted(self, loss: Tensor) -> Tensor:
+    def scale(self, means: Means) -> None:
+        """See `Run.scale`."""
+        self.inner.scale(means)
+
+    def counted(self, loss: Tensor, scaled: bool) -> Tensor:
         """See `Run.counted`."""
-        return self.inner.counted(loss)
+        return self.inner.counted(loss, scaled)
 
 
 @dataclass(frozen=True)

@@ -176,7 +176,7 @@ def data(samples: int, batch: int) -> DataLoader[Any]:
 
 def trained(model: str, strategy: MakeStrategy | None, batch: int = 8) -> dict[str, Any]:
     module = MODELS[model]()
-    loader = data(26, batch)  # the last batch has two samples, fewer than microbatches
+    loader = data(27, batch)  # the last batch has three samples, fewer than microbatches
     run = trainer(made(strategy), max_epochs=2, precision="64-true", limit_val_batches=2)
     run.fit(module, loader, loader)
     return {"losses": module.losses, "metrics": dict(run.callback_metrics), "weights": module.state_dict()}
@@ -186,6 +186,8 @@ def require_equal(model: str, ranks: int, strategy: Callable[[], Any], batch: in
     expected = on_one(trained, model, None)
     for found in run_on_ranks(ranks, trained, model, strategy, batch):
         for what, values in expected.items():
+            if what == "losses" and batch < 8:
+                continue  # of this rank's samples
             torch.testing.assert_close(found[what], values, rtol=1e-9, atol=1e-9)
 
 
@@ -218,8 +220,12 @@ class Named(Compares):
         return ParallelPlan(blocks="blocks.*", styles=styles, whole_batch="compare")
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        compared: Tensor = self.compare(self.body(x).mean(1), self.head(x.mean(1)))
-        return compared
+        hidden = self.body(x)
+        compared: Tensor = self.compare(hidden.mean(1), self.head(x.mean(1)))
+        ignored = y.masked_fill(y == 0, -100)  # ranks have different numbers of targets
+        over_targets = F.cross_entropy(self.head(hidden).flatten(0, 1), ignored.flatten())
+        self.log("compared", compared)
+        return compared + over_targets if self.training else over_targets
 
 
 class Comparison(nn.Module):

@@ -37,7 +37,7 @@ from lightning_parallel.strategies.logged.step_values import (
     show,
     step_value,
 )
-from lightning_parallel.strategies.logged.sums import BatchSums, single_samples
+from lightning_parallel.strategies.logged.sums import BatchSums, scale_together, single_samples
 from lightning_parallel.strategies.ranks.agreement import BACKWARD, LOGGED, RETURNED, Comparison, Content
 from lightning_parallel.strategies.ranks.signals import Requested
 from lightning_parallel.techniques.tools.means import Means
@@ -320,6 +320,11 @@ class StepLog:
         self._finish()
         self._losses.end()
         self.means = self._sums = None
+
+    def scale(self, means: Means) -> None:
+        """Fills in by what the gradients of means are multiplied whose backward runs within the step."""
+        if self._group.size() > 1:
+            scale_together(means, self._weight(), self._group, self._module.device)
 
     def counted(self, loss: Tensor) -> Tensor:
         """A loss that went backward, each mean in it counting in the average over ranks as its gradient does."""

@@ -27,7 +27,7 @@ from lightning_parallel.strategies.logged.logging import StepLog
 from lightning_parallel.strategies.logged.metrics import BatchMetric, UndoableMetric
 from lightning_parallel.strategies.logged.reductions import HOW, NOT_SEEN, UNSEEN, SeenKind, joined, name_of, reduced
 from lightning_parallel.techniques.step import Run
-from lightning_parallel.techniques.tools.means import WatchedRun, is_among
+from lightning_parallel.techniques.tools.means import Means, WatchedRun, is_among
 from lightning_parallel.values import batch_size, map_leaves
 
 T = TypeVar("T")
@@ -259,10 +259,19 @@ class PartsRun(Run[T]):
                     means.also(value)
                 self._log.log_as(noted.seen, noted.name, value, noted.options)
 
-    def counted(self, loss: Tensor) -> Tensor:
+    def scale(self, means: Means) -> None:
+        """See `Run.scale`."""
+        self._log.scale(means)
+
+    def counted(self, loss: Tensor, scaled: bool) -> Tensor:
         """See `Run.counted`."""
         means = self._log.means
-        return loss if means is None or not means.all else means.scaled(loss)
+        if means is None or not means.all:
+            return loss
+        if not scaled:
+            return means.scaled(loss)
+        means.also(loss)
+        return loss
 
 
 def _combined(same: Sequence[LoggedValue], metrics: dict[str, Any]) -> LoggedValue:

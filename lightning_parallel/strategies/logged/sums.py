@@ -81,6 +81,24 @@ class BatchSums:
         return torch.where(total == 0, 0.0, scale)
 
 
+def scale_together(means: Means, share: float, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Fills in one scale for all means of a step, of which ranks may have different numbers; all of them call it.
+
+    Args:
+        means: count as a whole.
+        share: see `BatchSums`.
+        group: the ranks.
+        device: where numbers are.
+    """
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    count = means.count if share and means.count is not None else zero
+    total = within_reach(count.clone(), group)
+    dist.all_reduce(total, group=group)
+    scale = count * (group.size() / share) / total.to(device) if share else zero
+    for mean in means.all:
+        mean.scale.factor = torch.where(total == 0, 0.0, scale)
+
+
 def _whole(row: Sequence[Tensor], totals: Sequence[Tensor], summed: Summed) -> Tensor:
     whole, *parts = row
     for number, (part, total) in enumerate(zip(parts, totals, strict=True)):

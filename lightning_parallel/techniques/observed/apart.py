@@ -22,22 +22,8 @@ from lightning_parallel.techniques.tools.telling import warn
 from lightning_parallel.values import batch_size, tensors_of
 
 PRODUCTS = {"mm", "bmm"}
-REDUCTIONS = {
-    "sum",
-    "mean",
-    "var",
-    "std",
-    "var_mean",
-    "std_mean",
-    "amax",
-    "amin",
-    "max",
-    "min",
-    "aminmax",
-    "median",
-    "prod",
-}
-REDUCTIONS |= {"norm", "linalg_vector_norm", "logsumexp", "histc", "bincount"}
+SELECTIONS = {"select", "slice", "index", "index_select", "gather", "embedding", "split", "unbind", "diagonal"}
+"""Operations that may make something of a fixed size of some samples. Any other one that does finds it in all."""
 MULTIPLIES = {"mul", "addcmul", "dot", "mv", *PRODUCTS}
 REMEDY = "use microbatches=1 or LayerParallelStrategy"
 
@@ -259,7 +245,7 @@ def _statistics(once: _Look, twice: _Look, sample: Sample) -> Iterator[Meeting]:
             meets.setdefault(in_blocks, one)
         if not grows and one.name in MULTIPLIES and len(one.read & reduced) > 1:
             multiplies.setdefault(in_blocks, one)
-        from_samples = one.name in REDUCTIONS and any(
+        from_samples = not (one.name in SELECTIONS or one.name.startswith("new_")) and any(
             twice.all[read - 1].numel > once.all[read - 1].numel for read in one.read
         )
         if not grows and one.floating and (from_samples or one.read & reduced):

@@ -35,10 +35,12 @@ class LossStage:
 
     Attributes:
         step: runs the user's step on the batch.
+        scale: fills in by what the gradients of its means are multiplied, for all ranks that read different samples.
         join: makes what the last block's stage would hand on for the batch, of what it handed on for microbatches.
     """
 
     step: Callable[[], Any]
+    scale: Callable[[Means], None]
     join: Callable[[Sequence[HandedOn]], HandedOn]
 
 
@@ -156,6 +158,7 @@ class Executor:
         self._keep_result((self._last, 0), [leaf for own in inputs for leaf in own], output)
         self._work.shares.add(0, means)
         if self._work.backward:
+            whole.scale(means)
             made = iter(self._gradients_of((self._last, 0), self._saved.pop((self._last, 0))))
             self._handed_back |= {(self._last - 1, k): [next(made) for _ in own] for k, own in enumerate(inputs)}
 

@@ -93,8 +93,9 @@ class PipelineStep(WrappedStep):
         loss = _loss_of(output)
         if work.scale is None or loss is None:
             return cast(T, output)
-        handed = self._handed_over(loss, work, learning, work.scale / correction)
-        return cast(T, _with_loss(output, run.counted(handed)))
+        expected = work.scale / correction or 1.0  # of samples that do not count there are no gradients
+        handed = self._handed_over(loss, work, learning, expected)
+        return cast(T, _with_loss(output, run.counted(handed, work.whole is not None)))
 
     # ---------------------------------------------------------------- before
 
@@ -108,7 +109,7 @@ class PipelineStep(WrappedStep):
         training = torch.is_grad_enabled()
         return Work(
             steps=[partial(_named, run, part, *rest, **kwargs) for part in parts],
-            whole=self._whole(sizes, partial(_named, run, map_tensors(Tensor.clone, batch), *rest, **kwargs)),
+            whole=self._whole(sizes, run, partial(_named, run, map_tensors(Tensor.clone, batch), *rest, **kwargs)),
             handed_on=run.handed_on,
             received=run.received,
             signatures=[(training, *_signature(part)) for part in parts],
@@ -118,10 +119,11 @@ class PipelineStep(WrappedStep):
             gradients={stage: Gradients(self._of_stage(stage, learning)) for stage in self._here},
         )
 
-    def _whole(self, sizes: Sequence[int], step: Callable[[], Any]) -> LossStage | None:
+    def _whole(self, sizes: Sequence[int], run: Run[Any], step: Callable[[], Any]) -> LossStage | None:
         if self._dims is None:
             return None
-        return LossStage(step, partial(joined, sizes=sizes, dims=self._dims, blocks=self._cut.seen.blocks))
+        join = partial(joined, sizes=sizes, dims=self._dims, blocks=self._cut.seen.blocks)
+        return LossStage(step, run.scale, join)
 
     def _of_stage(self, stage: int, learning: dict[str, nn.Parameter]) -> list[nn.Parameter]:
         return [parameter for name, parameter in learning.items() if stage in self._parameters[name].stages]

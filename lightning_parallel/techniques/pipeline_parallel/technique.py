@@ -232,15 +232,15 @@ def solved_by_batch(met: Sequence[Meeting]) -> list[Meeting]:
 
 def _tell_loss_over_batch(solved: Sequence[Meeting], readers: int) -> None:
     why = "; ".join(meeting.what for meeting in solved) or "as it is asked for"
-    apart = (
-        "; ranks that read different samples share them with modules named in ParallelPlan(whole_batch=...) only"
-        if readers > 1 and solved
-        else ""
-    )
+    if readers > 1 and any(meeting.wrong for meeting in solved):
+        warn(
+            f"{why}. On {readers} ranks that read different samples each one's meet only its own, where one device "
+            "would compare all: compare them in a module that the plan names, ParallelPlan(whole_batch='contrast')"
+        )
     inform(
         f"What follows the blocks is computed once for the batch, not for each microbatch ({why}): all forwards come "
         "before the first backward, as under gpipe, and a rank keeps the activations of all its microbatches. "
-        f"PipelineParallel(loss_over='microbatches') computes a loss for each{apart}"
+        f"PipelineParallel(loss_over='microbatches') computes a loss for each"
     )
 
 
