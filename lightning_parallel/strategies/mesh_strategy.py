@@ -257,9 +257,7 @@ class MeshStrategy(RankStrategy):
             with context:
                 return self._whole.outputs(self._step.forward(self._whole.run(Run(run)), batch, *rest, **kwargs))
         with context, self._log.counting(self._weight), self._whole.run(self._noted(run, self._log)) as steps:
-            self._step.expect(
-                Coming(scale_of(self.precision_plugin) * self._weight, self._fewest_samples, self._weight > 0)
-            )
+            self._step.expect(Coming(scale_of(self.precision_plugin) * self._weight, self._fewest_samples))
             output = self._whole.outputs(self._step.forward(steps, batch, *rest, **kwargs))
         self._log.reduce_step(self._weight, output)
         return output

@@ -148,14 +148,18 @@ class Coming:
     """Facts about a batch that are known before its forward.
 
     Attributes:
-        scale: by what the loss will be multiplied before backward, for steps that compute gradients before that.
+        scale: by what the loss will be multiplied before backward, for steps that compute gradients before that; 0 for
+            a rank for which no samples were left, which has one for the form.
         samples: the least number of samples that a rank has which meets this one within the forward; None: nobody does.
-        counts: whether this rank's samples count; one for which none were left has one for the form.
     """
 
     scale: float = 1.0
     samples: int | None = None
-    counts: bool = True
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's samples count."""
+        return self.scale > 0
 
 
 class Step:
