@@ -128,6 +128,20 @@ def test_resumed_runs_are_identical_where_loaders_were_made_early(layout: str) -
     run_on_ranks(n, stop_and_go_on, make, 1, 0, [2, 6, 9], Counting)
 
 
+def stop_twice() -> None:
+    """After an epoch; and then within the next one."""
+    folder = Path(os.environ["RANKS_SCRATCH"], "stops")
+    whole = fit(HybridStrategy(), 1, 0, callbacks=[SaveAt(folder, [6])])
+    fit(HybridStrategy(), 1, 0, folder / "6.ckpt", callbacks=[SaveAt(folder / "again", [2])])
+    rest = fit(HybridStrategy(), 1, 0, folder / "again" / "2.ckpt")
+    assert rest.saw == whole.saw[8:]
+    assert all(torch.equal(value, rest.state_dict()[name]) for name, value in whole.state_dict().items())
+
+
+def test_a_run_resumed_after_an_epoch_writes_checkpoints_that_resume_within_the_next() -> None:
+    run_on_ranks(1, stop_twice)
+
+
 def test_resumed_runs_are_identical_with_loader_workers() -> None:
     run_on_ranks(2, stop_and_go_on, LAYOUTS["zero_3"][1], 1, 1, [4], limit=120)
 

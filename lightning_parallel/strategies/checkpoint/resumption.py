@@ -36,6 +36,9 @@ class Resumption:
 
     def begin_training(self, trainer: Trainer, device: torch.device) -> None:
         """A run resumed within an epoch has just made its loaders anew; the draws of that do not count."""
+        loop = trainer.fit_loop
+        if loop.restarted_mid_epoch and loop.epoch_loop.batch_progress.is_last_batch:
+            loop.reset_restart_stage()  # Lightning would take the next epoch for the one that has ended
         within = 0 < trainer.fit_loop.epoch_loop.batch_progress.current.ready < trainer.num_training_batches
         if self._random is not None and within:
             self._random.restore(device)
