@@ -350,6 +350,12 @@ class MoEModule(GPTModule):
         blocks = "network.blocks.*"
         return ParallelPlan(blocks=blocks, experts=f"{blocks}.feed_forward.experts", whole_batch="balance_loss")
 
+    def configure_model(self) -> None:
+        """Build the network, see `GPTModule`, and remember its routers."""
+        super().configure_model()
+        assert self.network is not None
+        self.routers = [module for module in self.network.modules() if isinstance(module, Router)]
+
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Return the logits (B, T, V)."""
         assert self.network is not None, "configure_model has not run"
@@ -384,8 +390,7 @@ class MoEModule(GPTModule):
         self.load = self.pairs.compute()
         self.pairs.reset()
         self.log("max_load", (self.load.max(1).values / self.load.float().mean(1)).mean())
-        routers = [module for module in self.modules() if isinstance(module, Router)]
-        for router, pairs in zip(routers, self.load, strict=True):
+        for router, pairs in zip(self.routers, self.load, strict=True):
             router.correct(pairs)
 
     def on_train_batch_end(self, *_: Any) -> None:

@@ -11,7 +11,6 @@ import dis
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import pairwise
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -246,7 +245,7 @@ def _function_looks(function: FunctionType, owners: Sequence[type], parts: set[s
     attributes, variables = _names(function.__code__)
     if (attributes | variables) & (ASKS | parts) or _hands_on(function.__code__):
         return True
-    called = [getattr(owner, name, None) for name in attributes for owner in owners]
+    called = [vars(kind).get(name) for name in attributes for owner in owners for kind in owner.__mro__]
     called += [function.__globals__.get(name) for name in variables]
     return any(_function_looks(other, owners, parts, seen) for other in called if isinstance(other, FunctionType))
 
@@ -270,6 +269,7 @@ def _hands_on(code: CodeType) -> bool:
     return any(
         step.opname.startswith("LOAD_")
         and step.argval in watched
+        and before.argval != "__class__"  # `super()` is given the module, and leads to code that is looked at as well
         and (not following.opname.endswith(("_ATTR", "_METHOD")) or following.argval in MOVES)
-        for step, following in pairwise(steps)
+        for before, step, following in zip([steps[0], *steps], steps, steps[1:], strict=False)
     )
