@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.nn.functional as F
@@ -279,8 +279,7 @@ class BalanceLoss(nn.Module):
     def forward(self, of_samples: Tensor) -> Tensor:
         """Return Σ fraction · probability · E for each layer (L): 1 where experts are equally loaded."""
         routing = Routing(of_samples)
-        loss: Tensor = (routing.fraction * routing.probability).sum(1) * routing.fraction.shape[1]
-        return loss
+        return (routing.fraction * routing.probability).sum(1) * routing.fraction.shape[1]
 
 
 class MoEGPT(GPT):
@@ -351,16 +350,14 @@ class MoEModule(GPTModule):
         return ParallelPlan(blocks=blocks, experts=f"{blocks}.feed_forward.experts", whole_batch="balance_loss")
 
     def configure_model(self) -> None:
-        """Build the network, see `GPTModule`, and remember its routers."""
+        """Build the network, and remember its routers."""
         super().configure_model()
-        assert self.network is not None
-        self.routers = [module for module in self.network.modules() if isinstance(module, Router)]
+        self.routers = [module for module in self.modules() if isinstance(module, Router)]
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Return the logits (B, T, V)."""
         assert self.network is not None, "configure_model has not run"
-        logits: Tensor = self.network(input_ids, position_ids, documents)[0]
-        return logits
+        return cast(Tensor, self.network(input_ids, position_ids, documents)[0])
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the mean loss of the batch's tokens, with the losses on routers."""
