@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -51,8 +52,17 @@ def is_foreign(path: Path) -> bool:
     return path.is_dir() and (path / INDEX).exists()
 
 
+def _member(kind: Any, name: str) -> Any:
+    """A member of the one enumeration in an index: Python 3.11.0 to 3.11.3 pickle it as `getattr(kind, name)`."""
+    if kind is not _MEM_FORMAT_ENCODING:
+        raise Damaged(f"the index asks {kind} for its {name}, which no checkpoint needs; it may be made to run code")
+    return kind[name]
+
+
 class _Restricted(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if name in CLASSES.get(module, ()) or (module == "torch" and isinstance(vars(torch).get(name), torch.dtype)):
             return super().find_class(module, name)
         raise Damaged(f"the index names {module}.{name}, which no checkpoint needs; it may be made to run code")
