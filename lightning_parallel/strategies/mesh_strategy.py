@@ -257,7 +257,7 @@ class MeshStrategy(RankStrategy):
             with context:
                 return self._whole.outputs(self._step.forward(self._whole.run(Run(run)), batch, *rest, **kwargs))
         with context, self._log.counting(self._weight), self._whole.run(self._noted(run, self._log)) as steps:
-            self._step.expect(Coming(scale_of(self.precision_plugin) * self._weight, self._fewest_samples))
+            self._step.expect(Coming(scale_of(self.precision_plugin), self._weight, self._fewest_samples))
             output = self._whole.outputs(self._step.forward(steps, batch, *rest, **kwargs))
         self._log.reduce_step(self._weight, output)
         return output
@@ -286,7 +286,7 @@ class MeshStrategy(RankStrategy):
         asked = any(optimizer.looks_at_loss for optimizer in self._stored.values())
         means = nullcontext() if self._log is None else self._log.around_backward(self._weight, closure_loss, asked)
         closure_loss = plugin.pre_backward(closure_loss, module)
-        loss = closure_loss if self._weight == 1.0 else closure_loss * self._weight
+        loss = closure_loss if self._weight == 1.0 or self._step.weighs else closure_loss * self._weight
         with means:
             self._step.backward(lambda: plugin.backward(loss, module, optimizer, *args, **kwargs))
         with self._gradients.shown(AFTER_BACKWARD):

@@ -81,12 +81,12 @@ class Run(Generic[T_co]):
         All ranks that read different samples call this, for a backward pass that runs before `Step.backward` does.
         """
 
-    def counted(self, loss: Tensor, scaled: bool) -> Tensor:
+    def counted(self, loss: Tensor, summed: bool) -> Tensor:
         """The loss of the batch, which counts by the targets that were noted.
 
         Args:
             loss: of the batch.
-            scaled: whether its gradient does by `scale`.
+            summed: whether its gradient is a sum over targets, and is to become a mean over those of all ranks.
         """
         return loss
 
@@ -138,9 +138,9 @@ class WrappedRun(Run[T_co]):
         """See `Run.scale`."""
         self.inner.scale(means)
 
-    def counted(self, loss: Tensor, scaled: bool) -> Tensor:
+    def counted(self, loss: Tensor, summed: bool) -> Tensor:
         """See `Run.counted`."""
-        return self.inner.counted(loss, scaled)
+        return self.inner.counted(loss, summed)
 
 
 @dataclass(frozen=True)
@@ -148,18 +148,20 @@ class Coming:
     """Facts about a batch that are known before its forward.
 
     Attributes:
-        scale: by what the loss will be multiplied before backward, for steps that compute gradients before that; 0 for
-            a rank for which no samples were left, which has one for the form.
+        scale: by what the loss will be multiplied before backward, for steps that compute gradients before that.
+        weight: how much this rank's samples count against those of other ranks on average; 0 for a rank for which none
+            were left, which has one for the form.
         samples: the least number of samples that a rank has which meets this one within the forward; None: nobody does.
     """
 
     scale: float = 1.0
+    weight: float = 1.0
     samples: int | None = None
 
     @property
     def counts(self) -> bool:
         """Whether this rank's samples count."""
-        return self.scale > 0
+        return self.weight > 0
 
 
 class Step:
@@ -168,6 +170,11 @@ class Step:
     This class is the single-device step. A technique that acts during the step wraps it: it subclasses, keeps the
     step it got as `inner`, and calls it.
     """
+
+    @property
+    def weighs(self) -> bool:
+        """Whether gradients have the weight of `expect` by themselves, and the loss is not to be multiplied by it."""
+        return False
 
     def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
         """Runs the user's own `training_step` (or validation, test, predict) with its arguments."""
@@ -212,6 +219,11 @@ class WrappedStep(Step):
     def __init__(self, inner: Step) -> None:
         self.inner = inner
         self.synced = True
+
+    @property
+    def weighs(self) -> bool:
+        """See `Step.weighs`."""
+        return self.inner.weighs
 
     def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
         """See `Step.forward`."""

@@ -17,7 +17,7 @@ from lightning_parallel import (
     Zero,
 )
 from tests.techniques.tensor_layouts import check, hybrid
-from tests.tiers import covering
+from tests.tiers import covering, sampled
 
 PP2 = PipelineParallel(2, microbatches=2)
 EP2 = ExpertParallel(2)
@@ -75,6 +75,12 @@ def test_trains_as_one_process_does(layout: str, column: str) -> None:
 @covering(keep=4, layout=("ep2", "zero3", "tp2", "cp2"), column=OTHERS)
 def test_calls_of_other_forms(layout: str, column: str) -> None:
     check(column, *LAYOUTS[layout], max_epochs=1, precision="64-true", rtol=1e-9)
+
+
+@sampled(2, ("column", "samples"), [("looped_experts", 33), ("mixtral", 37), ("moe aux", 33), ("moe aux", 37)])
+def test_uneven_batches_in_pipelines(column: str, samples: int) -> None:
+    options: dict[str, Any] = {"max_epochs": 1, "precision": "64-true", "rtol": 1e-6, "data": {"samples": samples}}
+    check(column, *LAYOUTS["pp2"], model=COLUMNS[column], **options)
 
 
 @covering(samples=(17, 9), column=("mixtral", "looped_experts"))

@@ -7,6 +7,7 @@ every rank logs and keeps these, in the same hook.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from lightning_parallel.strategies.logged.logging import StepLog
 from lightning_parallel.strategies.logged.metrics import BatchMetric, UndoableMetric
 from lightning_parallel.strategies.logged.reductions import HOW, NOT_SEEN, UNSEEN, SeenKind, joined, name_of, reduced
 from lightning_parallel.techniques.step import Run
-from lightning_parallel.techniques.tools.means import Means, WatchedRun, is_among
+from lightning_parallel.techniques.tools.means import Means, Scale, WatchedRun, is_among, scaled
 from lightning_parallel.values import batch_size, map_leaves
 
 T = TypeVar("T")
@@ -117,6 +118,7 @@ class PartsRun(Run[T]):
         self._metrics = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
         self._called: dict[str, BatchMetric] = {}
         self.origin: int | None = None
+        self._alone = Scale()  # of a sum over targets, where no other rank has any
 
     def __call__(self, *args: Any, **kwargs: Any) -> T:
         """Runs the step on one part; what it logged and counted stays if it comes to its end."""
@@ -242,7 +244,8 @@ class PartsRun(Run[T]):
 
     def replay(self, notes: Notes) -> None:
         """See `Run.replay`."""
-        self.origin = notes.rank
+        self.origin, self._alone = notes.rank, Scale()
+        self._alone.factor = None if notes.targets is None else torch.tensor(1 / (notes.targets or math.inf))
         keep(self._module, notes.kept)
         means = self._log.means if notes.targets is not None else None
         if means is not None and notes.targets is not None:
@@ -263,12 +266,12 @@ class PartsRun(Run[T]):
         """See `Run.scale`."""
         self._log.scale(means)
 
-    def counted(self, loss: Tensor, scaled: bool) -> Tensor:
+    def counted(self, loss: Tensor, summed: bool) -> Tensor:
         """See `Run.counted`."""
         means = self._log.means
         if means is None or not means.all:
-            return loss
-        if not scaled:
+            return scaled(loss, self._alone) if summed else loss
+        if summed:
             return means.scaled(loss)
         means.also(loss)
         return loss

@@ -73,7 +73,9 @@ class BatchSums:
             rows = [numbers[start : start + counts + 1] for start in range(0, len(numbers) - counts, counts + 1)]
             self._values = [_whole(row, totals, summed) for row, summed in zip(rows, self._summed, strict=True)]
             for mean, count, total in zip(self._means.all, self._counts, totals, strict=True):
-                mean.scale.factor = self._scale(count, total.to(count.device))
+                total = total.to(count.device)
+                mean.scale.factor = self._scale(count, total)
+                mean.sum.factor = torch.where(total == 0, 0.0, self._ranks / total)
         return self._values
 
     def _scale(self, count: Tensor, total: Tensor) -> Tensor:

@@ -14,18 +14,23 @@ from lightning_parallel.techniques.tools.means import Means
 class Shares:
     """Shares that microbatches' losses have in the batch's.
 
-    By targets where the losses are means over targets, else by samples. How many targets there are in all is known
-    only after the last microbatch, so backwards use an estimate from the first one, and `correction` puts it right.
+    By targets where the losses are means over targets, else by samples. How many targets there are in all is known only
+    after the last microbatch, and on all ranks. So backwards sum over targets, and the sum becomes a mean in the end:
+    ranks may have given gradients to each other by then, as experts do, so what differs between ranks is in each
+    backward, and what is left to multiply by is the same on all.
 
     Args:
         sizes: the samples of each microbatch.
+        weight: how much this rank's samples count against those of others.
+        unit: so many targets count as one in backwards, to keep gradients of a usual size; the same on all ranks.
+        whole: whether there is one loss, whose gradients count by targets where they are computed.
     """
 
-    def __init__(self, sizes: Sequence[int]) -> None:
+    def __init__(self, sizes: Sequence[int], weight: float, unit: float, whole: bool) -> None:
         self.sizes = sizes
         self._of_samples = [size / sum(sizes) for size in sizes]
+        self._weight, self._unit, self._whole = weight, unit, whole
         self._counts: dict[int, Tensor] = {}
-        self._estimate: Tensor | None = None
         self.means: dict[int, list[Tensor]] = {}
 
     def add(self, microbatch: int, means: Means) -> None:
@@ -34,34 +39,31 @@ class Shares:
         count = means.count
         if count is not None:
             self._counts[microbatch] = count
-            if self._estimate is None:
-                self._estimate = count.clamp(min=1) / self._of_samples[microbatch]
 
     def seed(self, microbatch: int) -> Tensor | float:
         """The factor by which the backward of a microbatch multiplies its loss."""
-        if self._estimate is None or microbatch not in self._counts:
-            return self._of_samples[microbatch]
-        return self._counts[microbatch] / self._estimate
+        if self._whole or microbatch not in self._counts or not self._weight:
+            return self._of_samples[microbatch] * self._weight
+        return self._counts[microbatch] / self._unit
 
-    def final(self) -> tuple[list[float], float]:
-        """The share of each microbatch, and by what gradients are to be multiplied.
+    def final(self) -> tuple[list[float], float | None]:
+        """The share of each microbatch, and how many targets count as one in gradients; None if these are means.
 
         Raises:
             ValueError: some microbatches averaged over targets, and others did not.
         """
         if not self._counts:
-            return self._of_samples, 1.0
+            return self._of_samples, None
         if len(self._counts) < len(self._of_samples):
             raise ValueError(
                 f"training_step computed a cross-entropy for microbatches {sorted(self._counts)} of "
                 f"{len(self._of_samples)} only; in a pipeline all of them count in one way: decide it by batch_idx, or "
                 "use microbatches=1"
             )
-        assert self._estimate is not None
         counts = [float(count) for _, count in sorted(self._counts.items())]
-        estimate, total = float(self._estimate), sum(counts)
+        total = sum(counts)
         # a batch without targets has no gradient, as on one device
-        return [count / total if total else math.nan for count in counts], estimate / total if total else 1.0
+        return [count / total if total else math.nan for count in counts], None if self._whole else self._unit
 
     @property
     def targets(self) -> float | None:

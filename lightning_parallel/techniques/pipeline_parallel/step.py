@@ -39,6 +39,7 @@ class PipelineStep(WrappedStep):
         made: where the model is cut.
         schedule: what each rank does, and when.
         dims: where samples are in what modules return, if what follows the blocks runs once for the batch; else None.
+        unit: see `Shares`.
         group: the ranks of this pipeline.
         device: where the model runs.
     """
@@ -50,11 +51,12 @@ class PipelineStep(WrappedStep):
         made: Cut,
         schedule: Schedule,
         dims: Dims | None,
+        unit: float,
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
         super().__init__(inner)
-        self._schedule, self._dims, self._group, self._cut = schedule, dims, group, made
+        self._schedule, self._dims, self._unit, self._group, self._cut = schedule, dims, unit, group, made
         self._lane = Lane(group, device)
         self._rank = group.rank()
         self._here = schedule.stages_of(self._rank)
@@ -62,6 +64,11 @@ class PipelineStep(WrappedStep):
         self._exchange = Exchange(self._lane, schedule.rank_of, schedule.stages)
         self._parameters = _parameters(model, made, schedule)
         self._coming = Coming()
+
+    @property
+    def weighs(self) -> bool:
+        """See `Step.weighs`."""
+        return True
 
     def close(self) -> None:
         """See `Step.close`."""
@@ -88,14 +95,13 @@ class PipelineStep(WrappedStep):
         Executor(self._stages, self._exchange, schedule.splits_backward, work).run(
             schedule.with_communication()[self._rank]
         )
-        output, notes, correction = self._shared(work, run)
+        output, notes, unit = self._shared(work, run)
         run.replay(notes)
         loss = _loss_of(output)
         if work.scale is None or loss is None:
             return cast(T, output)
-        expected = work.scale / correction or 1.0  # of samples that do not count there are no gradients
-        handed = self._handed_over(loss, work, learning, expected)
-        return cast(T, _with_loss(output, run.counted(handed, work.whole is not None)))
+        handed = self._handed_over(loss, work, learning, work.scale / (unit or 1.0))
+        return cast(T, _with_loss(output, run.counted(handed, unit is not None)))
 
     # ---------------------------------------------------------------- before
 
@@ -115,7 +121,9 @@ class PipelineStep(WrappedStep):
             signatures=[(training, *_signature(part)) for part in parts],
             loss_of=_loss_of,
             scale=self._coming.scale if training else None,
-            shares=Shares(sizes if self._dims is None else [size]),
+            shares=Shares(
+                sizes if self._dims is None else [size], self._coming.weight, self._unit, self._dims is not None
+            ),
             gradients={stage: Gradients(self._of_stage(stage, learning)) for stage in self._here},
         )
 
@@ -130,14 +138,14 @@ class PipelineStep(WrappedStep):
 
     # ---------------------------------------------------------------- after
 
-    def _shared(self, work: Work, run: Run[Any]) -> tuple[Any, Any, float]:
-        """Gives all ranks what the last stage has: the output, the notes, the correction of gradients."""
+    def _shared(self, work: Work, run: Run[Any]) -> tuple[Any, Any, float | None]:
+        """Gives all ranks what the last stage has: the output, the notes, and in what gradients count targets."""
 
-        def said() -> tuple[Any, Any, float]:
+        def said() -> tuple[Any, Any, float | None]:
             sizes = work.shares.sizes
             outputs = [work.outputs[number] for number in range(len(sizes))]
             _require_all_or_none(outputs, work.backward)
-            shares, correction = work.shares.final()
+            shares, unit = work.shares.final()
             means = {number: work.means_of(number) for number in work.outputs}
             averaged = [means[number] for number in range(len(sizes))]
             merged = run.merged(outputs, sizes, shares, averaged)
@@ -145,13 +153,13 @@ class PipelineStep(WrappedStep):
                 merged = _with_loss_of_parts(merged, outputs, sizes, shares, averaged)
             merged = map_tensors(Tensor.cpu, merged)
             notes = run.notes([shares[number] for number in means], list(means.values()), work.shares.targets)
-            return merged, notes, correction
+            return merged, notes, unit
 
         last = self._schedule.rank_of(self._schedule.stages - 1)
-        output, notes, correction = share_made(
+        output, notes, unit = share_made(
             said, "what a step returned, logged or keeps on the module", last, self._group, self._lane.device
         )
-        return map_tensors(lambda tensor: tensor.to(self._lane.device), output), notes, correction
+        return map_tensors(lambda tensor: tensor.to(self._lane.device), output), notes, unit
 
     def _handed_over(self, loss: Tensor, work: Work, learning: dict[str, nn.Parameter], scale: float) -> Tensor:
         sums: dict[str, Tensor | None] = dict.fromkeys(learning)

@@ -40,6 +40,7 @@ from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools import elsewhere
 from lightning_parallel.techniques.tools.microbatches import merge, split
 from lightning_parallel.techniques.tools.telling import inform, warn
+from lightning_parallel.values import tensors_of
 
 LossOver = Literal["auto", "microbatches", "batch"]
 
@@ -108,8 +109,8 @@ class PipelineParallel(Technique):
         schedule = make_schedule(self.schedule, ranks, count, self.stages_per_rank)
         cut(seen, schedule.stages, self.split)  # a model that cannot be cut, or a batch, is refused here
         split(one.batch, min(count, one.size or count))
-        dims = self._dims(model, ground, one, Seen(seen, count), schedule.stages) if count > 1 else None
-        return Seen(seen, count, dims)
+        dims = self._dims(model, ground, one, Seen(seen, count, 1), schedule.stages) if count > 1 else None
+        return Seen(seen, count, _targets(one), dims)
 
     def _dims(self, model: nn.Module, ground: Ground, one: Sample, seen: Seen, stages: int) -> Dims | None:
         """Where samples are in what goes to the loss, if it is computed over the batch; None for microbatches."""
@@ -166,7 +167,7 @@ class PipelineParallel(Technique):
         zeros = elsewhere.without_memory(mesh.device)
         elsewhere.hide(model, names, lambda t: zeros(t) if id(t) in direct_ids else _shape_of(t))
         elsewhere.mark_emptied(model)
-        return DividedLayers(model, mesh, made, schedule, seen.dims)
+        return DividedLayers(model, mesh, made, schedule, seen.dims, seen.targets)
 
 
 @dataclass(frozen=True)
@@ -176,11 +177,13 @@ class Seen:
     Attributes:
         step: what a step of it showed.
         microbatches: into how many parts a batch is divided.
+        targets: about how many there are in a batch; for the size of gradients only.
         dims: where samples are in what goes to a loss over the whole batch; None for one over each microbatch.
     """
 
     step: Traversal
     microbatches: int
+    targets: int
     dims: Dims | None = None
 
 
@@ -192,6 +195,7 @@ class DividedLayers(Division):
     made: Cut
     schedule: Schedule
     dims: Dims | None
+    targets: int
 
     @property
     def losses_over_batch(self) -> bool:
@@ -201,7 +205,7 @@ class DividedLayers(Division):
     def step(self, step: Step) -> Step:
         """Runs the schedule in every step."""
         group, device = self.mesh["pp"].get_group(), self.mesh.device
-        return PipelineStep(step, self.model, self.made, self.schedule, self.dims, group, device)
+        return PipelineStep(step, self.model, self.made, self.schedule, self.dims, self.targets, group, device)
 
 
 def _named_after(model: nn.Module, plan: ParallelPlan, seen: Traversal) -> list[str]:
@@ -242,6 +246,11 @@ def _tell_loss_over_batch(solved: Sequence[Meeting], readers: int) -> None:
         "before the first backward, as under gpipe, and a rank keeps the activations of all its microbatches. "
         f"PipelineParallel(loss_over='microbatches') computes a loss for each"
     )
+
+
+def _targets(one: Sample) -> int:
+    whole = [tensor.numel() for tensor in tensors_of(one.batch) if not tensor.is_floating_point()]
+    return max([one.size or 1, *whole])
 
 
 def _block_counts(split: object) -> tuple[int, ...]:

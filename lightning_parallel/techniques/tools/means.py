@@ -65,6 +65,12 @@ class _Scaled(Function):
         return (gradient if factor is None else gradient * factor.to(gradient.dtype)), None
 
 
+def scaled(value: Tensor, scale: Scale) -> Tensor:
+    """The number, whose gradient is multiplied by the scale."""
+    result: Tensor = _Scaled.apply(value, scale)  # type: ignore[no-untyped-call]
+    return result
+
+
 @dataclass(frozen=True)
 class Mean:
     """A mean that a step computed.
@@ -75,6 +81,7 @@ class Mean:
         given: what the step got: equal to it, and perhaps changed in place since.
         edge: where it came from in the graph; None without gradients.
         scale: of its gradient.
+        sum: the scale of a gradient that is the sum over all that it counts, and is to become the mean over all ranks'.
         by: stands for the calls that led to it.
         of: stands for the targets.
     """
@@ -86,6 +93,7 @@ class Mean:
     scale: Scale
     by: int
     of: int
+    sum: Scale = field(default_factory=Scale)
 
 
 @dataclass
@@ -141,11 +149,13 @@ class Means:
         """A mean over so much was computed elsewhere; values of it are given to `also` and `scaled`."""
         nothing = torch.zeros((), device=device)
         number = torch.tensor(count, dtype=torch.float64, device=device)
-        self.all.append(Mean(number, nothing, nothing, None, Scale(), 0, 0))
+        own = Scale()  # until all ranks have told their counts
+        own.factor = torch.where(number == 0, 0.0, 1 / number)
+        self.all.append(Mean(number, nothing, nothing, None, Scale(), 0, 0, own))
 
     def scaled(self, value: Tensor, number: int = 0) -> Tensor:
-        """A value that is mean `number`, to be differentiated."""
-        result: Tensor = _Scaled.apply(value, self.all[number].scale)  # type: ignore[no-untyped-call]
+        """A value that is mean `number`, to be differentiated; its gradient is that of a sum, see `Mean`."""
+        result = scaled(value, self.all[number].sum)
         self.also(result, number)
         return result
 
