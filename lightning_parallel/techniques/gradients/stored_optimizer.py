@@ -12,6 +12,7 @@ import inspect
 import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -110,7 +111,7 @@ class StoredOptimizer:
     def _parameters(self) -> list[nn.Parameter]:
         """The module's, whatever the groups hold at the moment."""
         groups = self._groups or [group["params"] for group in self.optimizer.param_groups]
-        return [parameter for group in groups for parameter in group]
+        return [*chain.from_iterable(groups)]
 
     # ---------------------------------------------------------------- stepping
 
@@ -161,7 +162,7 @@ class StoredOptimizer:
         if self._groups is not None:
             return
         self._groups = [list(group["params"]) for group in self.optimizer.param_groups]
-        self._step.before_optimizer_step(self._parameters())
+        self._step.before_optimizer_step([*chain.from_iterable(self._groups)])
         for group in self.optimizer.param_groups:
             group["params"][:] = [self._wake(parameter) for parameter in group["params"]]
 
