@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor
+from torchmetrics import Metric
 
 from tests.models import Loaders, build, loaders
 from tests.ranks import begun_on_one, on_one, run_on_ranks
@@ -37,6 +38,12 @@ class Recorder(Callback):
 
     def __init__(self) -> None:
         self.curve = Curve()
+
+    def on_fit_start(self, trainer: Trainer, module: LightningModule) -> None:
+        """Metrics compute in double precision too, as the trainer does: moving them to a device makes them single."""
+        if trainer.precision == "64-true":
+            for metric in [part for part in module.modules() if isinstance(part, Metric)]:
+                metric.set_dtype(torch.float64)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         self.curve.losses.append(float(trainer.callback_metrics["train_loss"]))
