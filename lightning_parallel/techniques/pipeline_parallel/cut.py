@@ -46,11 +46,6 @@ class Cut:
         block = position // 2
         return self._stage_of_block[block] if block < len(self._stage_of_block) else self.stages - 1
 
-    def blocks_of(self, stage: int) -> tuple[str, ...]:
-        """The FQN of the blocks of a stage."""
-        start = sum(self.sizes[:stage])
-        return self.seen.blocks[start : start + self.sizes[stage]]
-
     @cached_property
     def carried(self) -> dict[Call, Carried]:
         """The calls whose results go past the blocks, from the stage that makes them on."""
