@@ -17,6 +17,7 @@ train takes Hydra's overrides, schedule and ring have options of their own; each
   lightning-parallel train                                       ZeRO 3 on all GPUs, or on two CPU processes
   lightning-parallel train strategy=zero strategy.stage=2 trainer.devices=4
   lightning-parallel train experiment=gpt-124m --cfg job         shows the configuration without training
+  lightning-parallel export checkpoints/last.ckpt my-gpt         makes a Hugging Face folder of a checkpoint
   lightning-parallel schedule zbv --ranks 4 --microbatches 8 --png zbv.png
   lightning-parallel ring --ranks 4 --mask documents:20,8,24,12 --png ring.png
 """
@@ -32,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     line.add_argument("--version", action="version", version=__version__)
-    line.add_argument("command", choices=("train", "schedule", "ring"))
+    line.add_argument("command", choices=("train", "export", "schedule", "ring"))
     line.add_argument("arguments", nargs=argparse.REMAINDER, metavar="…", help="what the command takes")
     return line
 
@@ -55,6 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     missing = [module for module in EXTRA if find_spec(module) is None]
     if missing:
         command.error(f"training needs {', '.join(missing)}: pip install 'lightning-parallel[recipes]'")
+    if line.command == "export":
+        sys.path.insert(0, str(recipes().parent))
+        sys.argv = ["export", *line.arguments]
+        runpy.run_module("recipes.hub", run_name="__main__", alter_sys=True)
+        return
     # as a script under its own path: that is what the processes which it launches are told to run
     script = str(recipes() / "train.py")
     sys.argv = [script, *line.arguments]

@@ -18,7 +18,8 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from recipes import checks
+from lightning_parallel.checkpoint.hub.folder import HubState
+from recipes import checks, hub
 
 IGNORED = -100  # the label of a position that has no target
 
@@ -38,6 +39,7 @@ class GPTConfig:
         tied_head: Whether the output head is the embedding's own weight.
         rope_theta: Base of the rotary frequencies.
         norm_eps: Added to the mean square in RMSNorm.
+        qk_norm: Whether queries and keys are normalised head by head, as in Qwen3.
     """
 
     vocab_size: int
@@ -50,11 +52,12 @@ class GPTConfig:
     tied_head: bool = True
     rope_theta: float = 10_000.0
     norm_eps: float = 1e-5
+    qk_norm: bool = False
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "context", "dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim"):
             checks.whole(1, **{name: getattr(self, name)})
-        checks.flag(tied_head=self.tied_head)
+        checks.flag(tied_head=self.tied_head, qk_norm=self.qk_norm)
         checks.number(1, rope_theta=self.rope_theta)
         checks.number(0, norm_eps=self.norm_eps)
         if self.dim % (2 * self.n_heads):
@@ -133,11 +136,13 @@ class Attention(nn.Module):
         self.k_proj = Linear(config.dim, config.n_kv_heads * config.head_dim)
         self.v_proj = Linear(config.dim, config.n_kv_heads * config.head_dim)
         self.o_proj = Linear(config.n_heads * config.head_dim, config.dim, std=residual_std(config))
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None = None) -> Tensor:
         """Let every position of ``x`` (B, T, C) look at itself and those before it, or where ``mask`` lets it."""
-        q = rotate(self._heads(self.q_proj(x)), rotary)  # (B, T, H, D)
-        k = rotate(self._heads(self.k_proj(x)), rotary)  # (B, T, K, D)
+        q = rotate(self.q_norm(self._heads(self.q_proj(x))), rotary)  # (B, T, H, D)
+        k = rotate(self.k_norm(self._heads(self.k_proj(x))), rotary)  # (B, T, K, D)
         v = self._heads(self.v_proj(x))
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, D)
         y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=self.grouped)
@@ -309,6 +314,11 @@ class GPTModule(LightningModule):
         """Build the network here and not in the constructor, so that a strategy can build it without memory first."""
         if self.network is None:
             self.network = self.network_class(self.config)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Let a run start from a Hugging Face folder of a model that is computed as this one."""
+        if isinstance(state := checkpoint["state_dict"], HubState) and self.network is not None:
+            checkpoint["state_dict"] = hub.weights_for(state, self.network, asdict(self.config))
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Return the logits (B, T, V)."""

@@ -1,8 +1,9 @@
-"""Looks at checkpoints: ``python -m lightning_parallel.checkpoint inspect|verify|consolidate PATH``."""
+"""Looks at checkpoints: ``python -m lightning_parallel.checkpoint inspect|verify|consolidate|convert PATH``."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -13,7 +14,9 @@ from typing import IO, cast
 import torch
 
 from lightning_parallel.checkpoint import commit, folder
-from lightning_parallel.checkpoint.damage import Damaged
+from lightning_parallel.checkpoint.damage import Damaged, lost
+from lightning_parallel.checkpoint.hub.export import content_of, export, weights_of
+from lightning_parallel.checkpoint.hub.folder import CONFIG, LARGEST
 from lightning_parallel.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from lightning_parallel.checkpoint.sealed import SealedFile, require_unchanged
 from lightning_parallel.checkpoint.tensors_file import DTYPES
@@ -28,6 +31,11 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("path", type=Path, help="a checkpoint")
         if name == "consolidate":
             command.add_argument("output", type=Path, help="the file to write")
+        if name == "convert":
+            command.add_argument("output", type=Path, help="the folder to write")
+            command.add_argument("--config", type=Path, required=True, help="the model's config.json, or its folder")
+            command.add_argument("--prefix", help="what names begin with in the module; by default what all share")
+            command.add_argument("--largest", type=int, default=LARGEST, help="bytes of tensors in a file")
     return line
 
 
@@ -69,6 +77,14 @@ def consolidate(line: argparse.Namespace) -> None:
     print(f"{line.output} written")
 
 
+def convert(line: argparse.Namespace) -> None:
+    """Makes a Hugging Face folder of a checkpoint whose module wraps one of its models; of a full or sharded one."""
+    config = line.config / CONFIG if line.config.is_dir() else line.config
+    weights = weights_of(content_of(line.path), line.prefix)
+    export(weights, line.output, json.loads(config.read_text()), largest=line.largest)
+    print(f"{line.output} written: {lost(sorted(weights))}")
+
+
 def _manifest_of(path: Path) -> Manifest:
     if not (path / MANIFEST).exists():
         raise Damaged(f"{path} is no sharded checkpoint: it has no {MANIFEST}")
@@ -78,6 +94,7 @@ def _manifest_of(path: Path) -> Manifest:
 COMMANDS: dict[str, tuple[str, Callable[[argparse.Namespace], None]]] = {
     "inspect": ("print what a sharded checkpoint holds", inspect),
     "verify": ("read all of a checkpoint and say whether it is as it was written", verify),
+    "convert": ("make a Hugging Face folder of a checkpoint, which from_pretrained loads", convert),
     "consolidate": ("make one plain file of a sharded checkpoint", consolidate),
 }
 
@@ -87,7 +104,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     line = parser().parse_args(arguments)
     try:
         COMMANDS[line.command][1](line)
-    except (Damaged, OSError) as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 
 

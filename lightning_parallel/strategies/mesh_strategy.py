@@ -199,9 +199,8 @@ class MeshStrategy(RankStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         """See `RankStrategy.barrier`."""
-        if (
-            name == "run-stage" and self._adopted is not None
-        ):  # the first call after Lightning has installed its signal handlers
+        # the first call after Lightning has installed its signal handlers
+        if name == "run-stage" and self._adopted is not None:
             self._adopted.begin(self.is_distributed)
             self._resumption.begin(self._module().trainer, self.root_device)
         super().barrier(name)
@@ -345,7 +344,8 @@ class MeshStrategy(RankStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Each rank takes its part of the states of one device."""
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+        states = checkpoint["optimizer_states"]  # none where a run starts from weights alone
+        for optimizer, state in zip(self.optimizers, states, strict=bool(states)):
             self._stored[id(optimizer)].load_state_dict(state, held=self._whole.held())
 
     # ---------------------------------------------------------------- the end

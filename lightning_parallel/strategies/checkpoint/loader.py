@@ -14,8 +14,11 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning_parallel.checkpoint import folder
 from lightning_parallel.checkpoint.damage import Damaged
 from lightning_parallel.checkpoint.foreign import ForeignFolder, is_foreign
+from lightning_parallel.checkpoint.hub.folder import is_hub_folder
+from lightning_parallel.checkpoint.hub.folder import read as read_hub
 from lightning_parallel.checkpoint.manifest import read_manifest
 from lightning_parallel.strategies.checkpoint import stock
+from lightning_parallel.strategies.checkpoint.hub import as_checkpoint
 from lightning_parallel.strategies.checkpoint.options import CheckpointOptions
 from lightning_parallel.strategies.checkpoint.sharded import is_divided
 from lightning_parallel.strategies.ranks.agreement import gather_objects
@@ -41,6 +44,8 @@ def load(path: Any, options: CheckpointOptions, io: CheckpointIO, weights_only: 
     safe = _is_safe(options, weights_only)
     if "://" not in str(path) and folder.is_folder(Path(path)):
         return _read_folder(Path(path), host)
+    if "://" not in str(path) and is_hub_folder(Path(path)):
+        return as_checkpoint(_agreed(Path(path), lambda: read_hub(Path(path)), host))
     foreign = "://" not in str(path) and is_foreign(Path(path))
     found = _read_foreign(Path(path), host) if foreign else io.load_checkpoint(path, weights_only=safe)
     if "optimizer_states" in found:

@@ -24,7 +24,7 @@ class Resumption:
     def loaded(self, checkpoint: dict[str, Any], fitting: bool, rank: int) -> None:
         """A checkpoint has been read, by which the trainer's loops will stand where they stood."""
         put_positions_back(checkpoint)
-        self._resumes = fitting and not self.wrote
+        self._resumes = fitting and not self.wrote and "loops" in checkpoint  # not from weights alone
         self._random = kept_randomness(checkpoint, rank) if self._resumes else None
 
     def begin(self, trainer: Trainer, device: torch.device) -> None:

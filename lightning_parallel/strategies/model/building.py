@@ -10,9 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_parallel.checkpoint.hub.folder import HubState
 from lightning_parallel.collectives.functional import broadcast_tensors
 from lightning_parallel.plan.plan import ParallelPlan
 from lightning_parallel.strategies.build import materialise
+from lightning_parallel.strategies.checkpoint import hub
 from lightning_parallel.strategies.checkpoint.whole import keep_sums_on_first, load_whole_state_dict
 from lightning_parallel.strategies.model.divided_model import DividedModel
 from lightning_parallel.strategies.ranks.agreement import fingerprint_model, gather_objects, require_same
@@ -40,10 +42,12 @@ class Building:
 
         Args:
             module: the user's.
-            state: whole tensors.
+            state: whole tensors, under the names of the module or of the hub.
             strict: whether names must fit.
             first: whether this rank is the first of those that see different data.
         """
+        if isinstance(state, HubState):
+            state, strict = hub.named(module, state, strict), False  # it has told of what is missing or left over
         if any(parameter.is_meta for parameter in module.parameters()):
             self._waiting = (state, strict, first)
             return

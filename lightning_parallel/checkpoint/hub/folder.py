@@ -1,0 +1,153 @@
+"""Folders as the Hugging Face hub has them.
+
+    config.json                        what the model is
+    model.safetensors                  its weights; or, where they are many,
+    model-00001-of-00002.safetensors   parts of them
+    model.safetensors.index.json       and in which file each tensor lies
+
+Such a folder has no hashes: sizes and headers are looked at, and a changed number in a tensor is not found.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lightning_parallel.checkpoint import commit
+from lightning_parallel.checkpoint.damage import REMEDY, Damaged
+from lightning_parallel.checkpoint.hashed import HashedFile, open_plain
+from lightning_parallel.checkpoint.manifest import FILE_NAME, MAX_BYTES
+from lightning_parallel.checkpoint.stored import StoredTensor
+from lightning_parallel.checkpoint.tensors_file import DTYPES, TensorsFile, name_of, write_tensors
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+LARGEST = 5 * 10**9  # bytes of a file, as transformers has it
+
+
+class HubState(dict[str, Tensor]):
+    """The weights of such a folder under their names there; they stay on the disk until they are used.
+
+    Args:
+        weights: by name.
+        path: of the folder.
+        config: what `config.json` says; nothing where there is none.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], path: Path, config: Mapping[str, Any]) -> None:
+        super().__init__(weights)
+        self.path, self.config = path, config
+
+
+def is_hub_folder(path: Path) -> bool:
+    """Whether a path is such a folder."""
+    return path.is_dir() and any((path / name).exists() for name in (WEIGHTS, INDEX))
+
+
+def read(path: Path) -> HubState:
+    """The weights of a folder, none of which has been read yet.
+
+    Raises:
+        Damaged: a file is missing, or is none of its kind.
+    """
+    opened = lru_cache(None)(TensorsFile)
+    weights = {}
+    for name, file in sorted(_places(path).items()):
+        if not (path / file).is_file():
+            raise Damaged(f"{path / file} is missing, which holds {name}; {REMEDY}")
+        entry = opened(path / file).entries.get(name)
+        if entry is None:
+            raise Damaged(f"{path / file} does not hold {name}, as {INDEX} says; {REMEDY}")
+        weights[name] = StoredTensor(entry.dtype, entry.shape, [_piece(opened(path / file), name, entry.shape)])
+    return HubState(weights, path, _json(path / CONFIG) if (path / CONFIG).exists() else {})
+
+
+def _places(path: Path) -> dict[str, str]:
+    """In which file each tensor lies."""
+    if not (path / INDEX).exists():
+        return dict.fromkeys(TensorsFile(path / WEIGHTS).entries, WEIGHTS)
+    places = _json(path / INDEX).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise Damaged(f"{path / INDEX} does not say where weights are; {REMEDY}")
+    for file in set(places.values()):
+        if not FILE_NAME.fullmatch(file):
+            raise Damaged(f"{path / INDEX} names {file!r}, which is no plain name of a file in the folder")
+    return places
+
+
+def _piece(file: TensorsFile, name: str, shape: tuple[int, ...]) -> Any:
+    return (0,) * len(shape), shape, lambda: file.tensor(name)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    with open(open_plain(path), "rb") as file:
+        data = file.read(MAX_BYTES)
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{path} cannot be read ({error}); {REMEDY}") from None
+    if not isinstance(found, dict):
+        raise Damaged(f"{path} holds a {type(found).__name__}, and no table; {REMEDY}")
+    return found
+
+
+def write(path: Path, weights: Mapping[str, Tensor], config: Mapping[str, Any], largest: int = LARGEST) -> None:
+    """Writes a folder that appears whole or not at all; in memory is one tensor at a time.
+
+    Args:
+        path: of the folder, which must not be there yet.
+        weights: by their names in the hub; they may be on the disk.
+        config: what `config.json` will say.
+        largest: bytes of tensors in a file; one that is larger has a file of its own.
+    """
+    if path.exists():
+        raise Damaged(f"{path} is there already; choose another name")
+    for name, tensor in weights.items():
+        if name_of(tensor.dtype) is None:
+            raise ValueError(f"{name} is of {tensor.dtype}, which safetensors does not have; known are {[*DTYPES]}")
+    made = commit.begin(path)
+    try:
+        _write_files(made, weights, largest)
+        _write_json(made / CONFIG, config)
+        commit.commit(made, path)
+    except BaseException:
+        commit.remove(made)
+        raise
+
+
+def _write_files(folder: Path, weights: Mapping[str, Tensor], largest: int) -> None:
+    parts = list(_parts(weights.items(), largest))
+    files = [
+        WEIGHTS if len(parts) == 1 else f"model-{n:05}-of-{len(parts):05}.safetensors" for n, _ in enumerate(parts, 1)
+    ]
+    for file, part in zip(files, parts, strict=True):
+        write_tensors(folder / file, part)
+    if len(parts) > 1:
+        places = {name: file for file, part in zip(files, parts, strict=True) for name in part}
+        size = sum(_bytes_of(tensor) for tensor in weights.values())
+        _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": places})
+
+
+def _parts(weights: Iterable[tuple[str, Tensor]], largest: int) -> Iterable[dict[str, Tensor]]:
+    part: dict[str, Tensor] = {}
+    room = largest
+    for name, tensor in weights:
+        if part and _bytes_of(tensor) > room:
+            yield part
+            part, room = {}, largest
+        part[name] = tensor
+        room -= _bytes_of(tensor)
+    yield part
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    with HashedFile(path) as file:
+        file.write(json.dumps(content, indent=2).encode() + b"\n")
