@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -133,6 +134,32 @@ def test_a_new_head_keeps_its_first_values(tmp_path: Path) -> None:
     torch.testing.assert_close(one, two, rtol=0, atol=0)
     for name, expected in BertModel.from_pretrained(folder).state_dict().items():
         assert one[f"bert.{name}"].equal(expected), name
+
+
+class Trains(Wraps):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def on_train_start(self) -> None:
+        self.begun_at = self.trainer.global_step
+
+
+def begun_again(folder: Path, path: Path) -> list[int]:
+    steps = []
+    for most in (2, 4):
+        module = Trains(LLAMA)
+        saves = ModelCheckpoint(path, every_n_train_steps=1)
+        run = trainer(ZeroStrategy(resume="auto"), max_steps=most, callbacks=[saves], enable_checkpointing=True)
+        run.fit(module, loaders("gpt", 4).train, ckpt_path=folder)
+        steps.append(module.begun_at)
+    return steps
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_a_run_that_is_started_again_goes_on_from_its_own_checkpoint(tmp_path: Path) -> None:
+    folder = written(AutoModelForCausalLM.from_config(LLAMA), tmp_path / "hub")
+    for steps in run_on_ranks(2, begun_again, folder, tmp_path / "run"):
+        assert steps == [0, 2]
 
 
 def refused(module: Wraps, folder: Path) -> str:

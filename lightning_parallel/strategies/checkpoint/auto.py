@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Trainer
@@ -16,6 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_parallel.checkpoint import commit, folder
 from lightning_parallel.checkpoint.damage import Damaged
 from lightning_parallel.checkpoint.foreign import ForeignFolder, is_foreign
+from lightning_parallel.checkpoint.hub.folder import is_hub_folder
 from lightning_parallel.checkpoint.manifest import read_manifest
 from lightning_parallel.checkpoint.sealed import require_unchanged
 from lightning_parallel.strategies.checkpoint import stock
@@ -38,9 +40,18 @@ class Candidate:
 
 
 def offer(options: CheckpointOptions, trainer: Trainer, host: dist.ProcessGroup) -> None:
-    """A run is about to begin: if the user wants it, it goes on from the newest valid checkpoint."""
+    """A run is about to begin: if the user wants it, it goes on from the newest valid checkpoint.
+
+    A checkpoint that the user names comes first; weights of the hub only where there is no checkpoint yet, so that a
+    run which begins with them and is started again goes on.
+    """
+
+    def choose(named: Any) -> Any:
+        begins = named is None or ("://" not in str(named) and is_hub_folder(Path(named)))
+        return (chosen(trainer, host) or named) if begins else named
+
     if options.resume == "auto" and trainer.state.fn == TrainerFn.FITTING:
-        lightnings.choose_checkpoint(trainer, lambda: chosen(trainer, host))
+        lightnings.choose_checkpoint(trainer, choose)
 
 
 def chosen(trainer: Trainer, host: dist.ProcessGroup) -> str | None:

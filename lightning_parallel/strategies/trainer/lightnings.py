@@ -34,14 +34,14 @@ def let_divide_data(trainer: Trainer, may: bool) -> None:
     trainer._accelerator_connector.use_distributed_sampler = may
 
 
-def choose_checkpoint(trainer: Trainer, choose: Callable[[], str | None]) -> None:
-    """Has somebody choose from which checkpoint the next run goes on, where the user named none."""
+def choose_checkpoint(trainer: Trainer, choose: Callable[[Any], Any]) -> None:
+    """Has somebody choose from which checkpoint the next run goes on, by the one that the user named, if any."""
     connector: Any = trainer._checkpoint_connector
     restore = type(connector)._restore_modules_and_callbacks
 
     def restore_chosen(path: Any = None, weights_only: bool | None = None) -> None:
         vars(connector).pop("_restore_modules_and_callbacks", None)
-        restore(connector, choose() if path is None else path, weights_only)
+        restore(connector, choose(path), weights_only)
 
     vars(connector)["_restore_modules_and_callbacks"] = restore_chosen
 
