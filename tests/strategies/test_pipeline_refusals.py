@@ -252,23 +252,6 @@ def test_calls_between_steps() -> None:
         assert re.search(said, message), message
 
 
-class ReadsABuffer(Handwritten):
-    """Uses a buffer of the first block after the last one."""
-
-    def make(self) -> None:
-        super().make()
-        self.blocks[0].register_buffer("table", torch.ones(7))
-
-    def body(self, x: Tensor) -> Tensor:
-        return super().body(x) * self.blocks[0].table
-
-
-def test_a_buffer_of_a_block_that_another_stage_uses() -> None:
-    said = r"blocks\.0\.table is used on stage 1, but this buffer belongs to a block of another one, .* register it on"
-    with pytest.raises(RanksFailed, match=said):
-        run_on_ranks(2, run, ReadsABuffer, PP2)
-
-
 def test_during_a_step() -> None:
     with pytest.raises(RanksFailed, match=r"block blocks\.3 was called where blocks\.0 was in the sample"):
         run_on_ranks(2, run, Sometimes, PP2)

@@ -57,6 +57,7 @@ class Answers(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in TO_PYTHON and not self._shapes.depends(args[0]):
+            self._watch.touched(args[:1], ())
             self._watch.known(args[:1], None, asked=True)
         elif func in TO_PYTHON:
             self._shapes.tell_asked(args[0])

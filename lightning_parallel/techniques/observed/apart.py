@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.techniques.division import Sample
+from lightning_parallel.techniques.observed.buffers import memory_of
 from lightning_parallel.techniques.observed.kept import tensors_kept
 from lightning_parallel.techniques.observed.shapes import ShapesOnly, Watch, mark_of
 from lightning_parallel.techniques.tools import microbatches
@@ -84,7 +85,6 @@ class _Look(Watch):
 
     def made(self, func: Any, args: Any, kwargs: Any, result: Any, inputs: Sequence[Tensor]) -> int:
         """See `Watch.made`; the mark is the operation's number, from 1."""
-        self._note(inputs, result)
         results = list(tensors_of(result))
         along = args[0].shape[-1] if func._opname in PRODUCTS else 0
         floating = bool(results) and results[0].is_floating_point()
@@ -95,25 +95,16 @@ class _Look(Watch):
         self.all.append(_Operation(func._opname, shapes, along, floating, training, read))
         return len(self.all)
 
-    def known(self, inputs: Sequence[Tensor], result: Any, asked: bool) -> None:
-        """See `Watch.known`."""
-        self._note(inputs, result)
+    def touched(self, inputs: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+        """See `Watch.touched`."""
+        changed = set(map(id, written))
+        for each in inputs:
+            if (name := self.states.get(memory_of(each))) is not None:
+                (self.written if id(each) in changed else self.used).add(name)
 
     def blocks_end(self, *_: Any) -> None:
         """The last block has returned."""
         self.in_blocks = len(self.all)
-
-    def _note(self, inputs: Sequence[Tensor], result: Any) -> None:
-        made = {id(each) for each in tensors_of(result)}
-        for each in inputs:
-            if (name := self.states.get(memory_of(each))) is not None:
-                (self.written if id(each) in made else self.used).add(name)
-
-
-def memory_of(tensor: Tensor) -> int:
-    """A number for the memory of a tensor, on meta too."""
-    number: int = tensor.untyped_storage()._cdata
-    return number
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,8 @@ class Traversal:
         lasting: FQN of the modules on which the step left hooks of its own. From all others it took them back.
         casts: by the FQN of parameters that modules cast for themselves, the dtype in which the step left them.
         shapes: of the tensors that each call returned, by their numbers.
+        buffers: FQN of a buffer -> the positions at which it must be there.
+        written: FQN of the buffers that the step changed.
     """
 
     blocks: tuple[str, ...]
@@ -96,6 +98,8 @@ class Traversal:
     lasting: tuple[str, ...] = ()
     casts: Mapping[str, torch.dtype] = field(default_factory=dict)
     shapes: Mapping[Call, Mapping[int, tuple[int, ...]]] = field(default_factory=dict)
+    buffers: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    written: frozenset[str] = frozenset()
 
     @property
     def end(self) -> int:

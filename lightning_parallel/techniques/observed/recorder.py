@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.flop_counter import flop_registry
 
+from lightning_parallel.techniques.observed import refusals
+from lightning_parallel.techniques.observed.buffers import BufferUses
 from lightning_parallel.techniques.observed.given import GivenTensors
 from lightning_parallel.techniques.observed.hooked import WatchedHooks, owner_of_part
 from lightning_parallel.techniques.observed.kept import tensors_kept
@@ -71,7 +73,7 @@ class _Recorder(Watch):
             self._names.setdefault(id(parameter), []).append(name)
         self._module_names = {id(module): name for name, module in model.named_modules()}
         self._kept_alive = list(model.modules())  # a block may replace modules, and new ones take the ids of freed ones
-        self._known = KnownTensors(self._names)
+        self._known, self._buffers = KnownTensors(self._names), BufferUses(model)
         self._arguments = GivenTensors(self._names, self._known)
         self._end, self._position = 2 * len(blocks), 0
         self._given: set[int] = set()  # ids of the tensors that the block which runs was given
@@ -170,15 +172,9 @@ class _Recorder(Watch):
         if self._position % 2:
             raise _Unexpected(f"the block {name} runs inside the block {self._order[-1]}; name one of the two only")
         if name in self._order:
-            raise _Unexpected(
-                f"the block {name} runs twice in one step, so it cannot belong to one stage; name layers that run "
-                f"once, as in plan=ParallelPlan(blocks='net.layers.*'); where there are none, {UNDIVIDED}"
-            )
+            raise _Unexpected(refusals.runs_twice(name))
         if torch._C._are_functorch_transforms_active():
-            raise _Unexpected(
-                f"the block {name} runs inside a transform of torch.func, which would have to go through all stages; "
-                f"transform what lies inside one block or follows the last one, or {UNDIVIDED}"
-            )
+            raise _Unexpected(refusals.runs_transformed(name))
 
     def _note_returned(self, output: Any, made: Made, call: Call) -> Any:
         def mark(number: int) -> Made:
@@ -195,6 +191,12 @@ class _Recorder(Watch):
         return output
 
     # ---------------------------------------------------------------- what the operations tell
+
+    def touched(self, inputs: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+        """See `Watch.touched`. Code between modules runs again on all later stages."""
+        if not self._over:
+            later = () if self._is_inside else range(self._position, self._end + 1)
+            self._buffers.touched(inputs, written, self._position, later)
 
     def read(self, tensor: Tensor) -> None:
         """See `Watch.read`."""
@@ -313,6 +315,7 @@ class _Recorder(Watch):
             ValueError: names the block.
         """
         self._over = True
+        self._buffers.end()
         for name in self._order if self._has_run_all else ():
             try:
                 with self._hooks.silent():
@@ -325,12 +328,7 @@ class _Recorder(Watch):
                     "microbatch, on one of its ranks: it must not depend on what earlier calls or other blocks left"
                 )
             if not alike:
-                raise ValueError(
-                    f"the block {name}, called again with the same input, does something else: it depends on Python "
-                    "state that blocks or calls share, such as a counter, and a pipeline runs them on several ranks, "
-                    "once for each microbatch; hand such values from block to block as arguments, fix them in "
-                    f"__init__, or {UNDIVIDED}"
-                )
+                raise ValueError(refusals.unlike_before(name))
 
     def _noted(self, run: Callable[[], Any]) -> Operations:
         self._operations = []
@@ -354,11 +352,7 @@ class _Recorder(Watch):
         if not self._has_run_all:
             missing = next((name for name in self._blocks if name not in self._order), "?")
             place = f"in the block {self._order[-1]}" if self._position % 2 else f"before the block {missing}"
-            raise RuntimeError(
-                "the order of the model's parts is found by one step in which parameters have shapes but no values, "
-                f"and that failed {place}: {said}; if this place needs values, compute them from the batch alone, or "
-                f"{UNDIVIDED} without a look at its step"
-            ) from error
+            raise RuntimeError(refusals.failed(place, said)) from error
         self._complete = False
         for tensor in [reference() for reference in self._between]:
             made = None if tensor is None else self._known.made(tensor)
@@ -393,6 +387,8 @@ class _Recorder(Watch):
             tuple(self._hooks.modules),
             self._hooks.lasting,
             shapes=self._shapes,
+            buffers={name: frozenset(positions) for name, positions in self._buffers.uses.items()},
+            written=frozenset(self._buffers.written),
         )
 
     def _is_direct(self, name: str) -> bool:

@@ -39,3 +39,37 @@ def without(blocks: Collection[str], ran: Sequence[str]) -> str:
         remedy = f"name those in plan=ParallelPlan(blocks={patterns!r})"
     rule = f"the step ran without the blocks {listed}; a pipeline needs blocks that run in every step"
     return f"{rule}: {remedy}, or {UNDIVIDED}"
+
+
+def runs_twice(block: str) -> str:
+    """Why a step that calls a block twice is refused."""
+    return (
+        f"the block {block} runs twice in one step, so it cannot belong to one stage; name layers that run once, as in "
+        f"plan=ParallelPlan(blocks='net.layers.*'); where there are none, {UNDIVIDED}"
+    )
+
+
+def runs_transformed(block: str) -> str:
+    """Why a step is refused that calls a block inside a transform of torch.func."""
+    return (
+        f"the block {block} runs inside a transform of torch.func, which would have to go through all stages; "
+        f"transform what lies inside one block or follows the last one, or {UNDIVIDED}"
+    )
+
+
+def unlike_before(block: str) -> str:
+    """Why a block is refused that does something else when it is called again."""
+    return (
+        f"the block {block}, called again with the same input, does something else: it depends on Python state that "
+        "blocks or calls share, such as a counter, and a pipeline runs them on several ranks, once for each "
+        "microbatch; hand such values from block to block as arguments, fix them in __init__, or " + UNDIVIDED
+    )
+
+
+def failed(place: str, said: str) -> str:
+    """Why a step is refused that could not be followed up to its last block."""
+    return (
+        "the order of the model's parts is found by one step in which parameters have shapes but no values, and that "
+        f"failed {place}: {said}; if this place needs values, compute them from the batch alone, or {UNDIVIDED} "
+        "without a look at its step"
+    )

@@ -44,6 +44,9 @@ SPLITS = {aten.split_with_sizes, aten.split_with_sizes_copy}
 class Watch:
     """Hears what happens while code runs in shapes only; this one does nothing about it."""
 
+    def touched(self, inputs: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+        """An operation gets these tensors, dependent or not, and changes some of them; told before everything else."""
+
     def read(self, tensor: Tensor) -> None:
         """An operation reads a dependent tensor; a parameter is told as itself."""
 
@@ -100,6 +103,7 @@ class ShapesOnly(TorchDispatchMode):
             kwargs["device"] = self.device
         inputs = [self._itself(value) for value in _leaves(args, kwargs) if isinstance(value, Tensor)]
         dependent = [tensor for tensor in inputs if self.depends(tensor)]
+        self.watch.touched(inputs, list(_written(func, args, kwargs)))
         if not dependent:
             result = func(*args, **kwargs)
             self.watch.known(inputs, result, leaves_for_python(func))
@@ -202,6 +206,24 @@ def _leaves(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Any]:
             yield from _leaves(value, {})
         else:
             yield value
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors that an operation changes in place."""
+    names = _may_write(func)
+    if names:
+        given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs
+        if given.get("training", True):
+            yield from (tensor for name in names for tensor in tensors_of(given.get(name)))
+
+
+@cache
+def _may_write(func: Any) -> tuple[str, ...]:
+    arguments = func._schema.arguments
+    if "batch_norm" in func._opname:  # some of them do not say that they count in these
+        counts = "_no_" not in func._opname and "backward" not in func._opname
+        return tuple(each.name for each in arguments if counts and each.name.startswith("running_"))
+    return tuple(each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from functools import cached_property
 from torch import nn
 
 from lightning_parallel.techniques.observed.positions import Call, SkipTensor, Traversal
+from lightning_parallel.techniques.observed.refusals import UNDIVIDED
 from lightning_parallel.techniques.pipeline_parallel.balance import balanced
 
 
@@ -83,6 +84,29 @@ class Cut:
         blocks = (number for number, block in enumerate(self.seen.blocks) if name.startswith(f"{block}."))
         return next((self._stage_of_block[number] for number in blocks), None)
 
+    def stages_of_buffer(self, name: str) -> frozenset[int]:
+        """The stages that have a buffer: those of its block or part and those that use it, or else all."""
+        part, stages = self._with_buffer(name)
+        unknown = frozenset({self.stages - 1} if part in self.seen.parts and not self.seen.complete else ())
+        return stages | unknown or frozenset(range(self.stages))
+
+    @cached_property
+    def copied_buffers(self) -> dict[str, frozenset[int]]:
+        """By the FQN of buffers of blocks and parts that several stages use, these stages."""
+        found = {name: self._with_buffer(name)[1] for name in sorted(self.seen.buffers)}
+        return {name: stages for name, stages in found.items() if len(stages) > 1}
+
+    def _with_buffer(self, name: str) -> tuple[str, frozenset[int]]:
+        """In which part a buffer lies, and the stages that were seen to need it; none where it lies in no part."""
+        using = frozenset(map(self.stage_at, self.seen.buffers.get(name, ())))
+        own = self.stage_holding(name)
+        if own is not None:
+            return "", using | {own}
+        parts = self.seen.parts
+        part = next((part for part in parts if name.startswith(f"{part}.")), name.rpartition(".")[0])
+        stages = self.stages_calling(part)
+        return part, stages | using if part in parts or stages == {self.stages - 1} else frozenset()
+
     def _stages_calling_part_of(self, name: str) -> frozenset[int]:
         parts = (part for part in self.seen.parts if name.startswith(f"{part}."))
         return frozenset().union(*map(self.stages_calling, parts))
@@ -102,8 +126,8 @@ def cut(seen: Traversal, stages: int, sizes: Sequence[int] | None = None, loss_s
         loss_stage: whether what follows the blocks is one more stage.
 
     Raises:
-        ValueError: there are fewer blocks than stages, sizes that do not add up, or a value that a block or the loss
-            takes past a cut.
+        ValueError: there are fewer blocks than stages, sizes that do not add up, a value that a block or the loss
+            takes past a cut, or a buffer that changes and that several stages use.
     """
     if len(seen.blocks) < stages:
         raise ValueError(
@@ -112,11 +136,22 @@ def cut(seen: Traversal, stages: int, sizes: Sequence[int] | None = None, loss_s
         )
     blocks = _given(sizes, stages, len(seen.blocks)) if sizes is not None else _balanced(seen, stages)
     made = Cut(seen, (*blocks, 0) if loss_stage else blocks)
+    _refuse_changing(made)
     for skip in seen.skip_tensors:
         within = made.stage_at(skip.made.position) == made.stage_at(skip.used)
         if skip.made.sources is None and not within:
             raise ValueError(_past_a_cut(skip, seen))
     return made
+
+
+def _refuse_changing(made: Cut) -> None:
+    for name, stages in made.copied_buffers.items():
+        if name in made.seen.written:
+            raise ValueError(
+                f"the step changes the buffer {name}, which stages {sorted(stages)} use: each would change a copy of "
+                "its own; register it on the one module that changes and reads it, choose a split that leaves its uses "
+                f"on one stage, or {UNDIVIDED}"
+            )
 
 
 def _given(sizes: Sequence[int], stages: int, blocks: int) -> tuple[int, ...]:
@@ -152,26 +187,10 @@ def _place(position: int, seen: Traversal, within: str = "") -> str:
 
 
 def names_elsewhere(model: nn.Module, made: Cut, here: Collection[int]) -> Iterator[str]:
-    """The FQN of parameters and buffers that no stage of this rank holds.
-
-    Buffers go with the block or the part that calls their module. Modules without parameters run on every stage.
-    """
+    """The FQN of parameters and buffers that no stage of this rank holds."""
     for name, _ in model.named_parameters(remove_duplicate=False):
         if not made.stages_of(name) & set(here):
             yield name
     for name, _ in model.named_buffers(remove_duplicate=False):
-        owners = _stages_of_buffer(name, made)
-        if owners and not owners & set(here):
+        if not made.stages_of_buffer(name) & set(here):
             yield name
-
-
-def _stages_of_buffer(name: str, made: Cut) -> frozenset[int]:
-    own = made.stage_holding(name)
-    if own is not None:
-        return frozenset({own})
-    parts = made.seen.parts
-    part = next((part for part in parts if name.startswith(f"{part}.")), name.rpartition(".")[0])
-    stages, last = made.stages_calling(part), frozenset({made.stages - 1})
-    if part in parts and not made.seen.complete:
-        return stages | last
-    return stages if part in parts or stages == last else frozenset()

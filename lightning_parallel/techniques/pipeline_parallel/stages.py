@@ -23,10 +23,11 @@ from lightning_parallel.techniques.observed.positions import Call
 from lightning_parallel.techniques.observed.refusals import UNDIVIDED
 from lightning_parallel.techniques.observed.shapes import ShapesOnly, zeros_for_shapes
 from lightning_parallel.techniques.pipeline_parallel.absent import AbsentReads, answering, mark_absent, mark_hidden
+from lightning_parallel.techniques.pipeline_parallel.copied import CopiedBuffers
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut
 from lightning_parallel.techniques.pipeline_parallel.exchange import Unsent
 from lightning_parallel.techniques.pipeline_parallel.hooks import Hooks, PassingHooks, Taken
-from lightning_parallel.techniques.tools.elsewhere import hidden_tensors, is_elsewhere
+from lightning_parallel.techniques.tools.elsewhere import is_elsewhere
 from lightning_parallel.techniques.tools.means import Means
 from lightning_parallel.techniques.tools.redirect import Forward, plain_forwards, redirect_call, restore_call
 from lightning_parallel.values import map_leaves, map_tensors, tensors_of
@@ -84,8 +85,7 @@ class Stages:
         self._now: _Now | None = None
         self._reads = AbsentReads(self._refuse_absent)
         mark_hidden(model)
-        hidden = hidden_tensors(model)
-        self._buffers = {name for name, tensor in hidden.items() if not isinstance(tensor, nn.Parameter)}
+        self._copied = CopiedBuffers(model, made)
         self._emptied = [module for module in model.modules() if is_elsewhere(module)]
         modules = dict(model.named_modules())
         self._hooks = Hooks(modules, made, device)
@@ -122,6 +122,7 @@ class Stages:
         """
         given = received if stage else HandedOn()
         self._now = _Now(stage, given.result, given.carried, given.shapes, given.taken, means=means)
+        copies = self._copied.now()
         try:
             with (
                 self._passing.taken_back(StageEndedError),
@@ -131,6 +132,7 @@ class Stages:
             ):
                 output = step()
         except StageEndedError:
+            self._copied.require_unchanged(copies, stage)
             carried = {c: value for c, value in self._now.carried.items() if self.cut.carried[c].last > stage}
             taken = self._hooks.going_on(self._now.taken, stage)
             return HandedOn(self._now.result, carried, self._now.shapes, taken)
@@ -149,6 +151,7 @@ class Stages:
                 f"the step ended before block {missing} was called, though it was in the sample that was looked at; a "
                 "pipeline needs steps that run all blocks; to skip a batch, run them and return the loss times zero"
             )
+        self._copied.require_unchanged(copies, stage)
         return output
 
     # ---------------------------------------------------------------- the model's parts
@@ -291,18 +294,11 @@ class Stages:
         if now is None:
             return
         if now.in_block or self.cut.stage_at(now.position) == now.stage or (asked and not now.depth):
-            raise RuntimeError(f"{what} is used on stage {now.stage}, but {self._why_elsewhere(what)}, or {UNDIVIDED}")
-
-    def _why_elsewhere(self, what: str) -> str:
-        if what in self._buffers:
-            return (
-                "this buffer belongs to a block of another one, which may change it there; register it on the module "
-                "whose code uses it"
+            raise RuntimeError(
+                f"{what} is used on stage {now.stage}, but another one has it: the step that was looked at before the "
+                "run was not seen to use it there, and stages have what that step uses (of a fit, training_step is "
+                f"looked at); use it at the same places in every step, or {UNDIVIDED}"
             )
-        return (
-            "another one has it: the step that was looked at before the run did not use it there, and stages have what "
-            "that step uses (of a fit, training_step is looked at); use it at the same places in every step"
-        )
 
 
 def _parameters_everywhere(module: nn.Module) -> list[Tensor]:

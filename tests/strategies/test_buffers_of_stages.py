@@ -1,0 +1,161 @@
+"""Buffers that several stages of a pipeline use: trained as on one device, or refused before the first step."""
+
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_parallel import PipelineParallelStrategy
+from tests.further.points import WIDTH, Handwritten
+from tests.models import PlainBlock, points
+from tests.ranks import RanksFailed, begun_on_one, run_on_ranks
+from tests.strategies.one_and_two import MakeStrategy, made, require_like
+from tests.trainers import trainer
+
+PP2 = partial(PipelineParallelStrategy, 2, microbatches=4)
+ZBV = partial(PipelineParallelStrategy, 2, schedule="zbv", microbatches=4)
+
+
+class Tabled(PlainBlock):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 13)
+        self.register_buffer("table", torch.linspace(1, 2, WIDTH))
+        self.register_buffer("unread", torch.ones(2))
+
+
+class ReadsBuffersOfBlocks(Handwritten):
+    """The code between blocks reads buffers of blocks before and behind it, by views, early and by asking for them."""
+
+    def make_blocks(self) -> nn.Module:
+        return nn.ModuleList(Tabled() for _ in range(self.count))
+
+    def make(self) -> None:
+        super().make()
+        self.head.register_buffer("scale", torch.linspace(2, 3, WIDTH))
+
+    def body(self, x: Tensor) -> Tensor:
+        early = self.blocks[0].table * 2
+        x = x * self.head.scale * self.blocks[3].table[0].item()
+        for number, block in enumerate(self.blocks):
+            x = block(x * self.blocks[(number + 2) % 4].table[None].data)
+        return x * early + float(self.blocks[1].table.tolist()[1])
+
+
+class Rotation(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cosines", torch.linspace(0, 1, WIDTH).cos())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.cosines
+
+
+class Rotated(PlainBlock):
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__(WIDTH, 13)
+        self.shared = shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.shared(x))
+
+
+class SharesAModule(Handwritten):
+    """All blocks have one module with a buffer."""
+
+    def make_blocks(self) -> nn.Module:
+        shared = self.shared()
+        return nn.ModuleList(Rotated(shared) for _ in range(self.count))
+
+    def shared(self) -> nn.Module:
+        return Rotation()
+
+
+class SharesStatistics(SharesAModule):
+    def shared(self) -> nn.Module:
+        return nn.BatchNorm1d(WIDTH)
+
+
+class Replaces(Rotation):
+    def forward(self, x: Tensor) -> Tensor:
+        self.cosines = self.cosines * 1.0
+        return super().forward(x)
+
+
+class SharesReplaced(SharesAModule):
+    def shared(self) -> nn.Module:
+        return Replaces()
+
+
+class ChangedLater(ReadsBuffersOfBlocks):
+    """Changes a buffer that several stages read, but not in the first step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx:
+            self.blocks[0].table.mul_(0.5)
+        return loss
+
+
+class ReadLater(Handwritten):
+    """An evaluation reads a buffer of another stage's block, training does not."""
+
+    def make_blocks(self) -> nn.Module:
+        return nn.ModuleList(Tabled() for _ in range(self.count))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch) * self.blocks[0].table.sum())
+
+
+def fitted(strategy: MakeStrategy | None, make: Any) -> tuple[list[float], dict[str, Tensor]]:
+    module, losses = make(), list[float]()
+    module.on_train_batch_end = lambda *_: losses.append(float(module.trainer.callback_metrics["train_loss"]))
+    data = DataLoader(points(32, seed=1), 8)
+    trainer(made(strategy), max_epochs=1).fit(module, data, data)
+    return losses, {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def require_as_on_one(make: Any, strategy: Any = PP2) -> None:
+    expected = begun_on_one(fitted, None, make)
+    for found in run_on_ranks(2, fitted, strategy, make):
+        require_like(expected.result(), found)
+
+
+def error_of(make: Any) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011
+        fitted(PP2, make)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("make", [ReadsBuffersOfBlocks, SharesAModule])
+def test_stages_that_read_a_buffer_have_it(make: Any) -> None:
+    require_as_on_one(make)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("make", [ReadsBuffersOfBlocks, SharesAModule])
+def test_so_they_have_where_a_rank_has_two_stages(make: Any) -> None:
+    require_as_on_one(make, ZBV)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"), [(SharesStatistics, "running_mean|num_batches_tracked"), (SharesReplaced, "cosines")]
+)
+def test_a_buffer_that_changes_and_that_several_stages_use(make: Any, name: str) -> None:
+    for message in run_on_ranks(2, error_of, make):
+        assert re.search(rf"changes the buffer blocks\.\d\.shared\.({name}), which stages \[0, 1\] use: .*", message)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (ChangedLater, r"blocks\.0\.table was changed in a step, on stage 1, but stages \[0, 1\] have copies of it"),
+        (ReadLater, r"blocks\.0\.table is used on stage 1, but another one has it: .* use it at the same places"),
+    ],
+)
+def test_what_the_observed_step_did_not_show(make: Any, said: str) -> None:
+    with pytest.raises(RanksFailed, match=said):
+        run_on_ranks(2, fitted, PP2, make)
