@@ -40,6 +40,9 @@ class Run(Generic[T_co]):
     def __exit__(self, *_: object) -> None:
         """After the last one."""
 
+    def keeps(self, buffers: Sequence[str]) -> None:
+        """Before the first call: these buffers every rank has, and what the calls make of them is that of one batch."""
+
     def handed_on(self, value: Any) -> Any:
         """What a stage of a pipeline gives to the next one, as plain tensors and plain values."""
         return value
@@ -109,6 +112,10 @@ class WrappedRun(Run[T_co]):
     def __exit__(self, *error: object) -> None:
         """See `Run.__exit__`."""
         self.inner.__exit__(*error)
+
+    def keeps(self, buffers: Sequence[str]) -> None:
+        """See `Run.keeps`."""
+        self.inner.keeps(buffers)
 
     def handed_on(self, value: Any) -> Any:
         """See `Run.handed_on`."""

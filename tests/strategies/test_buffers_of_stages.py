@@ -159,3 +159,80 @@ def test_a_buffer_that_changes_and_that_several_stages_use(make: Any, name: str)
 def test_what_the_observed_step_did_not_show(make: Any, said: str) -> None:
     with pytest.raises(RanksFailed, match=said):
         run_on_ranks(2, fitted, PP2, make)
+
+
+class Centered(nn.Module):
+    """Has no parameters, and goes on counting."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.center.mul_(0.5).add_(x.detach().mean(0), alpha=0.5)
+        return x
+
+
+class ChangesItsOwn(Handwritten):
+    """The step reads its own buffers before the blocks, and changes them before and after these, or puts in others."""
+
+    def make(self) -> None:
+        super().make()
+        self.centered = Centered()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("first", torch.zeros(WIDTH))
+        self.register_buffer("given", torch.zeros(13))
+        self.register_buffer("steps", torch.tensor(0))
+        self.register_buffer("samples", torch.tensor(0))
+        self.register_buffer("rate", torch.tensor(1.0))
+
+    def body(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.rate = self.rate * 0.9
+            self.first.lerp_(x.detach().mean(0), 0.1)
+        y = super().body((x + self.mean + self.centered.center) * self.rate)
+        if self.training:
+            self.mean = self.mean * 0.9 + y.detach().mean(0) * 0.1
+        return self.centered(y) - self.first
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step((batch[0] + self.given, *batch[1:]), batch_idx)
+        self.given.mul_(0.5).add_(batch[0].mean(0))
+        self.steps += 1
+        self.samples += len(batch[0])
+        return loss
+
+
+class Counting(PlainBlock):
+    def __init__(self, counted: list[nn.Module]) -> None:
+        super().__init__(WIDTH, 13)
+        self.counted = counted
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counted[0].calls.fill_(3.0)  # type: ignore[operator]
+        return super().forward(x)
+
+
+class ChangedByBlocks(Handwritten):
+    """The blocks change a buffer of the module's."""
+
+    def make_blocks(self) -> nn.Module:
+        self.register_buffer("calls", torch.zeros(()))
+        return nn.ModuleList(Counting([self]) for _ in range(self.count))
+
+
+def test_blocks_that_change_a_buffer_of_the_module() -> None:
+    for message in run_on_ranks(2, error_of, ChangedByBlocks):
+        assert re.search(r"stage 0 changes the buffer calls in a block .* register it on what changes it", message)
+
+
+@pytest.mark.filterwarnings("ignore:The step computes with buffers that it changes")
+def test_buffers_of_the_module_itself_change_once_a_batch() -> None:
+    require_as_on_one(ChangesItsOwn)
+
+
+@pytest.mark.exhaustive
+def test_so_they_do_where_a_rank_has_two_stages() -> None:
+    require_as_on_one(ChangesItsOwn, ZBV)

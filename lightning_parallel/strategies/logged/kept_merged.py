@@ -209,6 +209,10 @@ class Merging:
     def _state(self, before: Any, leaves: Sequence[_Leaf]) -> Any:
         """A tensor of the user's that stays: what is counted in it adds up, other values are averaged."""
         old, kind = torch.as_tensor(before), _common(leaves)
+        if old.dim() == 0 and kind is not Kind.SUMMED and old.dtype in INTEGERS:
+            counts = [_Leaf(int(leaf.value), leaf.kind, leaf.part) for leaf in leaves]
+            count = torch.full_like(old, self._integer(counts, int(old), whole=True))
+            return count.numpy() if isinstance(before, np.ndarray) else count
         tensors = [leaf.tensor() for leaf in leaves]
         if kind is Kind.SUMMED or (kind is None and not old.is_floating_point()):
             merged = old + torch.stack([tensor - old for tensor in tensors]).sum(0)
@@ -217,6 +221,7 @@ class Merging:
         return merged.numpy() if isinstance(before, np.ndarray) else merged
 
 
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 REDUCED = (Kind.MEAN, Kind.SUM, Kind.MAX, Kind.MIN)
 COMBINED: dict[Kind | None, Callable[[Tensor], Tensor]] = {
     Kind.SUM: lambda stacked: stacked.sum(0),

@@ -21,6 +21,7 @@ from torchmetrics import Metric
 from typing_extensions import Self
 
 from lightning_parallel.strategies.logged.averages import WeightedUpdates, averages
+from lightning_parallel.strategies.logged.kept_buffers import BufferName, KeptBuffers
 from lightning_parallel.strategies.logged.kept_merged import Merging, Part
 from lightning_parallel.strategies.logged.kept_values import Change, KeptValues, Path, keep, names_of
 from lightning_parallel.strategies.logged.kinds import Kind
@@ -107,6 +108,7 @@ class PartsRun(Run[T]):
         self._module, self._log, self._rank = module, log, rank
         self._noted: list[list[LoggedValue]] = []  # of each call
         self._before, self._kept = KeptValues(module), list[tuple[dict[Path, Change], _Kinds]]()
+        self._buffers = KeptBuffers(module)
         self._hook = module._current_fx_name or ""
         self._watch = log.kinds.watch(self._hook)
         if self._watch is not None:
@@ -120,6 +122,10 @@ class PartsRun(Run[T]):
         self.origin: int | None = None
         self._alone = Scale()  # of a sum over targets, where no other rank has any
 
+    def keeps(self, buffers: Sequence[str]) -> None:
+        """See `Run.keeps`."""
+        self._buffers = KeptBuffers(self._module, buffers)
+
     def __call__(self, *args: Any, **kwargs: Any) -> T:
         """Runs the step on one part; what it logged and counted stays if it comes to its end."""
         noted: list[LoggedValue] = []
@@ -127,6 +133,9 @@ class PartsRun(Run[T]):
         metrics = [UndoableMetric(metric) for metric in self._metrics.values()]
         kept, stay, watch = self._before, set[Path](), self._watch
         given = [WeightedUpdates(metric) for metric in self._metrics.values() if averages(metric)]
+        lent = self._buffers.lend()
+        if watch is not None:
+            watch.take_as_same(lent)
         try:
             with (
                 watch or nullcontext(),
@@ -136,6 +145,7 @@ class PartsRun(Run[T]):
             ):
                 output = super().__call__(*args, **kwargs)
                 changes, stay = kept.changes()
+                changes |= self._buffers.changes()
         except BaseException:
             for metric in metrics:
                 metric.undo()
@@ -151,6 +161,7 @@ class PartsRun(Run[T]):
             self._sizes.append(size)
         finally:
             kept.undo(stay)
+            self._buffers.undo()
             for average in given:
                 average.close()
             for metric in metrics:
@@ -246,7 +257,9 @@ class PartsRun(Run[T]):
         """See `Run.replay`."""
         self.origin, self._alone = notes.rank, Scale()
         self._alone.factor = None if notes.targets is None else torch.tensor(1 / (notes.targets or math.inf))
-        keep(self._module, notes.kept)
+        of_buffers = {path: change for path, change in notes.kept.items() if isinstance(path[0], BufferName)}
+        keep(self._module, {path: change for path, change in notes.kept.items() if path not in of_buffers})
+        self._buffers.keep(of_buffers)
         means = self._log.means if notes.targets is not None else None
         if means is not None and notes.targets is not None:
             means.declare(notes.targets, self._module.device)

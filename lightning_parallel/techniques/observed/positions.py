@@ -82,8 +82,7 @@ class Traversal:
         lasting: FQN of the modules on which the step left hooks of its own. From all others it took them back.
         casts: by the FQN of parameters that modules cast for themselves, the dtype in which the step left them.
         shapes: of the tensors that each call returned, by their numbers.
-        buffers: FQN of a buffer -> the positions at which it must be there.
-        written: FQN of the buffers that the step changed.
+        buffers: where they are read and changed.
     """
 
     blocks: tuple[str, ...]
@@ -98,13 +97,29 @@ class Traversal:
     lasting: tuple[str, ...] = ()
     casts: Mapping[str, torch.dtype] = field(default_factory=dict)
     shapes: Mapping[Call, Mapping[int, tuple[int, ...]]] = field(default_factory=dict)
-    buffers: Mapping[str, frozenset[int]] = field(default_factory=dict)
-    written: frozenset[str] = frozenset()
+    buffers: SeenBuffers = field(default_factory=lambda: SeenBuffers())
 
     @property
     def end(self) -> int:
         """The position after the last block."""
         return 2 * len(self.blocks)
+
+
+@dataclass(frozen=True)
+class SeenBuffers:
+    """The buffers that a step used.
+
+    Attributes:
+        uses: FQN of a buffer -> the positions at which it must be there.
+        written: FQN of those that the step changed.
+        inside: FQN of those that blocks and parts changed -> the positions at which they did.
+        same: FQN of those that have several names -> all of these.
+    """
+
+    uses: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    written: frozenset[str] = frozenset()
+    inside: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    same: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def ancestors(name: str) -> Iterator[str]:

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils.flop_counter import flop_registry
 
 from lightning_parallel.techniques.observed import refusals
-from lightning_parallel.techniques.observed.buffers import BufferUses
+from lightning_parallel.techniques.observed.buffers import BufferUses, frozen
 from lightning_parallel.techniques.observed.given import GivenTensors
 from lightning_parallel.techniques.observed.hooked import WatchedHooks, owner_of_part
 from lightning_parallel.techniques.observed.kept import tensors_kept
@@ -338,8 +338,8 @@ class _Recorder(Watch):
     # ---------------------------------------------------------------- the result
 
     def end(self, output: Any) -> None:
-        """The step has returned: its caller reads what it returned."""
-        for tensor in tensors_of(output):
+        """The step has returned: its caller reads what it returned, and the next step what this one left."""
+        for tensor in (*tensors_of(output), *self._buffers.left(self._is_in_one)):
             self.read(tensor)
 
     def stop(self, error: Exception) -> None:
@@ -377,8 +377,8 @@ class _Recorder(Watch):
             raise BlocksMissingError(self._blocks, self._order, self._calls)
         return Traversal(
             tuple(self._order),
-            {name: frozenset(positions) for name, positions in self._uses.items()},
-            {name: frozenset(positions) for name, positions in self._calls.items()},
+            frozen(self._uses),
+            frozen(self._calls),
             tuple(self._work),
             tuple(self._skip_tensors.values()),
             tuple(self._parts),
@@ -387,10 +387,13 @@ class _Recorder(Watch):
             tuple(self._hooks.modules),
             self._hooks.lasting,
             shapes=self._shapes,
-            buffers={name: frozenset(positions) for name, positions in self._buffers.uses.items()},
-            written=frozenset(self._buffers.written),
+            buffers=self._buffers.seen(),
         )
 
     def _is_direct(self, name: str) -> bool:
         """Whether the code between modules may read a parameter."""
-        return name in self._direct or not any(each in self._parts or each in self._blocks for each in ancestors(name))
+        return name in self._direct or not self._is_in_one(name)
+
+    def _is_in_one(self, name: str) -> bool:
+        """Whether something lies in a block or a part."""
+        return any(each in self._parts or each in self._blocks for each in ancestors(name))

@@ -93,19 +93,25 @@ class Cut:
     @cached_property
     def copied_buffers(self) -> dict[str, frozenset[int]]:
         """By the FQN of buffers of blocks and parts that several stages use, these stages."""
-        found = {name: self._with_buffer(name)[1] for name in sorted(self.seen.buffers)}
+        found = {name: self._with_buffer(name)[1] for name in sorted(self.seen.buffers.uses)}
         return {name: stages for name, stages in found.items() if len(stages) > 1}
+
+    def is_common(self, buffer: str) -> bool:
+        """Whether a buffer lies in no block or part: all stages have it, and what the last one makes of it counts."""
+        return not self._with_buffer(buffer)[1]
 
     def _with_buffer(self, name: str) -> tuple[str, frozenset[int]]:
         """In which part a buffer lies, and the stages that were seen to need it; none where it lies in no part."""
-        using = frozenset(map(self.stage_at, self.seen.buffers.get(name, ())))
-        own = self.stage_holding(name)
-        if own is not None:
-            return "", using | {own}
+        using = frozenset(map(self.stage_at, self.seen.buffers.uses.get(name, ())))
+        holding = [self.stage_holding(each) for each in self.seen.buffers.same.get(name, (name,))]
+        own = frozenset(stage for stage in holding if stage is not None)
+        if own:
+            return "", using | own if len(own) == len(set(holding)) else frozenset()
         parts = self.seen.parts
         part = next((part for part in parts if name.startswith(f"{part}.")), name.rpartition(".")[0])
         stages = self.stages_calling(part)
-        return part, stages | using if part in parts or stages == {self.stages - 1} else frozenset()
+        at_end = stages == {self.stages - 1} and using <= stages and name not in self.seen.buffers.written
+        return part, stages | using if part in parts or at_end else frozenset()
 
     def _stages_calling_part_of(self, name: str) -> frozenset[int]:
         parts = (part for part in self.seen.parts if name.startswith(f"{part}."))
@@ -145,8 +151,15 @@ def cut(seen: Traversal, stages: int, sizes: Sequence[int] | None = None, loss_s
 
 
 def _refuse_changing(made: Cut) -> None:
+    for name, positions in sorted(made.seen.buffers.inside.items()):
+        alone = {made.stage_at(position) for position in positions} - {made.stages - 1}
+        if alone and made.is_common(name):
+            raise ValueError(
+                f"stage {min(alone)} changes the buffer {name} in a block or another module, but it lies in none "
+                f"of these, and other stages do not run them; register it on what changes it, or {UNDIVIDED}"
+            )
     for name, stages in made.copied_buffers.items():
-        if name in made.seen.written:
+        if name in made.seen.buffers.written:
             raise ValueError(
                 f"the step changes the buffer {name}, which stages {sorted(stages)} use: each would change a copy of "
                 "its own; register it on the one module that changes and reads it, choose a split that leaves its uses "

@@ -19,7 +19,7 @@ from lightning_parallel.techniques.pipeline_parallel.joined import Dims, joined
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import Schedule
 from lightning_parallel.techniques.pipeline_parallel.shares import Shares
 from lightning_parallel.techniques.pipeline_parallel.stages import Stages
-from lightning_parallel.techniques.pipeline_parallel.ties import Tie, sum_over_holders
+from lightning_parallel.techniques.pipeline_parallel.ties import Tie, common_buffers, sum_over_holders
 from lightning_parallel.techniques.step import Coming, Run, Step, WrappedStep
 from lightning_parallel.techniques.tools import microbatches
 from lightning_parallel.techniques.tools.leaves import leaf_of
@@ -63,6 +63,7 @@ class PipelineStep(WrappedStep):
         self._stages = Stages(model, made, device)
         self._exchange = Exchange(self._lane, schedule.rank_of, schedule.stages)
         self._parameters = _parameters(model, made, schedule)
+        self._common = common_buffers(model, made)
         self._coming = Coming()
 
     @property
@@ -89,6 +90,7 @@ class PipelineStep(WrappedStep):
         """
         parameters = {name: held.now() for name, held in self._parameters.items()}
         learning = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        run.keeps(self._common)
         work = self._work(run, args, kwargs, learning)
         count = len(work.steps)
         schedule = self._schedule.only(count) if count < self._schedule.microbatches else self._schedule
