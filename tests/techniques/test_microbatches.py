@@ -1,6 +1,7 @@
 import torch
 from torch import nn
 
+from lightning_parallel import PipelineParallel
 from lightning_parallel.techniques.tools.microbatches import split
 
 
@@ -22,3 +23,8 @@ def test_what_learns_is_reached_through_a_part():
     whole = torch.ones(4, requires_grad=True)
     sum(part.sum() * factor for factor, part in enumerate(split(whole, 2))).backward()
     assert whole.grad.tolist() == [0, 0, 1, 1]
+
+
+def test_a_batch_that_is_too_small_for_a_pipeline_is_told(caplog):
+    assert PipelineParallel(4)._count(4, 1) == 1
+    assert "A batch of 1 gives 1 microbatches to 4 ranks of a pipeline, which mostly wait" in caplog.text
