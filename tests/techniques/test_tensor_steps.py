@@ -1,6 +1,7 @@
 """Steps under tensor parallelism that draw random numbers, decide by them, or run a model several times."""
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,27 +10,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_parallel import DataParallel, HybridStrategy, TensorParallel, TensorParallelStrategy
+from lightning_parallel import TensorParallelStrategy
+from lightning_parallel.techniques.divided.randomness import drawn_apart
 from tests.models import Optimized, adamw
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import MakeStrategy, made, require_like
-from tests.techniques.test_tensor_parallel import Masks
 from tests.trainers import trainer
 
 TP2 = partial(TensorParallelStrategy, 2)
 
 
-def masks_beside_readers() -> list[Tensor]:
-    module = Masks(0.5, 0.5)
-    run = trainer(HybridStrategy(DataParallel(2), TensorParallel(2)), max_steps=2)
-    run.fit(module, DataLoader(torch.zeros(4, 1)))
-    return [kept for block in module.blocks for kept in block.kept["inner"]]
+def drawn_after(seed: int) -> list[float]:
+    torch.manual_seed(seed)
+    elements: Any = SimpleNamespace(size=8, own=((0, 4),))
+    with drawn_apart(torch.device("cpu"), [elements]):
+        return torch.rand(3).tolist()
 
 
-def test_dropout_within_regions_differs_between_all_ranks() -> None:
-    ranks = run_on_ranks(4, masks_beside_readers)
-    for of_all in zip(*ranks, strict=True):
-        assert len({mask.numpy().tobytes() for mask in of_all}) == 4
+def test_draws_for_own_elements_differ_where_the_generator_does() -> None:
+    """As that of a GPU does between ranks that read different samples."""
+    assert drawn_after(1) == drawn_after(1) != drawn_after(2)
 
 
 class Block(nn.Module):
