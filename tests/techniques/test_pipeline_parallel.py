@@ -68,7 +68,11 @@ def test_every_layout(layout, column):
 @sampled(2, "name", [*libraries.MODELS, "qwen3", "phi3", "gpt_neox"])
 def test_models_of_libraries(name):
     model = {"late": name == "opt"} | ({"num_hidden_layers": 4} if name in COLUMNS else {})
-    check_parity(name, 2, partial(PipelineParallelStrategy, 2), model=model, **SHORT)
+    exact = {}
+    if name == "gpt_oss":  # AdamW makes of single precision's rounding more than the others' tolerance
+        model["experts_implementation"] = "eager"  # the product of groups is not there in double precision
+        exact = {"precision": "64-true", "rtol": 1e-6}
+    check_parity(name, 2, partial(PipelineParallelStrategy, 2), model=model, **SHORT, **exact)
 
 
 @pytest.mark.parametrize("name", hooked.MODELS)
