@@ -69,7 +69,7 @@ def test_every_layout(layout, column):
 def test_models_of_libraries(name):
     model = {"late": name == "opt"} | ({"num_hidden_layers": 4} if name in COLUMNS else {})
     exact = {}
-    if name == "gpt_oss":  # AdamW makes of single precision's rounding more than the others' tolerance
+    if name == "gpt_oss":  # in single precision weights are 2.9e-6 apart, in double they are equal: rounding
         model["experts_implementation"] = "eager"  # the product of groups is not there in double precision
         exact = {"precision": "64-true", "rtol": 1e-6}
     check_parity(name, 2, partial(PipelineParallelStrategy, 2), model=model, **SHORT, **exact)
