@@ -167,9 +167,9 @@ class MeshStrategy(RankStrategy):
         """Makes the user's optimizers; where parameters are stored in shards, they step the shards."""
         with self._whole.shown():
             super().setup_optimizers(trainer)
-        refusals.refuse_optimizers(self.optimizers, self._mesh())
         self._whole.forget_states_elsewhere(self.optimizers)
         shards = any(self._is_sharded(parameter) for parameter in self._module().parameters())
+        refusals.refuse_optimizers(self.optimizers, self._mesh(), shards)
         self._stored = {
             id(optimizer): StoredOptimizer(optimizer, self._step, self._mean_loss, shards)
             for optimizer in self.optimizers

@@ -108,8 +108,13 @@ def _refuse_manual_optimization(module: LightningModule, mesh: ParallelMesh) -> 
         )
 
 
-def refuse_optimizers(optimizers: Sequence[Optimizer], mesh: ParallelMesh) -> None:
-    """Raises for an optimizer that steps all parameters along one direction: a stage of a pipeline has its own only."""
+def refuse_optimizers(optimizers: Sequence[Optimizer], mesh: ParallelMesh, shards: bool) -> None:
+    """Raises for an optimizer that steps all parameters along one direction: a stage of a pipeline has its own only.
+
+    And, where ranks hold parts, for one that wraps another with lists of its own.
+    """
+    if shards or mesh.sizes["pp"] > 1:
+        _refuse_wrapped(optimizers)
     for optimizer in optimizers:
         if mesh.sizes["pp"] > 1 and isinstance(optimizer, LBFGS):
             raise ValueError(
@@ -117,6 +122,24 @@ def refuse_optimizers(optimizers: Sequence[Optimizer], mesh: ParallelMesh) -> No
                 f"{mesh.sizes['pp']} stages of a pipeline has its own; use AdamW or another optimizer that steps "
                 "parameters one by one, or a layout without a pipeline"
             )
+
+
+def _refuse_wrapped(optimizers: Sequence[Optimizer]) -> None:
+    """Raises for an optimizer that steps another one with lists of parameters of its own.
+
+    Only what lies in the outer one's lists is exchanged for the parts while it steps: the inner one would go on
+    stepping what nobody stores, without a word.
+    """
+    for optimizer in optimizers:
+        lists = {id(group["params"]) for group in optimizer.param_groups}
+        for name, inner in vars(optimizer).items():
+            if isinstance(inner, Optimizer) and any(id(group["params"]) not in lists for group in inner.param_groups):
+                kind = type(optimizer).__name__
+                raise ValueError(
+                    f"{kind}.{name} is a {type(inner).__name__} with lists of parameters of its own, and ranks hold "
+                    f"parts of the parameters, which take their place in the lists of {kind} only; share them, as by "
+                    f"self.{name}.param_groups = self.param_groups, or use DataParallelStrategy"
+                )
 
 
 def refuse_combinations(techniques: Sequence[Technique]) -> None:

@@ -219,6 +219,32 @@ def test_who_may_step_shards() -> None:
     assert not is_elementwise(optim.LBFGS(parameters))
 
 
+class Wrapping(optim.Optimizer):
+    """Steps another optimizer, which has lists of parameters of its own or the same ones."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], shares: bool) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.inner = optim.SGD(list(self.param_groups[0]["params"]), lr=0.1, momentum=0.9)
+        if shares:
+            self.inner.param_groups[0]["params"] = self.param_groups[0]["params"]
+
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Any:
+        return self.inner.step(closure)
+
+
+def wrapping_refused(strategy: Any) -> None:
+    with pytest.raises(ValueError, match=r"Wrapping.inner is a SGD with lists .* use DataParallelStrategy"):
+        train_with(partial(Wrapping, shares=False), strategy, 2)
+
+
+@sampled(1, "layout", ["zero_3", "zero_2", "zero_1"])
+def test_wrapped_optimizers_share_their_lists_or_are_refused(layout: str) -> None:
+    run_on_ranks(2, wrapping_refused, LAYOUTS[layout])
+    one = on_one(train_with, partial(Wrapping, shares=True), "auto", 1)
+    for got in run_on_ranks(2, train_with, partial(Wrapping, shares=True), LAYOUTS[layout], 2):
+        compare(one, got)
+
+
 class Sparse(LightningModule):
     def __init__(self) -> None:
         super().__init__()
