@@ -52,6 +52,10 @@ class CompiledForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the graph on a rank's own elements."""
+        with _not_looked_at(self._tables):
+            return self._called(*args, **kwargs)
+
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
         places = [(number, name, _mark(parameter)) for number, table in enumerate(self._tables)
                   for name, parameter in table.items() if isinstance(parameter, Divided)]  # fmt: skip
         leaves, form = tree_flatten((args, kwargs))
@@ -142,6 +146,20 @@ def _plain(tables: Any, places: list[Any]) -> Iterator[None]:
     before = [(tables[number], name, tables[number][name]) for number, name, _ in places]
     for table, name, divided in before:
         table[name] = divided.own
+    try:
+        yield
+    finally:
+        for table, name, divided in before:
+            table[name] = divided
+
+
+@contextmanager
+def _not_looked_at(tables: Any) -> Iterator[None]:
+    """Inside, parameters with which modules do not compute are as they are stored."""
+    before = [(table, name, each) for table in tables for name, each in table.items()
+              if isinstance(each, Divided) and each.looked_at]  # fmt: skip
+    for table, name, divided in before:
+        table[name] = divided.stored
     try:
         yield
     finally:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from types import FunctionType
-from typing import Any, TypeGuard, cast
+from typing import Any, ClassVar, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -70,10 +70,11 @@ class Divided(Tensor):
         cuts: which they are; none for a parameter that all ranks have alike, see `alike`.
     """
 
+    looked_at: ClassVar[bool] = False  # whether only code that looks at it needs it, and no module computes with it
     own: Tensor
     cuts: Cuts
     ranks: Ranks
-    """Of an alike parameter only: the ranks that add up its gradients."""
+    """Of an alike parameter: the ranks that add up its gradients."""
     stored: Tensor | None
     """Of a parameter: the tensor that the module holds between steps, and that has the gradient."""
     _known: tuple[Tensor, int] | None
@@ -134,7 +135,7 @@ class Divided(Tensor):
 
     @property
     def only(self) -> Elements:
-        """The elements of the first dimension that is divided, mostly the only one."""
+        """The elements of the first divided dimension."""
         return next(iter(self.cuts.values()))
 
     # ---------------------------------------------------------------- what it looks like
@@ -195,7 +196,7 @@ class Divided(Tensor):
         stored.grad = None if value is None else as_gradient(own_of(value, self.cuts), stored)
 
     def dim(self) -> int:
-        """How many dimensions."""
+        """See `ndim`."""
         return len(self._shape)
 
     def size(self, dim: int | None = None) -> Any:
@@ -210,8 +211,7 @@ class Divided(Tensor):
         return self._shape[0]
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Without a collective: ranks may print alone."""
-        if not self.cuts:
+        if not self.cuts:  # without a collective: ranks may print alone
             return repr(self.own)
         here = ", ".join(f"dim {dim}: {elements!r}" for dim, elements in self.cuts.items())
         return f"Divided(shape={tuple(self._shape)}, dtype={self.dtype}, this rank has {here})"

@@ -25,6 +25,7 @@ from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.expert_parallel.before import Before, RandomState
 from lightning_parallel.techniques.expert_parallel.calls import Calls
 from lightning_parallel.techniques.expert_parallel.capacity import Capacity
+from lightning_parallel.techniques.expert_parallel.outside import stored_of
 from lightning_parallel.techniques.expert_parallel.two_passes import DIMENSIONS, FirstPass, SecondPass, copied
 from lightning_parallel.techniques.tools.leaves import leaf_of
 from lightning_parallel.techniques.tools.redirect import Forward
@@ -117,7 +118,7 @@ class ListedExperts:
 
     def _whole_parameters(self) -> dict[Tensor, Tensor]:
         """What stands for parameters that every rank has, as scalars: those who have the expert tell the others."""
-        found = [p for expert in self._experts for p in expert.parameters() if not isinstance(p, DTensor)]
+        found = [p for expert in self._experts for p in expert.parameters() if not isinstance(stored_of(p), DTensor)]
         if self._alike is None or not found:
             return {}
         wholes = list(dict.fromkeys(found))  # tied ones stand in several experts
@@ -151,19 +152,20 @@ class ListedExperts:
         sent = counts[self._group.rank()].view(self._group.size(), -1).sum(1).tolist()
         received = counts[:, mine].sum(1).tolist()
         flat = [each for expert in rows for each in expert]
-        joined = torch.cat(flat) if flat else some.new_zeros(0, *width)
+        joined = torch.cat(flat) if flat else torch.zeros(0, *width, dtype=some.dtype, device=some.device)
         if torch.is_grad_enabled() and not joined.requires_grad:
             joined.requires_grad_()  # or ranks would differ in whether they have a backward pass
         arrived = _travelled(joined, sent, received, self._group)
         made = self._computed(arrived, counts[:, mine].tolist(), called[mine], whole)
-        back = _travelled(made, received, sent, self._group)
         lost = [
-            leaf_of(parameter)
+            leaf_of(stored_of(parameter))
             for number, expert in enumerate(self._experts)
             if called[number] and not mine.start <= number < mine.stop
             for parameter in expert.parameters()
         ]
-        back = _Used.apply(back, *lost) if torch.is_grad_enabled() else back  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled():  # before they travel: whoever asks for a gradient comes by the same messages
+            made = _Used.apply(made, *lost)  # type: ignore[no-untyped-call]
+        back = _travelled(made, received, sent, self._group)
         pieces = deque(torch.split(back, [len(each) for each in flat]))
         of = {id(each): pieces.popleft() for each in flat}
         return [of[id(each)] for _, each in calls], back
@@ -218,7 +220,8 @@ class ListedExperts:
         before: list[tuple[dict[str, Any], str, Any]] = [(table, own, table[own]) for table, own in slots]
         for table, own, kept in before:
             if kept is not None:
-                leaf = whole.get(kept, kept) if not isinstance(kept, DTensor) else leaf_of(kept)
+                stored = stored_of(kept)
+                leaf = leaf_of(stored) if isinstance(stored, DTensor) else whole.get(kept, kept)
                 table[own] = leaf if self._alike is None else counted(leaf, 1 / self._alike.count)
         self._computing = True
         try:

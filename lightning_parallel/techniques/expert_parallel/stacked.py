@@ -31,9 +31,9 @@ from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.expert_parallel.before import Before, RandomState
 from lightning_parallel.techniques.expert_parallel.calls import Calls
 from lightning_parallel.techniques.expert_parallel.capacity import Capacity
+from lightning_parallel.techniques.expert_parallel.outside import stored_of
 from lightning_parallel.techniques.expert_parallel.own_experts import OwnExperts
-from lightning_parallel.techniques.expert_parallel.routes import find_route
-from lightning_parallel.techniques.expert_parallel.tokens import Tokens, own_tokens
+from lightning_parallel.techniques.expert_parallel.routes import Tokens, find_route, own_tokens
 from lightning_parallel.techniques.expert_parallel.travel import combine, dispatch
 from lightning_parallel.techniques.tools.leaves import leaf_of
 from lightning_parallel.techniques.tools.redirect import Forward
@@ -247,8 +247,8 @@ class StackedExperts:
         """Inside, tables of parameters hold what is shown of this rank's rows, and of what it has whole."""
         before: list[tuple[dict[str, Any], str, Any]] = []
         for table, own in self._slots:
-            kept = table[own]
-            before.append((table, own, kept))
+            before.append((table, own, table[own]))
+            kept = stored_of(table[own])
             table[own] = divided(leaf_of(kept)) if isinstance(kept, DTensor) else whole(kept)
         try:
             yield

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.arguments import true_or_false, whole_number
 from lightning_parallel.collectives.elements import Ranks
@@ -28,12 +29,13 @@ from lightning_parallel.techniques.expert_parallel.ahead import SharedExperts
 from lightning_parallel.techniques.expert_parallel.calls import Calls
 from lightning_parallel.techniques.expert_parallel.capacity import Capacity
 from lightning_parallel.techniques.expert_parallel.listed import ListedExperts
+from lightning_parallel.techniques.expert_parallel.outside import Outside, Readers, Shown, Slot
 from lightning_parallel.techniques.expert_parallel.owned import own_parameters
 from lightning_parallel.techniques.expert_parallel.stacked import StackedExperts, shows_drops
 from lightning_parallel.techniques.step import Run, Step, WrappedRun, WrappedStep
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools.redirect import redirect_forward
-from lightning_parallel.techniques.tools.shards import ElementsShard, parameter_part
+from lightning_parallel.techniques.tools.shards import ElementsShard, parameter_part, pieces
 from lightning_parallel.techniques.tools.telling import warn
 
 T = TypeVar("T")
@@ -135,13 +137,15 @@ class ExpertParallel(Technique):
         view = mesh.experts(size)
         if view["ep"].size() == 1 and self.capacity_factor is None:
             return Division(model)
+        if self.capacity_factor is not None and mesh.sizes["cp"] > 1:
+            warn(_another_order(self))
         found = find_experts(model, ground.plan)
         division = _Dividing(view, mesh, self, own_parameters(model, found))
         for each in found:
             division.divide(model, each)
         limited = [] if self.capacity_factor is None else [model.get_submodule(each.name) for each in found]
         showing = [module for module in limited if shows_drops(module)]
-        return DividedExperts(model, division.calls, mesh.device, division.shared, showing)
+        return DividedExperts(model, division.calls, mesh.device, division.shared, showing, division.shown())
 
 
 @dataclass(eq=False)
@@ -153,52 +157,64 @@ class DividedExperts(Division):
         device: of this rank.
         shared: what is computed while tokens travel.
         showing: the modules that show what they dropped.
+        shown: shows weights of experts to code outside of them.
     """
 
     calls: Calls
     device: torch.device
     shared: Sequence[SharedExperts]
     showing: Sequence[nn.Module]
+    shown: Shown
+
+    def outputs(self, outputs: Any) -> Any:
+        """Makes whole what ranks have parts of."""
+        return tree_map_only(Outside, Outside.whole, outputs)
 
     def run(self, run: Run[T]) -> Run[T]:
-        """Tells other ranks that a step calls no more experts."""
-        return EndingRun(run, self.calls, self.device)
+        """Shows the user's own code all experts; tells other ranks that a step calls no more of them."""
+        return EndingRun(run, self)
 
     def step(self, step: Step) -> Step:
         """Tells shared experts when a batch begins, and leaves nothing behind."""
-        return ExpertsStep(step, self.shared, self.showing)
+        return ExpertsStep(step, self)
 
 
 class EndingRun(WrappedRun[T]):
     """A run after which other ranks know that this one calls no more experts."""
 
-    def __init__(self, inner: Run[T], calls: Calls, device: torch.device) -> None:
+    def __init__(self, inner: Run[T], division: DividedExperts) -> None:
         super().__init__(inner)
-        self._calls, self._device = calls, device
+        self._division = division
 
     def __call__(self, *args: Any, **kwargs: Any) -> T:
         """See `Run.__call__`."""
-        result = self.inner(*args, **kwargs)
-        self._calls.end(self._device)
+        with self._division.shown():
+            result = self.inner(*args, **kwargs)
+        self._division.calls.end(self._division.device)
         return result
 
 
 class ExpertsStep(WrappedStep):
     """A step that tells shared experts when a batch begins, and leaves no rate of what was dropped behind."""
 
-    def __init__(self, inner: Step, shared: Sequence[SharedExperts], showing: Sequence[nn.Module]) -> None:
+    def __init__(self, inner: Step, division: DividedExperts) -> None:
         super().__init__(inner)
-        self._shared, self._showing = shared, showing
+        self._division = division
 
     def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
         """See `Step.forward`."""
-        for each in self._shared:
+        for each in self._division.shared:
             each.adopt()
         return self.inner.forward(run, *args, **kwargs)
 
+    def backward(self, run: Callable[[], None]) -> None:
+        """See `Step.backward`."""
+        with self._division.shown():  # for what is computed again
+            self.inner.backward(run)
+
     def close(self) -> None:
         """See `Step.close`."""
-        for module in self._showing:
+        for module in self._division.showing:
             vars(module).pop("drop_rate", None)
         self.inner.close()
 
@@ -224,6 +240,12 @@ class _Dividing:
         self._mesh, self.shared = mesh, list[SharedExperts]()
         self.calls = Calls(view["ep"].get_group())
         self._own, self._parts = set(own), dict[nn.Parameter, nn.Parameter]()
+        self._ranks, self._slots = Ranks(view["ep"].get_group(), "ep"), list[Slot]()
+
+    def shown(self) -> Shown:
+        """What shows the parameters that are divided."""
+        number = self.calls.number("weights of experts outside of their module")
+        return Shown(self._slots, Readers(self._ranks, self._mesh.sizes["tp"], self.calls, number))
 
     def divide(self, model: nn.Module, experts: Experts) -> None:
         """Keeps this rank's experts of one module, and leads calls of them over the ranks."""
@@ -267,6 +289,11 @@ class _Dividing:
                 if parameter not in self._parts:
                     self._parts[parameter] = parameter_part(parameter, self._kept, [*self._copied, place(parameter)])
                 module._parameters[name] = self._parts[parameter]
+                runs = [
+                    pieces(place(parameter), len(parameter), self._ranks.count, rank)
+                    for rank in range(self._ranks.count)
+                ]
+                self._slots.append(Slot(module._parameters, name, self._ranks.elements(len(parameter), runs)))
 
 
 def _of_one_rank(holder: int, ranks: int, parameter: nn.Parameter) -> Placement:
@@ -317,4 +344,11 @@ def _no_experts(technique: ExpertParallel, model: nn.Module, source: str) -> str
         f"{technique!r} finds no experts in {type(model).__name__}: {source} names none, and no module has the form of "
         "stacked experts, called with (tokens, indices, weights), or of a list of experts beside a router. Name them, "
         "as in plan=ParallelPlan(blocks='net.layers.*', experts='net.layers.*.experts'), or leave ExpertParallel out"
+    )
+
+
+def _another_order(technique: ExpertParallel) -> str:
+    return (
+        f"{technique!r} drops tokens in the order of ranks, which have parts of each sequence beside context parallel: "
+        "where an expert is full, other tokens are dropped than on one device; leave capacity_factor out for its curve"
     )

@@ -1,0 +1,272 @@
+"""Weights of experts that code outside of their module reads: a penalty on them, their norms, a look at one of them.
+
+While a step runs, tables of parameters hold an `Outside` for what ranks have divided. Experts themselves compute with
+what a rank has. Whoever else reads one gets the weights of all experts, gathered; each rank reads for its own samples,
+so gradients of all ranks are summed. Functions of single elements, and sums, means and norms of all, need no gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_parallel.collectives.by_elements import counted, gathered
+from lightning_parallel.collectives.elements import Elements, Ranks
+from lightning_parallel.techniques.divided import rules  # noqa: F401  (enters them in the table)
+from lightning_parallel.techniques.divided.functions import functions_get_wholes
+from lightning_parallel.techniques.divided.rules.single import IN_PLACE, ONE_BY_ONE
+from lightning_parallel.techniques.divided.tensor import RULES, Divided, of_wholes, operations, same_cuts
+from lightning_parallel.techniques.expert_parallel.calls import Calls
+from lightning_parallel.techniques.tools.leaves import leaf_of
+
+
+@dataclass(frozen=True, eq=False)
+class Readers:
+    """The ranks that read weights of which each has some.
+
+    Attributes:
+        ranks: they.
+        alike: how many of them read for the same samples.
+        calls: tells whether all ranks read.
+        number: of such a read among calls.
+    """
+
+    ranks: Ranks
+    alike: int
+    calls: Calls
+    number: int
+
+    def gathered(self, own: Tensor, elements: Elements) -> Tensor:
+        """What all ranks have, for this rank's own use."""
+        self.calls.meet(self.number, own.device)
+        return gathered(counted(own, 1 / self.alike), 0, elements)
+
+    def of_all(self, own: Tensor) -> Tensor:
+        """One number of each rank, (ranks,)."""
+        return self.gathered(own[None], self.ranks.chunks(self.ranks.count))
+
+
+class Outside(Divided):
+    """A parameter of experts, or what single elements of one became, for readers outside of the experts' module.
+
+    Args:
+        own: the rows that this rank has, with their history.
+        elements: which they are.
+        readers: the ranks that have the others.
+    """
+
+    looked_at = True
+    readers: Readers
+
+    @staticmethod
+    def __new__(cls, own: Tensor, elements: Elements, readers: Readers) -> Outside:  # noqa: D102
+        made = _make(cls, (elements.size, *own.shape[1:]), dtype=own.dtype, device=own.device)
+        made.own, made.cuts, made.readers = own, {0: elements}, readers
+        made._shape, made.gathers = torch.Size((elements.size, *own.shape[1:])), {}
+        made.stored = made._known = None
+        return made
+
+    def whole(self, reader: str = "") -> Tensor:
+        """See `Divided.whole`; its gradients are summed over all ranks that read it."""
+        key = "whole", torch.is_grad_enabled(), self.own._version
+        if key not in self.gathers:
+            self.gathers[key] = self.readers.gathered(self.own, self.only)
+        return self.gathers[key]
+
+    def again(self, own: Tensor) -> Outside:
+        """The same rows of what it became."""
+        return Outside(own, self.only, self.readers)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        known = RULES.get(func)
+        if known in ANSWERING:
+            return known(func, args, kwargs)
+        result = _by_own_rows(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+        changes = tree_leaves((args[:1], kwargs.get("out"))) if func in IN_PLACE or "out" in kwargs else ()
+        if any(isinstance(leaf, Outside) for leaf in changes):
+            return of_wholes(func, args, kwargs)
+        args, kwargs = tree_map_only(Outside, Outside.whole, (tuple(args), kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Gives wholes to code that `__torch_function__` does not see, below autograd.
+
+        Raises:
+            RuntimeError: a gradient would be lost here.
+        """
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return args[0].again(args[0].own.detach())
+        if torch.is_grad_enabled() and any(isinstance(arg, Outside) and arg.own.requires_grad for arg in args):
+            raise RuntimeError(
+                f"{func} is called below Python on weights of experts of which other ranks hold some, where its "
+                "gradient cannot be followed; give it weight.clone() + 0"
+            )
+        args, kwargs = tree_map_only(Outside, lambda each: each.whole().detach(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+_make = cast(Callable[..., Outside], Tensor._make_wrapper_subclass)
+
+ANSWERING = {RULES[each] for each in (Tensor.get_device, Tensor.stride, Tensor.new_zeros, Tensor.requires_grad_,
+                                      Tensor.data_ptr, Tensor.__deepcopy__)}  # fmt: skip
+"""The rules of divided tensors that only ask, or do what they do whoever reads."""
+
+SINGLE = frozenset(ONE_BY_ONE) - IN_PLACE
+POWERS = frozenset(operations("pow", "__pow__"))
+PAIRS = frozenset(operations("add", "sub", "mul", "div", "__add__", "__sub__", "__mul__", "__truediv__"))
+SUMS = frozenset(operations("sum"))
+MEANS = frozenset(operations("mean"))
+NORMS = frozenset((*operations("norm"), torch.linalg.vector_norm))
+LENGTH = (None, "fro", 2, False)
+"""The arguments of a norm that is the length of all."""
+
+
+def _by_own_rows(func: Any, args: Any, kwargs: Any) -> Any:
+    """What needs no rows of other ranks, whoever reads; NotImplemented for the rest.
+
+    A number that is met may be another one on each rank, as a loss is, so it is met after a reduction only.
+    """
+    first = args[0] if args else None
+    if func is torch.autograd.grad:
+        return _asked(*args, **kwargs)
+    if not isinstance(first, Outside):
+        return NotImplemented
+    if func in NORMS and all(each in LENGTH for each in (*args[1:], *kwargs.values())):
+        return torch.linalg.vector_norm(first.readers.of_all(torch.linalg.vector_norm(first.own)))
+    return NotImplemented if kwargs else _by_position(func, first, *args[1:])
+
+
+def _by_position(func: Any, first: Outside, *rest: Any) -> Any:
+    match rest:
+        case ():
+            return _of_one(func, first)
+        case (int() as power,) if func in POWERS:
+            return first.again(func(first.own, power))
+        case (Outside() as other,) if (
+            func in PAIRS and first.shape == other.shape and same_cuts(first.cuts, other.cuts)
+        ):
+            return first.again(func(first.own, other.own))
+        case (hook,) if func is Tensor.register_hook:
+            return _hooked(first, hook)
+    return NotImplemented
+
+
+def _of_one(func: Any, rows: Outside) -> Any:
+    if func in SINGLE or func is Tensor.data.__get__:  # type: ignore[attr-defined]
+        return rows.again(func(rows.own))
+    if func is Tensor.retain_grad:
+        return func(rows.own)
+    if func in SUMS:
+        return rows.readers.of_all(rows.own.sum()).sum()
+    if func in MEANS and rows.is_floating_point():
+        return rows.readers.of_all(rows.own.sum()).sum() / rows.numel()
+    return NotImplemented
+
+
+# ---------------------------------------------------------------- gradients that a step asks for
+
+
+def _asked(outputs: Any, inputs: Any, *rest: Any, **kwargs: Any) -> Any:
+    """`torch.autograd.grad`: of rows that tokens of all ranks reach, the mean over these ranks."""
+    inputs = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    outputs, rest, kwargs = tree_map_only(Outside, Outside.whole, (outputs, rest, kwargs))
+    found = torch.autograd.grad(
+        outputs, [each.own if isinstance(each, Outside) else each for each in inputs], *rest, **kwargs
+    )
+    return tuple(
+        each.again(gradient / _readers_apart(each)) if isinstance(each, Outside) and gradient is not None else gradient
+        for gradient, each in zip(found, inputs, strict=True)
+    )
+
+
+def _hooked(rows: Outside, hook: Callable[[Tensor], Any]) -> Any:
+    many = _readers_apart(rows)
+
+    def on_own(gradient: Tensor) -> Any:
+        changed = hook(rows.again(gradient / many))
+        if changed is None:
+            return None
+        return (changed.own if isinstance(changed, Outside) else rows.only.take(changed, 0)) * many
+
+    return rows.own.register_hook(on_own)  # type: ignore[no-untyped-call]
+
+
+def _readers_apart(rows: Outside) -> float:
+    """How many ranks read for samples of their own."""
+    return rows.readers.ranks.count / rows.readers.alike
+
+
+# ---------------------------------------------------------------- in the tables of modules
+
+
+def stored_of(parameter: Any) -> Any:
+    """What is stored, of a parameter that a table holds."""
+    return parameter.stored if isinstance(parameter, Outside) and parameter.stored is not None else parameter
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """The place of a parameter that is divided.
+
+    Attributes:
+        table: a module's table of parameters.
+        name: its name there.
+        elements: the rows that ranks have.
+    """
+
+    table: dict[str, Any]
+    name: str
+    elements: Elements
+
+
+class Shown:
+    """Shows weights of experts to code outside of them.
+
+    Args:
+        slots: where they are.
+        readers: the ranks that have them.
+    """
+
+    def __init__(self, slots: Sequence[Slot], readers: Readers) -> None:
+        self._slots, self._readers = slots, readers
+        self._kept: dict[int, Outside] = {}
+        """What stood for each parameter before, by its `id`, which is the parameter's as long as it is held here."""
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Inside, tables hold what readers get; what ZeRO has sharded at the moment stays as it is."""
+        held = [(slot, slot.table[slot.name]) for slot in self._slots if slot.name in slot.table]
+        shown = [(slot, kept, self._of(kept, slot.elements)) for slot, kept in held if _is_there(kept, slot.elements)]
+        for slot, _, rows in shown:
+            slot.table[slot.name] = rows
+        try:
+            with functions_get_wholes():
+                yield
+        finally:
+            for slot, kept, rows in shown:
+                rows.forget()
+                if slot.table[slot.name] is rows:
+                    slot.table[slot.name] = kept
+
+    def _of(self, kept: Any, elements: Elements) -> Outside:
+        rows, leaf = self._kept.get(id(kept)), leaf_of(kept)
+        if rows is None or rows.own is not leaf or rows.stored is not kept:
+            rows = self._kept[id(kept)] = Outside(leaf, elements, self._readers)
+            rows.stored = kept
+        return rows
+
+
+def _is_there(kept: Any, elements: Elements) -> bool:
+    return isinstance(kept, DTensor) and len(kept._local_tensor) == elements.length

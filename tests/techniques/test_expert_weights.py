@@ -1,0 +1,67 @@
+"""A step that reads weights of experts outside of their module finds those of all: penalties, norms, products."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_parallel import DataParallel, ExpertParallel, ExpertParallelStrategy, TensorParallel, Zero
+from tests.curves import Curve, compare, curve
+from tests.further.experts import Banked, Looped, Mixture
+from tests.models import loaders
+from tests.ranks import begun_on_one, run_on_ranks
+from tests.techniques.tensor_layouts import SHORT, adamw, hybrid
+from tests.trainers import trainer
+
+
+class Penalised(Mixture):
+    """Adds to its loss what it reads of experts, and logs their norms."""
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        tokens = self.network.embed(batch["input_ids"])
+        loss = super().loss(batch)
+        small = 1e-2 * sum(parameter.square().sum() for parameter in self.parameters())
+        first, second = (block.mixture.experts for block in self.network.blocks)
+        listed = isinstance(first, nn.ModuleList)
+        every = torch.stack([each.up.weight for each in first]) if listed else first.up
+        alike = (every.flatten(1) @ every.flatten(1).T).square().mean()
+        spectral = torch.linalg.matrix_norm(every[1], 2)
+        used = F.linear(tokens, second[2].up.weight if listed else second.up[2].T).square().mean()
+        with torch.no_grad():
+            self.log("length", sum(parameter.norm() for parameter in first.parameters()))
+        return loss + small * loss.detach() + 1e-2 * (alike + spectral + used)
+
+
+LAYOUTS: dict[str, Any] = {
+    "ep2": (2, partial(ExpertParallelStrategy, 2), 2),
+    "zero3": (2, hybrid(Zero(2), ExpertParallel(2)), 2),
+    "tp2": (4, hybrid(DataParallel(2), TensorParallel(2), ExpertParallel(2)), 2),
+    "two copies": (4, hybrid(Zero(4, stage=1), ExpertParallel(2)), 4),
+}
+
+
+def trained(mixture: type[nn.Module], make_strategy: Any, readers: int) -> Curve:
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"max_steps": 3, "precision": "64-true", "gradient_clip_val": 0.5}
+    strategy = make_strategy if isinstance(make_strategy, str) else make_strategy()
+    return curve(
+        partial(trainer, strategy, **options),
+        Penalised(mixture, adamw),
+        loaders("looped_experts", 8 // readers, **SHORT),
+    )
+
+
+@pytest.mark.parametrize("mixture", [Looped, Banked])
+@pytest.mark.parametrize(
+    "layout", ["ep2", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in LAYOUTS if name != "ep2")]
+)
+def test_what_is_read_of_experts(layout: str, mixture: type[nn.Module]) -> None:
+    count, strategy, readers = LAYOUTS[layout]
+    expected = begun_on_one(trained, mixture, "auto", 1)
+    for got in run_on_ranks(count, trained, mixture, strategy, readers):
+        compare(expected.result(), got, 1e-9)
