@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -47,6 +48,7 @@ LAYOUTS: dict[str, Any] = {
 
 def trained(mixture: type[nn.Module], make_strategy: Any, readers: int) -> Curve:
     torch.manual_seed(0)
+    warnings.filterwarnings("ignore", ".*sync_dist=True")  # Lightning's own, even of one process
     options: dict[str, Any] = {"max_steps": 3, "precision": "64-true", "gradient_clip_val": 0.5}
     strategy = make_strategy if isinstance(make_strategy, str) else make_strategy()
     return curve(

@@ -90,7 +90,7 @@ class Divided(Tensor):
         if torch.compiler.is_compiling():
             made: Divided = own.as_subclass(_Traced)
         else:
-            made = _make(_Wrapper, shape, dtype=own.dtype, device=own.device)
+            made = _make(Wrapper, shape, dtype=own.dtype, device=own.device)
         made.own, made.cuts, made._shape = own, cuts, torch.Size(shape)
         made.gathers, made.stored, made._known = {}, None, None
         return made
@@ -233,7 +233,7 @@ class Divided(Tensor):
         return of_wholes(func, args, kwargs)
 
 
-class _Wrapper(Divided):
+class Wrapper(Divided):
     """The form that has a shape, but no memory."""
 
     @classmethod

@@ -22,7 +22,7 @@ from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.techniques.divided import rules  # noqa: F401  (enters them in the table)
 from lightning_parallel.techniques.divided.functions import functions_get_wholes
 from lightning_parallel.techniques.divided.rules.single import IN_PLACE, ONE_BY_ONE
-from lightning_parallel.techniques.divided.tensor import RULES, Divided, of_wholes, operations, same_cuts
+from lightning_parallel.techniques.divided.tensor import RULES, Wrapper, of_wholes, operations, same_cuts
 from lightning_parallel.techniques.expert_parallel.calls import Calls
 from lightning_parallel.techniques.tools.leaves import leaf_of
 
@@ -53,8 +53,10 @@ class Readers:
         return self.gathered(own[None], self.ranks.chunks(self.ranks.count))
 
 
-class Outside(Divided):
+class Outside(Wrapper):
     """A parameter of experts, or what single elements of one became, for readers outside of the experts' module.
+
+    Where it meets other divided tensors, its rules come first, as those of a class under theirs.
 
     Args:
         own: the rows that this rank has, with their history.
