@@ -24,8 +24,8 @@ from tests.tiers import sampled
 from tests.trainers import trainer
 
 LAYOUTS: dict[str, Callable[[], Any]] = {
-    "data_parallel": partial(DataParallelStrategy, 2),
     "zero_1": partial(ZeroStrategy, 2, stage=1),
+    "data_parallel": partial(DataParallelStrategy, 2),
     "zero_2": partial(ZeroStrategy, 2, stage=2),
     "zero_3": partial(ZeroStrategy, 2, stage=3),
     "offload_1": partial(ZeroStrategy, 2, stage=1, offload=True),
@@ -152,6 +152,25 @@ class WithClosure(Two):
         optimizer.step(closure)
 
 
+class SteppedBlocks(Two):
+    """Nothing but blocks, for which ranks may wait one by one, stepped before the forward of a batch is over."""
+
+    optimizers_made = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.critic = nn.ModuleList(network(5, 7, 5) for _ in range(3)), nn.Identity()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer, hidden = self.optimizers(), batch[0]
+        for block in self.generator:
+            hidden = hidden + block(hidden)
+        loss = hidden.square().mean()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+
 class Automatic(Two):
     automatic = True
     optimizers_made = 1
@@ -265,7 +284,7 @@ class Finetuned(Automatic):
 
 KINDS = [
     Gan, FrozenByHand, Accumulating, OwnBackward, SeveralSteps, WithClosure, UnusedEverywhere, UnusedSomewhere,
-    Frozen, MostlyFrozen, OwnHooks, Finetuned, Blocks,
+    Frozen, MostlyFrozen, OwnHooks, Finetuned, Blocks, SteppedBlocks,
 ]  # fmt: skip
 
 

@@ -162,9 +162,10 @@ class Rehearsal:
             self.used_in_python.add(parameter)
 
     def close(self) -> None:
-        """The step is over."""
+        """The step is over. Rows may be on their way already, where the optimizer stepped within it."""
         for parameter in self._watched:
-            _release(parameter)
+            if vars(parameter).get("watch") is self:
+                _release(parameter)
 
 
 class Arrivals:
