@@ -6,7 +6,6 @@ import logging
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cached_property
 from typing import Any, TypeVar
 
 from lightning.pytorch import LightningModule, Trainer
@@ -30,6 +29,7 @@ from lightning_parallel.strategies.model import start_table
 from lightning_parallel.strategies.model.buffers import Buffers
 from lightning_parallel.strategies.model.building import Building
 from lightning_parallel.strategies.model.divided_model import DividedModel
+from lightning_parallel.strategies.model.nonfinite import NonFinite
 from lightning_parallel.strategies.model.whole_gradients import AFTER_BACKWARD, WholeGradients
 from lightning_parallel.strategies.model.whole_parameters import WholeParameters
 from lightning_parallel.strategies.precision import adapt_precision, convert_before_loading, restore_precision, scale_of
@@ -58,6 +58,7 @@ class MeshStrategy(RankStrategy):
     """
 
     _gradients: WholeGradients
+    _nonfinite: NonFinite
 
     def __init__(
         self, techniques: Sequence[Technique] = (), plan: ParallelPlan | None = None, **lightning: Any
@@ -110,14 +111,15 @@ class MeshStrategy(RankStrategy):
         self._adoption.normalise_over(self._mesh().data.get_group())
         self.precision_plugin.convert_module(module)
         self._parallelize(module)
-        sharded = self._whole.in_parts or any(self._is_sharded(parameter) for parameter in module.parameters())
+        sharded = self._whole.in_parts or any(map(self._is_sharded, module.parameters()))
         refusals.refuse_callbacks(self._callbacks(), self._whole.in_parts)
         if fitting:
             needed = 0 if self._checkpoints.in_parts else self._whole.bytes_of_parameters()
             refusals.refuse_checkpoints(self._callbacks(), needed, self._host_group())
         self._gradients = WholeGradients(self._whole, self._callbacks(), self._host_group())
         self._detached.callback(WholeParameters(self._whole, self._callbacks(), self._host_group()).close)
-        adapt_precision(self.precision_plugin, sharded, self._whole.ranks_holding(), self._gradients)
+        self._nonfinite = NonFinite(self._policy, module, sharded, self._host_group())
+        adapt_precision(self.precision_plugin, sharded, self._whole.ranks_holding(), self._gradients, self._nonfinite)
         if self.is_distributed:
             self._log = StepLog(module, self._whole.readers, self._host_group(), lambda: self._weight)
             self._buffers = Buffers(module, self._whole.readers, self._host_group())
@@ -252,13 +254,15 @@ class MeshStrategy(RankStrategy):
     def _run_step(
         self, context: AbstractContextManager[None], run: Callable[..., T], batch: Any, rest: Any, kwargs: Any
     ) -> T:
+        whole, weight, batches = self._whole, self._weight, self._batches
         if self._log is None:
             with context:
-                return self._whole.outputs(self._step.forward(self._whole.run(Run(run)), batch, *rest, **kwargs))
-        with context, self._log.counting(self._weight), self._whole.run(self._noted(run, self._log)) as steps:
-            self._step.expect(Coming(scale_of(self.precision_plugin), self._weight, self._fewest_samples))
-            output = self._whole.outputs(self._step.forward(steps, batch, *rest, **kwargs))
-        self._log.reduce_step(self._weight, output)
+                return whole.outputs(self._step.forward(whole.run(Run(run)), batch, *rest, **kwargs))
+        fewest = batches.fewest_samples if self._meets_in_forward and batches is not None else None
+        with context, self._log.counting(weight), whole.run(self._noted(run, self._log)) as steps:
+            self._step.expect(Coming(scale_of(self.precision_plugin), weight, fewest))
+            output = whole.outputs(self._step.forward(steps, batch, *rest, **kwargs))
+        self._log.reduce_step(weight, output)
         return output
 
     def _noted(self, run: Callable[..., T], log: StepLog) -> Run[T]:
@@ -271,21 +275,14 @@ class MeshStrategy(RankStrategy):
     def _weight(self) -> float:
         return 1.0 if self._batches is None else self._batches.weight
 
-    @property
-    def _fewest_samples(self) -> int | None:
-        return self._batches.fewest_samples if self._meets_in_forward and self._batches is not None else None
-
-    @cached_property
-    def _meets_in_forward(self) -> bool:
-        return any(technique.traits.meets_in_forward for technique in self.techniques)
-
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Lightning's backward inside the techniques' step."""
-        module, plugin = self._module(), self.precision_plugin
+        module, plugin, weight = self._module(), self.precision_plugin, self._weight
+        self._nonfinite.see(closure_loss)
         asked = any(optimizer.looks_at_loss for optimizer in self._stored.values())
-        means = nullcontext() if self._log is None else self._log.around_backward(self._weight, closure_loss, asked)
+        means = nullcontext() if self._log is None else self._log.around_backward(weight, closure_loss, asked)
         closure_loss = plugin.pre_backward(closure_loss, module)
-        loss = closure_loss if self._weight == 1.0 or self._step.weighs else closure_loss * self._weight
+        loss = closure_loss if weight == 1.0 or self._step.weighs else closure_loss * weight
         with means:
             self._step.backward(lambda: plugin.backward(loss, module, optimizer, *args, **kwargs))
         with self._gradients.shown(AFTER_BACKWARD):

@@ -12,13 +12,18 @@ from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision,
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_parallel.strategies.model.nonfinite import NonFinite
 from lightning_parallel.strategies.model.whole_gradients import BEFORE_STEP, WholeGradients
 from lightning_parallel.techniques.gradients.clipping import clip_by_norm, clip_by_value
 from lightning_parallel.techniques.tools.shards import local
 
 
 def adapt_precision(
-    plugin: Precision, sharded: bool, ranks_holding: Callable[[Tensor], int], gradients: WholeGradients
+    plugin: Precision,
+    sharded: bool,
+    ranks_holding: Callable[[Tensor], int],
+    gradients: WholeGradients,
+    nonfinite: NonFinite,
 ) -> None:
     """Makes a precision plugin clip by the norm over the mesh, and skip a step everywhere if one rank must.
 
@@ -27,9 +32,11 @@ def adapt_precision(
         sharded: whether gradients may be sharded.
         ranks_holding: how many ranks hold a parameter, or a part of it.
         gradients: shown to hooks.
+        nonfinite: looks at gradients after hooks and clipping.
     """
-    if isinstance(plugin, MixedPrecision) and plugin.scaler is not None:
-        plugin.scaler = MeshGradScaler.like(plugin.scaler)
+    scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
+    if scaler is not None:
+        vars(plugin)["scaler"] = MeshGradScaler.like(scaler)
 
     def by_norm(optimizer: Optimizer, clip_val: float) -> None:
         clip_by_norm(gradients.held(plugin.main_params(optimizer)), clip_val, sharded, ranks_holding)
@@ -37,9 +44,11 @@ def adapt_precision(
     def by_value(optimizer: Optimizer, clip_val: float) -> None:
         clip_by_value(plugin.main_params(optimizer), clip_val)
 
-    def after_closure(*args: Any, **kwargs: Any) -> None:
+    def after_closure(model: Any, optimizer: Any) -> None:
         with gradients.shown(BEFORE_STEP):
-            type(plugin)._after_closure(plugin, *args, **kwargs)
+            type(plugin)._after_closure(plugin, model, optimizer)
+        if scaler is None:
+            nonfinite.before_step(optimizer)
 
     vars(plugin).update(clip_grad_by_norm=by_norm, clip_grad_by_value=by_value, _after_closure=after_closure)
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from lightning.pytorch.utilities import rank_zero
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
+from lightning_parallel.arguments import one_of
 from lightning_parallel.collectives.functional import begun_in, within_reach
 from lightning_parallel.collectives.samples import of_all
 from lightning_parallel.mesh import Axis, ParallelMesh, resolve_sizes
@@ -36,6 +37,7 @@ from lightning_parallel.strategies.checkpoint.saver import Saver
 from lightning_parallel.strategies.data.randomness import RandomState
 from lightning_parallel.strategies.data.shares import Readers
 from lightning_parallel.strategies.logged.logging import reduce_tensor
+from lightning_parallel.strategies.model.nonfinite import Policy
 from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.strategies.ranks.failures import Failure, Failures, said_of
 from lightning_parallel.strategies.ranks.launchers import Launcher, make_launcher
@@ -62,6 +64,8 @@ class RankStrategy(ParallelStrategy):
         async_save: whether training goes on while a checkpoint is written.
         resume: "auto" lets a fit without `ckpt_path` go on from the newest valid checkpoint.
         trust_checkpoint_code: whether checkpoints may run code while they are read.
+        nonfinite: what follows a loss or gradient that is nan or infinite, before the optimizer would step by it:
+            "stop" raises on all ranks, "skip" leaves the step out, "continue" does not look.
         precision_plugin: in what precision the model computes.
         process_group_backend: "nccl" on GPUs and "gloo" on CPUs unless given.
         timeout: how long a collective may wait.
@@ -87,6 +91,7 @@ class RankStrategy(ParallelStrategy):
         async_save: bool = False,
         resume: Resume | None = None,
         trust_checkpoint_code: bool = False,
+        nonfinite: Policy = "stop",
     ) -> None:
         super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
         if start_method not in ("popen", "spawn", "fork"):
@@ -96,10 +101,13 @@ class RankStrategy(ParallelStrategy):
             raise ValueError(f"process_group_backend={process_group_backend!r} is none of {', '.join(known)}")
         if not (timeout is None or isinstance(timeout, timedelta)):
             raise TypeError(f"timeout={timeout!r} is no time; pass datetime.timedelta(minutes=10), or None")
+        one_of("strategy", "nonfinite", nonfinite, get_args(Policy))
         self.techniques = tuple(sorted(techniques, key=lambda technique: technique.order))
+        self._meets_in_forward = any(technique.traits.meets_in_forward for technique in self.techniques)
         self.num_nodes = 1
         self._backend = process_group_backend
         self._timeout = timeout
+        self._policy: Policy = nonfinite
         self._start_method: StartMethod = start_method
         self.mesh: ParallelMesh | None = None
         self._world: dist.ProcessGroup | None = None

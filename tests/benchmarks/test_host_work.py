@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 PACKAGE = str(Path(lightning_parallel.__file__).parent)
 STEP = 4  # by then everything that happens once has happened
-GROUP = {"process_group_backend": BACKEND}
+GROUP: dict[str, Any] = {"process_group_backend": BACKEND}
 
 
 class Chain(LightningModule):
@@ -76,10 +76,13 @@ def counts(make_strategy: Callable[[], Strategy], layers: int) -> Counter[str]:
 
 
 # Messages of a step; calls more than with DDP, by four parameters and by each one more, of ours and of all in Python.
+UNSEEN = GROUP | {"nonfinite": "continue"}  # without the look at gradients before each step, which costs the difference
 MOST: dict[str, tuple[Callable[[], Strategy], int, int, int]] = {
-    "data parallel": (lambda: DataParallelStrategy(**GROUP), 3, 290, 10),
-    "zero 1": (lambda: ZeroStrategy(stage=1, **GROUP), 4, 580, 39),
-    "zero 2": (lambda: ZeroStrategy(stage=2, **GROUP), 4, 580, 39),
+    "data parallel": (lambda: DataParallelStrategy(**UNSEEN), 3, 290, 10),
+    "zero 1": (lambda: ZeroStrategy(stage=1, **UNSEEN), 4, 580, 39),
+    "zero 2": (lambda: ZeroStrategy(stage=2, **UNSEEN), 4, 580, 39),
+    "data parallel, finite": (lambda: DataParallelStrategy(**GROUP), 3, 300, 11),
+    "zero 2, finite": (lambda: ZeroStrategy(stage=2, **GROUP), 5, 625, 41),
 }
 
 
@@ -87,6 +90,7 @@ MOST: dict[str, tuple[Callable[[], Strategy], int, int, int]] = {
 def test_messages_and_calls_of_a_step(name: str) -> None:
     make_strategy, messages, over_ddp, by_parameter = MOST[name]
     small, large = counts(make_strategy, 2), counts(make_strategy, 12)
+    print("N", name, small, large)
     ddp = counts(lambda: DDPStrategy(**GROUP), 2), counts(lambda: DDPStrategy(**GROUP), 12)
     assert small["messages"] == large["messages"] == messages
     assert small["all"] - ddp[0]["all"] <= over_ddp
