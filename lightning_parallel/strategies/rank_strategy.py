@@ -43,6 +43,7 @@ from lightning_parallel.strategies.ranks.failures import Failure, Failures, said
 from lightning_parallel.strategies.ranks.launchers import Launcher, make_launcher
 from lightning_parallel.strategies.ranks.signals import die_with_parent, end_children, is_launched_child
 from lightning_parallel.strategies.ranks.tracebacks import show_in_one_line, show_own_frames, tell_torchrun
+from lightning_parallel.strategies.ranks.watchdog import Watchdog
 from lightning_parallel.techniques.technique import Technique
 
 T = TypeVar("T")
@@ -113,6 +114,7 @@ class RankStrategy(ParallelStrategy):
         self._world: dist.ProcessGroup | None = None
         self._control: dist.ProcessGroup | None = None
         self._failures: Failures | None = None
+        self._watchdog: Watchdog | None = None
         self._checkpoints = CheckpointOptions(checkpoint, async_save, resume, trust_checkpoint_code)
         self._saving: dist.ProcessGroup | None = None
         self._saver: Saver | None = None
@@ -188,7 +190,12 @@ class RankStrategy(ParallelStrategy):
         if self.is_distributed:
             self._failures = Failures(self.global_rank, dist.get_world_size())
             self._failures.forgive()
+            self._watchdog = self._new_watchdog()
         self.share_randomness()  # not reset to its seed: one device draws on from where the user's script stands
+
+    def _new_watchdog(self) -> Watchdog:
+        timeout, trainer = self._timeout or default_pg_timeout, self._module().trainer
+        return Watchdog(self.global_rank, self._mesh().world_size, timeout, lambda: trainer.global_step, self._counts)
 
     def _require_world_size(self) -> None:
         ranks = self._environment().world_size()
@@ -281,12 +288,18 @@ class RankStrategy(ParallelStrategy):
         return False
 
     def _begun(self) -> dict[str, int] | None:
+        return self._counts()
+
+    def _counts(self) -> dict[str, int]:
+        """The collectives that this rank has begun in its groups."""
         mesh = self._mesh()
         groups = [world_group(), self._host_group(), mesh.data.get_group(), mesh.loss.get_group()]
         return {group.group_name: begun_in(group) for group in groups}
 
     def on_exception(self, exception: BaseException) -> None:
         """This rank failed. Where others did not, nobody may wait for it, and nobody it launched may stay behind."""
+        if self._watchdog is not None and self._watchdog.told:
+            vars(exception).setdefault("__notes__", []).append(self._watchdog.told)  # `add_note` came with Python 3.11
         mine = Failure(self.global_rank, said_of(exception))
         told = mine if self._failures is None else self._failures.end(exception, self._begun)
         if self._is_alone and isinstance(self._launcher, Launcher):
@@ -296,6 +309,12 @@ class RankStrategy(ParallelStrategy):
         else:
             show_own_frames(exception)
             tell_torchrun(exception)
+
+    def teardown(self) -> None:
+        """See Lightning."""
+        if self._watchdog is not None:
+            self._watchdog.stop()
+        super().teardown()
 
     @property
     def _is_alone(self) -> bool:

@@ -1,0 +1,162 @@
+"""A thread that names a hang before the backend gives up: where every rank stands, and which of them is behind.
+
+A backend ends a collective that waited longer than its timeout, and says neither which rank did not come nor where that
+one is. So a rank that waited for most of that time says so in the store, and all ranks leave their places there.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from lightning_parallel.collectives.functional import notes_under
+from lightning_parallel.strategies.ranks.tracebacks import LIBRARIES, PACKAGE
+
+SHARE = 0.7
+"""Of the timeout: a rank that stood so long asks where the others are. The rest is for them to answer."""
+LOOKS, SECONDS = 30, (0.1, 15.0)
+"""How often a rank is looked at within a timeout, and the least and most seconds between two looks."""
+SHOWN = 8
+"""How many ranks are told of."""
+WAITING = (str(PACKAGE), str(Path(str(dist.__file__)).parent))
+
+
+class Place(NamedTuple):
+    """Where a rank stands.
+
+    Attributes:
+        waits: whether it is in a collective, as far as Python sees, and not in code of the user's or a library's.
+        step: of the optimizer.
+        function: the collective, or else the innermost function, with its line.
+        stack: lines of the script that led there, outermost first.
+        begun: the collectives that it has begun in each group.
+        seconds: for how long it has stood there.
+    """
+
+    waits: bool
+    step: int
+    function: str
+    stack: list[str]
+    begun: Mapping[str, int]
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        doing = "waits in" if self.waits else "is in"
+        return (
+            f"{doing} {self.function} of step {self.step} for {self.seconds:.0f} s, at {' < '.join(self.stack[:-5:-1])}"
+        )
+
+
+class Watchdog:
+    """Looks at the thread that made it, from one of its own, until it is stopped.
+
+    | what is seen at a look                                       | what the rank does                             |
+    |--------------------------------------------------------------|------------------------------------------------|
+    | it stands at one place for `SHARE` of the timeout            | asks all, which is the next round; then answers|
+    | some rank asked                                              | leaves its place in the store, reads all       |
+    | some are behind, for which others stood that long            | tells their places and its own; looks no more  |
+    | all do the same, or nobody waits                             | goes on looking; the next to ask begins a round|
+
+    Args:
+        rank: this one.
+        ranks: how many there are.
+        timeout: of collectives.
+        step: the number of the optimizer's step.
+        begun: the collectives that this rank has begun in each of its groups.
+    """
+
+    def __init__(
+        self, rank: int, ranks: int, timeout: timedelta, step: Callable[[], int], begun: Callable[[], Mapping[str, int]]
+    ) -> None:
+        self._rank, self._ranks, self._step, self._begun = rank, ranks, step, begun
+        self._patience = SHARE * timeout.total_seconds()
+        self._period = min(max(timeout.total_seconds() / LOOKS, SECONDS[0]), SECONDS[1])
+        notes = notes_under("lightning_parallel_watchdog")
+        self._notes = notes_under(f"run_{notes.add(f'runs_of_{rank}', 1)}", notes)
+        self._watched, self._stopped = threading.get_ident(), threading.Event()
+        #: what was told of a hang
+        self.told = ""
+        self._thread = threading.Thread(target=self._watch, name="lightning_parallel watchdog", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self._stopped.set()
+        self._thread.join(timeout=self._period)
+
+    def _watch(self) -> None:
+        place, since, number = self._place(), time.monotonic(), 0
+        with suppress(RuntimeError):  # the process that keeps the store has ended, and the run with it
+            while not self._stopped.wait(self._period) and not self.told:
+                now = self._place()
+                if now != place:
+                    place, since = now, time.monotonic()
+                seconds = time.monotonic() - since
+                round_ = notes_under(f"round_{number}", self._notes)
+                if seconds > self._patience:
+                    round_.set("asked", "")
+                if round_.check(["asked"]):
+                    self.told = self._tell(self._answers(round_, place._replace(seconds=seconds)))
+                    since, number = time.monotonic(), number + 1
+
+    def _place(self) -> Place:
+        frames = [*_inwards(sys._current_frames()[self._watched])]
+        own = [frame for frame in frames if not frame.f_code.co_filename.startswith(LIBRARIES)] or frames[:1]
+        stack = [f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}" for frame in own]
+        waits = frames[-1].f_code.co_filename.startswith(WAITING)
+        collectives = [frame for frame in frames if frame.f_code.co_filename.endswith("distributed_c10d.py")]
+        shown = (collectives if waits and collectives else frames)[-1]
+        function = f"{shown.f_code.co_name} ({Path(shown.f_code.co_filename).name}:{shown.f_lineno})"
+        return Place(waits, self._step(), function, stack, self._begun())
+
+    def _answers(self, round_: Any, place: Place) -> dict[int, Place]:
+        keys = [str(rank) for rank in range(self._ranks)]
+        round_.set(keys[self._rank], json.dumps(place))
+        deadline = time.monotonic() + 2 * self._period + 0.5
+        while time.monotonic() < deadline and not round_.check(keys):
+            time.sleep(0.05)
+        return {rank: Place(*json.loads(round_.get(key))) for rank, key in enumerate(keys) if round_.check([key])}
+
+    def _tell(self, places: Mapping[int, Place]) -> str:
+        behind = ranks_behind(places, self._ranks)
+        waiting = [place for rank, place in places.items() if rank not in behind and (behind or place.waits)]
+        if not any(place.seconds > 0.9 * self._patience for place in waiting):
+            return ""
+        many = f" and {len(behind) - SHOWN} more" if len(behind) > SHOWN else ""
+        shown = f"behind: {', '.join(map(str, behind[:SHOWN]))}{many}" if behind else "none is behind the others"
+        listed = sorted({*(behind or places)} - {self._rank})[:SHOWN]
+        lines = [f"rank {rank} {places.get(rank, 'says nothing: it is stopped, or has ended')}" for rank in listed]
+        mine = f"rank {self._rank} {places[self._rank]}"
+        told = "\n  ".join([f"ranks wait, and not all have come; {shown}", *lines, mine])
+        print(f"[rank{self._rank}] {told}", file=sys.stderr, flush=True)
+        return told
+
+
+def ranks_behind(places: Mapping[int, Place], ranks: int) -> list[int]:
+    """Ranks that say nothing; else those that have begun fewer collectives than others, or do not wait as others do."""
+    if silent := [rank for rank in range(ranks) if rank not in places]:
+        return silent
+    most: dict[str, int] = {}
+    for place in places.values():
+        most |= {group: max(n, most.get(group, 0)) for group, n in place.begun.items()}
+    late = [rank for rank, place in places.items() if any(n < most[group] for group, n in place.begun.items())]
+    busy = [rank for rank, place in places.items() if not place.waits]
+    found = [rank for rank in late if rank in busy] or late or busy
+    return found if len(found) < ranks else []
+
+
+def _inwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frames of a thread, the outermost first."""
+    if frame is not None:
+        yield from _inwards(frame.f_back)
+        yield frame

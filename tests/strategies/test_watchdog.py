@@ -1,0 +1,104 @@
+"""Ranks that do not come to a collective are named, with the place where they stand, before the backend gives up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_parallel import DataParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy, ZeroStrategy
+from lightning_parallel.strategies.ranks.watchdog import Place, ranks_behind
+from tests.ranks import run_on_ranks
+from tests.strategies.test_failures import Regression, loader
+from tests.tiers import sampled
+from tests.trainers import trainer
+
+LAYOUTS: dict[str, Callable[..., Any]] = {
+    "data_parallel": DataParallelStrategy,
+    "zero_3": ZeroStrategy,
+    "tensor": TensorParallelStrategy,
+    "pipeline": partial(PipelineParallelStrategy, microbatches=2),
+}
+SHORT = timedelta(seconds=2)
+
+
+def told(module: LightningModule) -> str:
+    watchdog = module.trainer.strategy._watchdog
+    assert watchdog is not None
+    return str(watchdog.told)
+
+
+def lingers(ranks: list[int], module: LightningModule) -> None:
+    """Until the others have noticed, as a loader does whose disk is gone."""
+    deadline = time.monotonic() + (30 if len(ranks) == 1 else 3)
+    while module.global_rank in ranks and not told(module) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def trained(make: Callable[..., Any], event: Callable[[LightningModule], None]) -> str:
+    module = Regression("training_step", event)
+    fitting = trainer(make(timeout=SHORT), max_steps=3)
+    fitting.fit(module, loader())
+    return str(fitting.strategy._watchdog.told)
+
+
+@sampled(2, "layout", LAYOUTS)
+def test_a_rank_that_does_not_come_is_named(layout: str) -> None:
+    ends = run_on_ranks(2, trained, LAYOUTS[layout], partial(lingers, [1]))
+    for rank, said in enumerate(ends):
+        head, *places = said.splitlines()
+        assert head == "ranks wait, and not all have come; behind: 1"
+        assert places[0].startswith("  rank 1 is in lingers (test_watchdog.py:")
+        assert " of step 1 for " in places[0]
+        assert "in training_step" in places[0]
+        assert (len(places), places[-1].startswith(f"  rank {rank} ")) == (2 - rank, True)
+        assert rank == 1 or places[-1].startswith("  rank 0 waits in ")
+
+
+def test_ranks_that_all_take_long_are_left_alone() -> None:
+    assert run_on_ranks(2, trained, DataParallelStrategy, partial(lingers, [0, 1])) == ["", ""]
+
+
+class Fails(Regression):
+    """After one rank did not come for a while, all fail."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        if batch_idx == 1:
+            raise ValueError("a user's mistake")
+
+
+def failed() -> list[str]:
+    fitting = trainer(DataParallelStrategy(timeout=SHORT), max_steps=3)
+    with pytest.raises(ValueError, match="a user's mistake") as error:
+        fitting.fit(Fails("training_step", partial(lingers, [1])), loader())
+    return list(error.value.__notes__)
+
+
+def test_errors_that_follow_say_who_was_waited_for() -> None:
+    for (said,) in run_on_ranks(2, failed):
+        assert said.startswith("ranks wait, and not all have come; behind: 1\n")
+
+
+HERE = Place(waits=True, step=3, function="all_reduce", stack=[], begun={"world": 4, "dp": 2})
+
+
+@pytest.mark.parametrize(
+    ("places", "behind"),
+    [
+        ([HERE, None, HERE], [1]),
+        ([HERE, HERE._replace(waits=False), HERE], [1]),
+        ([HERE, HERE._replace(begun={"world": 3}), HERE], [1]),
+        ([HERE, HERE._replace(begun={"world": 3}), HERE._replace(begun={"world": 3}, waits=False)], [2]),
+        ([HERE, HERE._replace(begun={"tp": 1}), HERE], []),
+        ([HERE._replace(waits=False)] * 3, []),
+    ],
+    ids=["silent", "busy", "fewer", "fewer and busy", "other groups", "all busy"],
+)
+def test_who_is_behind(places: list[Place | None], behind: list[int]) -> None:
+    assert ranks_behind({rank: place for rank, place in enumerate(places) if place is not None}, 3) == behind
