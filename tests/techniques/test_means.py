@@ -204,6 +204,8 @@ class Sums(LightningModule):
             optimizer.zero_grad()
             self.manual_backward(loss)
             optimizer.step()
+            self.log("again", loss, on_step=True, on_epoch=True)
+            self.log("later", loss / 2 + 3 * one, on_step=True, on_epoch=True)  # what made the loss is freed
             return None
         return {"loss": loss, "one": one} if self.way == "dict" else loss
 

@@ -302,6 +302,8 @@ class StepLog:
             loss: to be differentiated.
             asked: whether it is going to be asked what `counted` makes of it.
         """
+        if self._inside_step and self.means is not None:
+            self.means.before_backward(loss)
         if self._sums is None and self._inside_step and self.means is not None:
             means = self._agree(-3, 0, BACKWARD, [])
             if means.all:

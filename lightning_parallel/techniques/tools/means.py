@@ -31,7 +31,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from typing_extensions import Self
 
 from lightning_parallel.techniques.step import Run
-from lightning_parallel.techniques.tools.reach import linear_in
+from lightning_parallel.techniques.tools.reach import linear_nodes, multiples_in
 
 T = TypeVar("T")
 
@@ -40,6 +40,12 @@ NONE, MEAN, SUM = 0, 1, 2
 
 WATCHING: ContextVar[Means | None] = ContextVar("means", default=None)
 """What notes the means of the step that runs in this thread; losses of other threads are no concern of it."""
+
+
+FREED = (
+    "what this value counts over cannot be seen any more: the graph that it comes from was freed by a backward; call "
+    "self.manual_backward(loss) in place of loss.backward(), or log the value before"
+)
 
 
 class Scale:
@@ -109,6 +115,7 @@ class Means:
     batch: Any = None
     all: list[Mean] = field(default_factory=list)
     _others: list[tuple[Tensor, int]] = field(default_factory=list)
+    _kept: list[tuple[GradientEdge, dict[int, Tensor]]] = field(default_factory=list)
     _before: list[Token[Means | None]] = field(default_factory=list)
 
     # ---------------------------------------------------------------- watching
@@ -190,10 +197,27 @@ class Means:
                 return {number: mean.value}
         if not self.all or not value.requires_grad or value.dim():
             return {number: value.detach() for number, mean in enumerate(self.all) if is_among(value, [mean.given])}
-        numbers = linear_in(value, [mean.edge for mean in self.all])
-        edges = [edge for number in numbers if (edge := self.all[number].edge) is not None]
-        factors = torch.autograd.grad(value, edges, retain_graph=True) if edges else ()
-        return {number: factor * self.all[number].value for number, factor in zip(numbers, factors, strict=True)}
+        return {number: factor * self.all[number].value for number, factor in self._multiples(value.grad_fn).items()}
+
+    def before_backward(self, loss: Tensor) -> None:
+        """A loss goes backward before everything is logged: what its graph tells of means is kept, for it is freed."""
+        for node in linear_nodes(loss.grad_fn, self._edges()):
+            self._kept.append((GradientEdge(node, 0), self._multiples(node)))
+
+    def _edges(self) -> list[GradientEdge | None]:
+        return [*(mean.edge for mean in self.all), *(edge for edge, _ in self._kept)]
+
+    def _multiples(self, node: Any) -> dict[int, Tensor]:
+        """The factors of the means of which what a node makes is a sum of multiples, by their numbers."""
+        try:
+            found = multiples_in(node, self._edges())
+        except RuntimeError as error:
+            raise ValueError(FREED) from error
+        total: dict[int, Tensor] = {}
+        for number, factor in found.items():
+            own = {number: torch.ones_like(factor)} if number < len(self.all) else self._kept[number - len(self.all)][1]
+            total |= {mean: total.get(mean, 0) + factor * each for mean, each in own.items()}
+        return total
 
     def counted(self, value: Tensor) -> Tensor:
         """The value with the contributions of means multiplied as their gradients are, its other parts as they are."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
@@ -18,22 +19,63 @@ STEPS = 64
 """How far to look: a loss is put together from few parts; what lies behind these is the model."""
 
 
-def linear_in(value: Tensor, edges: Sequence[GradientEdge | None]) -> list[int]:
-    """The numbers of those of which a value is a sum of multiples; it may have other parts besides."""
-    numbers = {id(edge.node): number for number, edge in enumerate(edges) if edge is not None}
-    found: dict[bool, set[int]] = {True: set(), False: set()}
-    ahead: deque[tuple[Any, bool]] = deque([] if value.grad_fn is None else [(value.grad_fn, True)])
-    seen = 0
-    while ahead and seen < STEPS:
-        node, linear = ahead.popleft()
-        seen += 1
-        if id(node) in numbers:
-            found[linear].add(numbers[id(node)])
+@torch.no_grad()
+def multiples_in(start: Any, edges: Sequence[GradientEdge | None]) -> dict[int, Tensor]:
+    """The factors, by their numbers, of those of which a value is a sum of multiples; it may have other parts besides.
+
+    Nodes are called one by one: the engine would go on behind the first of them, where a graph may have been freed.
+
+    Args:
+        start: the node that made the value, a number.
+        edges: where the others come from; none for those that are out of question.
+    """
+    numbers = {edge.node: number for number, edge in enumerate(edges) if edge is not None}
+    seen = [*_behind(start, numbers)]
+    elsewise = {node for node, linear in seen if not linear}
+    leads = {node for node, linear in seen if linear and node in numbers and node not in elsewise}
+    for node, linear in reversed(seen):
+        if linear and node not in numbers and any(parent in leads for parent, _ in node.next_functions):
+            leads.add(node)
+    factors: dict[int, Tensor] = {}
+    paths = [(start, _one(start))] if start in leads else []
+    while paths:
+        node, factor = paths.pop()
+        if node in numbers:
+            factors[numbers[node]] = factors.get(numbers[node], 0) + factor
             continue
-        name, before = operation_of(node), [parent for parent, _ in node.next_functions if parent is not None]
-        linear = linear and name in LINEAR and not (name in PRODUCTS and len(before) > 1)
-        ahead.extend((parent, linear) for parent in before)
-    return sorted(found[True] - found[False])
+        back = node(factor)
+        behind = zip(node.next_functions, back if isinstance(back, tuple) else (back,), strict=True)
+        paths.extend((parent, each) for (parent, _), each in behind if parent in leads)
+    return factors
+
+
+def linear_nodes(start: Any, edges: Sequence[GradientEdge | None]) -> list[Any]:
+    """The nodes of numbers from a value's to those of others, through which it may be a sum of multiples of these."""
+    ends = {edge.node for edge in edges if edge is not None}
+    return [node for node, linear in _behind(start, ends) if linear and node not in ends and not _made(node).shape]
+
+
+def _one(node: Any) -> Tensor:
+    return torch.ones((), dtype=_made(node).dtype, device=_made(node).device)
+
+
+def _made(node: Any) -> Any:
+    """Shape, dtype and device of what a node's operation returned."""
+    return node._input_metadata[0]
+
+
+def _behind(start: Any, ends: Collection[Any]) -> Iterator[tuple[Any, bool]]:
+    """The first nodes behind one, and whether a value is a sum of multiples of theirs; nothing behind an end."""
+    ahead: deque[tuple[Any, bool]] = deque([] if start is None else [(start, True)])
+    for _ in range(STEPS):
+        if not ahead:
+            return
+        node, linear = ahead.popleft()
+        yield node, linear
+        if node not in ends:
+            name, before = operation_of(node), [parent for parent, _ in node.next_functions if parent is not None]
+            linear = linear and name in LINEAR and not (name in PRODUCTS and len(before) > 1)
+            ahead.extend((parent, linear) for parent in before)
 
 
 def operation_of(node: Any) -> str:
