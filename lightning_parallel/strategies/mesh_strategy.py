@@ -290,7 +290,9 @@ class MeshStrategy(RankStrategy):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """See `RankStrategy.reduce`; the values of a step that is being logged wait for each other."""
-        return tensor if self._log is not None and self._log.defers else super().reduce(tensor, group, reduce_op)
+        if self._log is not None and self._log.defers:
+            return tensor
+        return super().reduce(tensor, group or (self._divided and self._divided.readers), reduce_op)
 
     def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """Gradients of the batches inside are reduced with those of a later one."""

@@ -206,6 +206,7 @@ class Written(LightningModule):
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=3)
         spread = logits.logsumexp(-1).square().mean()
         self.log_dict({f"{name}_loss": loss, f"{name}_spread": spread}, on_epoch=True)
+        self.log(f"{name}_samples", float(len(labels)), reduce_fx="sum", on_step=False, on_epoch=True, batch_size=1)
         return loss + 1e-3 * spread, logits
 
     def training_step(self, batch: dict[str, Tensor]) -> Tensor:
