@@ -205,6 +205,32 @@ class ChangesItsOwn(Handwritten):
         return loss
 
 
+class Watches(Handwritten):
+    """Has running statistics of its inputs, beside a buffer that stays."""
+
+    def make(self) -> None:
+        super().make()
+        self.seen = nn.BatchNorm1d(WIDTH, affine=False)
+        self.seen.register_buffer("table", torch.linspace(0, 1, WIDTH))
+
+    def body(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.seen(x.detach())
+        return super().body(x)
+
+
+def statistics(strategy: MakeStrategy | None) -> dict[str, Tensor]:
+    _, state = fitted(strategy, Watches)
+    return {name: value for name, value in state.items() if name.startswith("seen.")}
+
+
+def test_running_statistics_of_the_module_itself() -> None:
+    expected = begun_on_one(statistics, None)
+    for found in run_on_ranks(2, statistics, PP2):
+        assert 0.5 < found.pop("seen.running_var").mean() < 1  # those of microbatches, as was told
+        require_like({name: value for name, value in expected.result().items() if name in found}, found)
+
+
 class Counting(PlainBlock):
     def __init__(self, counted: list[nn.Module]) -> None:
         super().__init__(WIDTH, 13)

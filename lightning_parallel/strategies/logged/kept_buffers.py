@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
+from lightning_parallel.collectives.made_of import version
 from lightning_parallel.strategies.logged.kept_values import Change, Path, Sent
 
 
@@ -32,8 +33,7 @@ class KeptBuffers:
     def __init__(self, module: LightningModule, names: Sequence[str] = ()) -> None:
         self._places: dict[str, tuple[dict[str, Tensor | None], str]] = {}
         for name in names:
-            owner, _, key = name.rpartition(".")
-            self._places[name] = module.get_submodule(owner)._buffers, key
+            self._places[name] = module.get_submodule(_owner(name))._buffers, name.rpartition(".")[2]
         self._before: dict[str, Tensor] = {}
         self._lent: dict[str, tuple[Tensor, int]] = {}
 
@@ -44,18 +44,20 @@ class KeptBuffers:
         for name, buffer in self._before.items():
             table, key = self._places[name]
             copy = table[key] = buffer.clone()
-            self._lent[name] = copy, _version(copy)
+            self._lent[name] = copy, version(copy)
         return [copy for copy, _ in self._lent.values()]
 
     def changes(self) -> dict[Path, Change]:
         """What became of the copies that changed."""
-        found: dict[Path, Change] = {}
-        for name, before in self._before.items():
-            table, key = self._places[name]
-            now, (copy, version) = table.get(key), self._lent[name]
-            if now is not None and (now is not copy or _version(copy) != version):
-                found[BufferName(name),] = Change(now.detach(), before)
-        return found
+        now = {name: buffer for name, (table, key) in self._places.items() if (buffer := table.get(key)) is not None}
+        counted = {name for name, lent in self._lent.items() if name in now and _is_another(now[name], *lent)}
+        # BatchNorm's kernels write its statistics without counting that as a version, but it counts batches beside them
+        beside = {_owner(name) for name in counted}
+        return {
+            (BufferName(name),): Change(now[name].detach(), before)
+            for name, before in self._before.items()
+            if name in counted or (name in now and _owner(name) in beside and not torch.equal(now[name], before))
+        }
 
     def undo(self) -> None:
         """Puts the buffers back."""
@@ -67,7 +69,8 @@ class KeptBuffers:
         """Does to the buffers what the step did to them, perhaps on another rank."""
         for (name,), change in changes.items():
             table, key = self._places[name]
-            before, value = table[key], change.value.tensor if isinstance(change.value, Sent) else change.value
+            value = change.value.tensor if isinstance(change.value, Sent) else change.value
+            before = table[key]
             if before is not None and before.shape == value.shape and before.dtype == value.dtype:
                 with torch.no_grad():
                     before.copy_(value)
@@ -75,5 +78,9 @@ class KeptBuffers:
                 table[key] = value if before is None else value.to(before.device)
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _is_another(now: Tensor, lent: Tensor, before: int) -> bool:
+    return now is not lent or version(lent) != before
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]

@@ -103,7 +103,8 @@ class ShapesOnly(TorchDispatchMode):
             kwargs["device"] = self.device
         inputs = [self._itself(value) for value in _leaves(args, kwargs) if isinstance(value, Tensor)]
         dependent = [tensor for tensor in inputs if self.depends(tensor)]
-        self.watch.touched(inputs, list(_written(func, args, kwargs)))
+        written = list(_written(func, args, kwargs))
+        self.watch.touched(inputs, written)
         if not dependent:
             result = func(*args, **kwargs)
             self.watch.known(inputs, result, leaves_for_python(func))
@@ -113,7 +114,11 @@ class ShapesOnly(TorchDispatchMode):
         for tensor in dependent:
             self.watch.read(tensor)
         answer = plausible(func, args)
-        return self._on_meta(func, args, kwargs, inputs) if answer is None else self._answered(answer, dependent)
+        if answer is not None:
+            return self._answered(answer, dependent)
+        result, mark = self._on_meta(func, args, kwargs, inputs)
+        self._mark_all((result, written), mark, inputs)  # of the statistics that kernels write, results tell nothing
+        return result
 
     def _answered(self, answer: Any, dependent: list[Tensor]) -> Any:
         for tensor in dependent:
@@ -149,14 +154,14 @@ class ShapesOnly(TorchDispatchMode):
         first, *rest = args
         return func(torch.zeros((), dtype=first.dtype, device=self.device).expand(first.shape), *rest, **kwargs)
 
-    def _on_meta(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
+    def _on_meta(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> tuple[Any, Any]:
+        """The result, and the mark to put on it."""
         if self._has_answered and func._overloadpacket in SPLITS:
             args = _fitting(*args)
         known = self._known.get(func, args, kwargs)
         if known is not None:
             result = pytree.tree_map_only(_OnMeta, _OnMeta.empty, known)
-            self._mark_all(result, self.watch.made(func, args, kwargs, result, inputs), inputs)
-            return result
+            return result, self.watch.made(func, args, kwargs, result, inputs)
         originals: dict[int, Tensor] = {}
 
         def twin(tensor: Tensor) -> Tensor:
@@ -177,8 +182,7 @@ class ShapesOnly(TorchDispatchMode):
             for tensor in filter(self.depends, inputs):
                 self.tell_asked(tensor)
         self._known.add(func, args, kwargs, result)
-        self._mark_all(result, self.watch.made(func, on_meta[0], on_meta[1], result, inputs), inputs)
-        return result
+        return result, self.watch.made(func, on_meta[0], on_meta[1], result, inputs)
 
     def _made_up(self, tensor: Tensor) -> Tensor:
         if self.depends(tensor):
