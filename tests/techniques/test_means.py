@@ -19,7 +19,7 @@ from lightning_parallel import (
     TensorParallel,
     ZeroStrategy,
 )
-from lightning_parallel.techniques.tools.means import Means
+from lightning_parallel.techniques.tools.means import Means, Scale, scaled
 from tests.curves import check_parity, reference, train
 from tests.models import IGNORED
 from tests.ranks import begun_on_one, run_on_ranks
@@ -67,6 +67,18 @@ def test_counts_stay_exact_beyond_single_precision() -> None:
     means = Means()
     means.note(torch.ones(()), torch.tensor(2**24 + 1))
     assert float(means.count) == 2**24 + 1
+
+
+def test_a_sum_becomes_a_mean_as_exactly_as_its_gradient_is_kept_whatever_tensors_a_trainer_makes() -> None:
+    x = torch.ones((), dtype=torch.float64, requires_grad=True)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)  # as under "bf16-true"
+    try:
+        scaled(x, Scale.to_mean(3, x.device)).backward()
+    finally:
+        torch.set_default_dtype(before)
+    assert x.grad == 1 / 3
+    assert Scale.to_mean(0, x.device).factor == 0
 
 
 def test_each_mean_of_a_sum_has_its_own_scale() -> None:

@@ -7,7 +7,6 @@ every rank logs and keeps these, in the same hook.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -116,11 +115,11 @@ class PartsRun(Run[T]):
         self._returned: list[tuple[Kind | None, ...]] = []
         self._given: list[list[WeightedUpdates]] = []
         self._sizes: list[int] = []
-        self._names = {id(part): name for name, part in module.named_modules() if isinstance(part, Metric)}
         self._metrics = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
+        self._names = {id(metric): name for name, metric in self._metrics.items()}
         self._called: dict[str, BatchMetric] = {}
         self.origin: int | None = None
-        self._alone = Scale()  # of a sum over targets, where no other rank has any
+        self._alone = Scale()  # of a loss that is a sum over targets, where no other rank has targets
 
     def keeps(self, buffers: Sequence[str]) -> None:
         """See `Run.keeps`."""
@@ -255,14 +254,14 @@ class PartsRun(Run[T]):
 
     def replay(self, notes: Notes) -> None:
         """See `Run.replay`."""
-        self.origin, self._alone = notes.rank, Scale()
-        self._alone.factor = None if notes.targets is None else torch.tensor(1 / (notes.targets or math.inf))
+        self.origin, device = notes.rank, self._module.device
+        self._alone = Scale() if notes.targets is None else Scale.to_mean(notes.targets, device)
         of_buffers = {path: change for path, change in notes.kept.items() if isinstance(path[0], BufferName)}
         keep(self._module, {path: change for path, change in notes.kept.items() if path not in of_buffers})
         self._buffers.keep(of_buffers)
         means = self._log.means if notes.targets is not None else None
         if means is not None and notes.targets is not None:
-            means.declare(notes.targets, self._module.device)
+            means.declare(notes.targets, device)
         for noted in notes.logged:
             value: Any = noted.value
             if isinstance(value, str):
@@ -270,7 +269,7 @@ class PartsRun(Run[T]):
                 metric._forward_cache = _on_device(notes.metrics[value], metric.device)
                 self._log(noted.name, metric, **noted.options)
             else:
-                value = value.to(self._module.device)
+                value = value.to(device)
                 if means is not None and noted.over_targets:
                     means.also(value)
                 self._log.log_as(noted.seen, noted.name, value, noted.options)

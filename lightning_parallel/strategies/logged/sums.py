@@ -74,13 +74,9 @@ class BatchSums:
             self._values = [_whole(row, totals, summed) for row, summed in zip(rows, self._summed, strict=True)]
             for mean, count, total in zip(self._means.all, self._counts, totals, strict=True):
                 total = total.to(count.device)
-                mean.scale.factor = self._scale(count, total)
+                mean.scale.factor = _scale(count, total, self._ranks, self._share)
                 mean.sum.factor = torch.where(total == 0, 0.0, self._ranks / total)
         return self._values
-
-    def _scale(self, count: Tensor, total: Tensor) -> Tensor:
-        scale = count * (self._ranks / self._share) / total if self._share else torch.zeros_like(count)
-        return torch.where(total == 0, 0.0, scale)
 
 
 def scale_together(means: Means, share: float, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -96,9 +92,15 @@ def scale_together(means: Means, share: float, group: dist.ProcessGroup, device:
     count = means.count if share and means.count is not None else zero
     total = within_reach(count.clone(), group)
     dist.all_reduce(total, group=group)
-    scale = count * (group.size() / share) / total.to(device) if share else zero
+    scale = _scale(count, total.to(device), group.size(), share)
     for mean in means.all:
-        mean.scale.factor = torch.where(total == 0, 0.0, scale)
+        mean.scale.factor = scale
+
+
+def _scale(count: Tensor, total: Tensor, ranks: int, share: float) -> Tensor:
+    """By what the gradient of a mean is multiplied; by zero where there is nothing to average, on this rank or any."""
+    scale = count * (ranks / share) / total if share else torch.zeros_like(count)
+    return torch.where(total == 0, 0.0, scale)
 
 
 def _whole(row: Sequence[Tensor], totals: Sequence[Tensor], summed: Summed) -> Tensor:

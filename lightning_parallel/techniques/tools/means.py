@@ -49,10 +49,15 @@ FREED = (
 
 
 class Scale:
-    """The factor by which the gradient of a mean is multiplied; none as long as it is not known."""
+    """The factor by which a gradient is multiplied; none as long as it is not known."""
 
-    def __init__(self) -> None:
-        self.factor: Tensor | None = None
+    def __init__(self, factor: Tensor | None = None) -> None:
+        self.factor = factor
+
+    @classmethod
+    def to_mean(cls, count: float, device: torch.device) -> Scale:
+        """Makes the gradient of a mean of that of a sum over so much, and zero of one over nothing."""
+        return cls(torch.tensor(1 / count if count else 0.0, dtype=torch.float64, device=device))
 
 
 class _Scaled(Function):
@@ -156,8 +161,7 @@ class Means:
         """A mean over so much was computed elsewhere; values of it are given to `also` and `scaled`."""
         nothing = torch.zeros((), device=device)
         number = torch.tensor(count, dtype=torch.float64, device=device)
-        own = Scale()  # until all ranks have told their counts
-        own.factor = torch.where(number == 0, 0.0, 1 / number)
+        own = Scale.to_mean(count, device)  # until all ranks have told their counts
         self.all.append(Mean(number, nothing, nothing, None, Scale(), 0, 0, own))
 
     def scaled(self, value: Tensor, number: int = 0) -> Tensor:
