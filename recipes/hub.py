@@ -20,13 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_parallel.checkpoint.hub.export import content_of, export, weights_of
-from lightning_parallel.checkpoint.hub.folder import LARGEST, HubState
-from lightning_parallel.checkpoint.hub.names import Names, from_hub
+from lightning_parallel.checkpoint.hub.folder import LARGEST, HubState, write
+from lightning_parallel.checkpoint.hub.names import Names, from_hub, parts_of, to_hub
+from lightning_parallel.checkpoint.hub.weights import content_of, weights_of
 from recipes import checks
 
 PREFIX = "network."  # of our weights in the module
 BLOCK, LAYER = "blocks.*", "model.layers.*"
+CORRECTION = ".mlp.gate.e_score_correction_bias"
 DENSE = (
     Names("embed.weight", ("model.embed_tokens.weight",)),
     Names("norm.weight", ("model.norm.weight",)),
@@ -34,7 +35,7 @@ DENSE = (
     Names(f"{BLOCK}.attention_norm.weight", (f"{LAYER}.input_layernorm.weight",)),
     Names(f"{BLOCK}.feed_forward_norm.weight", (f"{LAYER}.post_attention_layernorm.weight",)),
     Names(f"{BLOCK}.attention.*.weight", (f"{LAYER}.self_attn.*.weight",)),
-    Names(f"{BLOCK}.feed_forward.router.correction", (f"{LAYER}.mlp.gate.e_score_correction_bias",)),
+    Names(f"{BLOCK}.feed_forward.router.correction", (f"{LAYER}{CORRECTION}",)),
     Names(f"{BLOCK}.feed_forward.shared.*.weight", (f"{LAYER}.mlp.shared_experts.*.weight",)),
 )
 
@@ -149,38 +150,59 @@ def configuration(config: Mapping[str, Any], dtype: torch.dtype = torch.float32)
 
 
 def weights_for(state: HubState, module: torch.nn.Module, config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the weights of a Hugging Face folder under the names of our network, each still on the disk."""
+    """Return the weights of a Hugging Face folder under the names of our network, each still on the disk.
+
+    Those of which the network makes no use keep their names, so that a strict load tells of them.
+    """
     shapes = {name: tuple(value.shape) for name, value in module.state_dict(keep_vars=True).items()}
-    found = from_hub(state, shapes, form_of(config).names)
-    if config["tied_head"]:
+    known = form_of(config).names
+    found = from_hub(state, shapes, known)
+    if config["tied_head"] and "embed.weight" in found:
         found.setdefault("head.weight", found["embed.weight"])
-    return {PREFIX + name: value for name, value in found.items()}
+    used = {part.hub for name, shape in shapes.items() for part in parts_of(name, shape, known)} | shapes.keys()
+    unused = {name: value for name, value in state.items() if name not in used and not _changes_nothing(name, value)}
+    return {PREFIX + name: value for name, value in found.items()} | unused
 
 
-def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> None:
+def _changes_nothing(name: str, value: Tensor) -> bool:
+    """Return whether a weight is the bias of a router that is not balanced by one, as `_zero_corrections` makes it."""
+    return name.endswith(CORRECTION) and not value.any()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Make a Hugging Face folder of a checkpoint of ours."""
-    line = argparse.ArgumentParser(prog=prog, description="Makes a folder that from_pretrained loads of a checkpoint.")
+    line = argparse.ArgumentParser(description="Makes a folder that from_pretrained loads of a checkpoint.")
     line.add_argument("checkpoint", type=Path, help="of a GPT of these recipes, full or sharded")
     line.add_argument("folder", type=Path, help="to write, with config.json and weights as safetensors")
     line.add_argument("--largest", type=int, default=LARGEST, help="bytes of tensors in a file")
     chosen = line.parse_args(arguments)
     try:
         content = content_of(chosen.checkpoint)
-        config = content["hyper_parameters"]["config"]
+        config = _config_of(content, chosen.checkpoint)
         weights = weights_of(content, PREFIX)
-        form = form_of({"qk_norm": False, **config})
+        form = form_of(config)
         if config["tied_head"]:
             del weights["head.weight"]
         if form.type == "glm4_moe":
-            weights |= _without_correction(weights)
-        dtype = weights["embed.weight"].dtype
-        export(weights, chosen.folder, configuration({"qk_norm": False, **config}, dtype), form.names, chosen.largest)
-    except (ValueError, OSError, KeyError) as error:
+            weights |= _zero_corrections(weights)
+        said = configuration(config, weights["embed.weight"].dtype)
+        write(chosen.folder, to_hub(weights, form.names), said, chosen.largest)
+    except (ValueError, OSError) as error:
         line.exit(1, f"error: {error}\n")
     print(f"{chosen.folder} written: a {form.architecture} that from_pretrained loads")
 
 
-def _without_correction(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _config_of(content: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    config = (content.get("hyper_parameters") or {}).get("config")
+    if not isinstance(config, Mapping):
+        raise checks.ConfigurationError(
+            f"{path} holds no configuration of a GPT of these recipes, hyper_parameters['config']; for another module "
+            "use python -m lightning_parallel.checkpoint convert, which is given the config.json"
+        )
+    return {"qk_norm": False, **config}  # checkpoints from before it was an option do not have it
+
+
+def _zero_corrections(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return zeros for the bias of routers that are not balanced by one; theirs always have it."""
     routers = [name for name in weights if name.endswith(".router.weight")]
     missing = {name.replace(".weight", ".correction"): len(weights[name]) for name in routers}

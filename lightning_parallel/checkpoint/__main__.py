@@ -14,9 +14,9 @@ from typing import IO, cast
 import torch
 
 from lightning_parallel.checkpoint import commit, folder
-from lightning_parallel.checkpoint.damage import Damaged, lost
-from lightning_parallel.checkpoint.hub.export import content_of, export, weights_of
-from lightning_parallel.checkpoint.hub.folder import CONFIG, LARGEST
+from lightning_parallel.checkpoint.damage import Damaged, shortened
+from lightning_parallel.checkpoint.hub.folder import CONFIG, LARGEST, write
+from lightning_parallel.checkpoint.hub.weights import content_of, weights_of
 from lightning_parallel.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from lightning_parallel.checkpoint.sealed import SealedFile, require_unchanged
 from lightning_parallel.checkpoint.tensors_file import DTYPES
@@ -81,8 +81,8 @@ def convert(line: argparse.Namespace) -> None:
     """Makes a Hugging Face folder of a checkpoint whose module wraps one of its models; of a full or sharded one."""
     config = line.config / CONFIG if line.config.is_dir() else line.config
     weights = weights_of(content_of(line.path), line.prefix)
-    export(weights, line.output, json.loads(config.read_text()), largest=line.largest)
-    print(f"{line.output} written: {lost(sorted(weights))}")
+    write(line.output, weights, json.loads(config.read_text()), line.largest)
+    print(f"{line.output} written: {shortened(sorted(weights))}")
 
 
 def _manifest_of(path: Path) -> Manifest:

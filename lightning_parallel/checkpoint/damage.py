@@ -11,8 +11,8 @@ class Damaged(ValueError):  # noqa: N818
     """A checkpoint that is not as it was written, or is none."""
 
 
-def lost(names: Sequence[str]) -> str:
-    """Tells which tensors a file holds: the first of them, and how many more."""
+def shortened(names: Sequence[str]) -> str:
+    """Tells which tensors are meant: the first of them, and how many more."""
     if not names:
         return "no tensors"
     more = f" and {len(names) - 2} more" if len(names) > 2 else ""

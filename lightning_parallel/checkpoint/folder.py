@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.checkpoint import manifest as m
-from lightning_parallel.checkpoint.damage import REMEDY, Damaged, lost
+from lightning_parallel.checkpoint.damage import REMEDY, Damaged, shortened
 from lightning_parallel.checkpoint.hashed import Content, HashedFile, open_plain
 from lightning_parallel.checkpoint.manifest import Manifest, Table
 from lightning_parallel.checkpoint.plain import decoded
@@ -79,7 +79,7 @@ def faults(folder: Path, manifest: Manifest, part: int = 0, of: int = 1) -> list
     for name, content in sorted(manifest.files.items())[part::of]:
         if (fault := m.fault_in(folder, name, content)) is not None:
             rank = m.rank_of(name)
-            holds = "everything but tensors" if rank is None else lost(manifest.tensors_of(rank))
+            holds = "everything but tensors" if rank is None else shortened(manifest.tensors_of(rank))
             found.append(f"{fault}; {f'rank {0 if rank is None else rank}'} wrote {holds} to it")
     return found
 

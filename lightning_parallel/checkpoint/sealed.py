@@ -1,8 +1,12 @@
-"""The hash of a single file that others read too: torch writes zip archives, whose comment nobody else looks at."""
+"""Single files: they are loaded without running code, and carry a hash where others read them too.
+
+torch writes zip archives, whose comment nobody else looks at.
+"""
 
 from __future__ import annotations
 
 import os
+import pickle
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -66,6 +70,33 @@ def require_unchanged(path: Path) -> None:
         raise Damaged(f"{path} was changed or cut off after it was written: its end is another; {REMEDY}")
     elif zipfile.is_zipfile(path) and torch.serialization.get_crc32_options():
         _require_checksums(path)
+
+
+def load(path: Any, device: Any = "cpu", weights_only: bool = True) -> Any:
+    """What a file of torch's holds, mapped into memory: processes share one copy and read only what they use.
+
+    Raises:
+        ValueError: it is no checkpoint, or it would have to run code.
+    """
+    mapped = zipfile.is_zipfile(path)  # files in torch's first format cannot be
+    try:
+        return torch.load(path, device, mmap=mapped, weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        raise ValueError(_refused(path, error) if mapped else _broken(path, error)) from None
+    except (RuntimeError, EOFError, KeyError, OSError) as error:
+        raise Damaged(_broken(path, error)) from error
+
+
+def _broken(path: Any, error: Exception) -> str:
+    return f"{path} is no checkpoint, or was cut off; take an earlier one ({error})"
+
+
+def _refused(path: Any, error: Exception) -> str:
+    named = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "global" in line), str(error))
+    return (
+        f"{path} holds what only code could bring back ({named}); have whoever wrote it save plain values, or if you "
+        "trust them, pass trust_checkpoint_code=True to the strategy"
+    )
 
 
 def _ends_as_it_says(last: bytes) -> bool:

@@ -120,6 +120,11 @@ class StoredTensor(Tensor):
         return f"StoredTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
+def all_of(shape: Sequence[int], read: Read) -> list[Piece]:
+    """The pieces of a tensor that lies together on the disk."""
+    return [((0,) * len(shape), tuple(shape), read)]
+
+
 def _given(value: Any, argument: Any) -> Any:
     change = StoredTensor.read if argument.alias_info is None else StoredTensor.keep
     return pytree.tree_map_only(StoredTensor, change, value)

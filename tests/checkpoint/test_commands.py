@@ -29,3 +29,19 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path) -> None:
         main(["verify", str(tmp_path / "a.ckpt")])
     with pytest.raises(SystemExit, match=r"is no sharded checkpoint: it has no manifest.json"):
         main(["inspect", str(tmp_path)])
+
+
+def test_files_that_hold_no_model_are_not_converted(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for content, said in [
+        ({"weight": torch.ones(2)}, r"holds weight, and no state_dict"),
+        (torch.ones(2), r"holds no tensors, and no state_dict"),
+        ({"state_dict": {}, "hyper_parameters": Path("code")}, r"holds what only code could bring back"),
+    ]:
+        torch.save(content, tmp_path / "one.ckpt")
+        with pytest.raises(SystemExit, match=said):
+            main(["convert", str(tmp_path / "one.ckpt"), str(tmp_path / "out"), "--config", str(tmp_path)])
+    (tmp_path / "one.ckpt").write_bytes(b"none")
+    with pytest.raises(SystemExit, match=r"is no checkpoint, or was cut off"):
+        main(["convert", str(tmp_path / "one.ckpt"), str(tmp_path / "out"), "--config", str(tmp_path)])
+    assert not (tmp_path / "out").exists()

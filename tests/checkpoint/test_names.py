@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_parallel.checkpoint.damage import Damaged
-from lightning_parallel.checkpoint.hub.names import Names, from_hub, to_hub
+from lightning_parallel.checkpoint.hub.names import Names, from_hub, joined, to_hub
 from lightning_parallel.checkpoint.stored import StoredTensor
 
 FUSED = Names("**.up", ("**.#.gate.weight", "**.#.up.weight"))
@@ -34,5 +34,7 @@ def test_what_does_not_fit_is_told() -> None:
         from_hub(hub | {"h.3.k": torch.zeros(3)}, shapes, [JOINED])
     with pytest.raises(Damaged, match="different dtypes"):
         from_hub(hub | {"h.3.k": torch.zeros(2).double()}, shapes, [JOINED])
+    with pytest.raises(Damaged, match=r"the 2 tensors that up is made of do not fill \(5,\)"):
+        joined("up", (5,), [((0,), (3,), torch.zeros(3)), ((3,), (3,), torch.zeros(3))])
     with pytest.raises(ValueError, match="5 rows are no 3 equal parts"):
         to_hub({"layers.0.qkv": torch.zeros(5)}, [JOINED])

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lightning_parallel import PipelineParallelStrategy, ZeroStrategy
-from lightning_parallel.checkpoint.hub.folder import INDEX
+from lightning_parallel import HybridStrategy, PipelineParallelStrategy, ZeroStrategy
+from lightning_parallel.checkpoint.hub.folder import INDEX, write
 from recipes import hub
 from recipes.gpt import GPTConfig, GPTModule
 from recipes.moe import MoEConfig, MoEModule
@@ -95,3 +95,33 @@ def test_what_no_model_of_transformers_computes_is_told(change: dict[str, Any], 
     with pytest.raises(ValueError, match=named):
         hub.form_of(made.hparams["config"])
     assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_without_our_configuration_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"state_dict": {"weight": torch.ones(2)}}, tmp_path / "other.ckpt")
+    with pytest.raises(SystemExit):
+        hub.main([str(tmp_path / "other.ckpt"), str(tmp_path / "out")])
+    said = capsys.readouterr().err
+    assert "holds no configuration of a GPT of these recipes" in said
+    assert "python -m lightning_parallel.checkpoint convert" in said
+
+
+def refusal(config: GPTConfig, folder: Path) -> str:
+    with pytest.raises(RuntimeError) as refused:
+        trainer(HybridStrategy(), max_epochs=1).fit(GPTModule(config), *loaders("gpt", 4), ckpt_path=folder)
+    return str(refused.value)
+
+
+def test_weights_that_the_network_does_not_have_are_told(tmp_path: Path) -> None:
+    hub.main([str(saved(module("llama"), tmp_path / "one.ckpt")), str(tmp_path / "out")])
+    fewer = GPTConfig(**(SIZES | KINDS["llama"] | {"n_layers": 1}))
+    (said,) = run_on_ranks(1, refusal, fewer, tmp_path / "out")
+    assert "Unexpected key" in said
+    assert "model.layers.1.input_layernorm.weight" in said
+
+
+def test_weights_of_another_kind_are_told(tmp_path: Path) -> None:
+    write(tmp_path / "out", {"encoder.weight": torch.ones(2)}, {})
+    (said,) = run_on_ranks(1, refusal, GPTConfig(**SIZES), tmp_path / "out")
+    assert "Missing key" in said
+    assert "network.embed.weight" in said

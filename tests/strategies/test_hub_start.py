@@ -33,6 +33,7 @@ from lightning_parallel import (
 from lightning_parallel.checkpoint import __main__ as command
 from lightning_parallel.checkpoint.damage import Damaged
 from lightning_parallel.checkpoint.hub.folder import INDEX, WEIGHTS, read
+from lightning_parallel.checkpoint.hub.wrapped import under_own_names
 from lightning_parallel.checkpoint.stored import StoredTensor
 from tests.models import loaders
 from tests.ranks import run_on_ranks
@@ -177,6 +178,18 @@ def test_what_does_not_fit_is_named_with_a_remedy(tmp_path: Path) -> None:
         assert "strict_loading=False" in said
     for said in run_on_ranks(2, refused, Wraps(LLAMA), folder):
         assert "no name fits" in said
+
+
+@pytest.mark.parametrize(
+    ("change", "said"), [(Tensor.double, "have different dtypes"), (lambda each: each[1:], "do not fill")]
+)
+def test_parts_that_are_not_alike_are_not_put_together(change: Any, said: str, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(MIXTRAL)
+    state = read(written(model, tmp_path / "hub"))
+    name = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
+    state[name] = change(state[name] + 0)
+    with pytest.raises(Damaged, match=said):
+        under_own_names(model, state)
 
 
 @pytest.mark.parametrize("form", ["full", "sharded"])

@@ -1,4 +1,4 @@
-"""Folders as the Hugging Face hub has them.
+"""Folders as the Hugging Face hub has them, of a model's configuration and weights.
 
     config.json                        what the model is
     model.safetensors                  its weights; or, where they are many,
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from lightning_parallel.checkpoint import commit
 from lightning_parallel.checkpoint.damage import REMEDY, Damaged
 from lightning_parallel.checkpoint.hashed import HashedFile, open_plain
 from lightning_parallel.checkpoint.manifest import FILE_NAME, MAX_BYTES
-from lightning_parallel.checkpoint.stored import StoredTensor
+from lightning_parallel.checkpoint.stored import StoredTensor, all_of
 from lightning_parallel.checkpoint.tensors_file import DTYPES, TensorsFile, name_of, write_tensors
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -62,7 +62,8 @@ def read(path: Path) -> HubState:
         entry = opened(path / file).entries.get(name)
         if entry is None:
             raise Damaged(f"{path / file} does not hold {name}, as {INDEX} says; {REMEDY}")
-        weights[name] = StoredTensor(entry.dtype, entry.shape, [_piece(opened(path / file), name, entry.shape)])
+        pieces = all_of(entry.shape, partial(opened(path / file).tensor, name))
+        weights[name] = StoredTensor(entry.dtype, entry.shape, pieces)
     return HubState(weights, path, _json(path / CONFIG) if (path / CONFIG).exists() else {})
 
 
@@ -77,10 +78,6 @@ def _places(path: Path) -> dict[str, str]:
         if not FILE_NAME.fullmatch(file):
             raise Damaged(f"{path / INDEX} names {file!r}, which is no plain name of a file in the folder")
     return places
-
-
-def _piece(file: TensorsFile, name: str, shape: tuple[int, ...]) -> Any:
-    return (0,) * len(shape), shape, lambda: file.tensor(name)
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -128,7 +125,7 @@ def _write_files(folder: Path, weights: Mapping[str, Tensor], largest: int) -> N
         write_tensors(folder / file, part)
     if len(parts) > 1:
         places = {name: file for file, part in zip(files, parts, strict=True) for name in part}
-        size = sum(_bytes_of(tensor) for tensor in weights.values())
+        size = sum(tensor.nbytes for tensor in weights.values())
         _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": places})
 
 
@@ -136,16 +133,12 @@ def _parts(weights: Iterable[tuple[str, Tensor]], largest: int) -> Iterable[dict
     part: dict[str, Tensor] = {}
     room = largest
     for name, tensor in weights:
-        if part and _bytes_of(tensor) > room:
+        if part and tensor.nbytes > room:
             yield part
             part, room = {}, largest
         part[name] = tensor
-        room -= _bytes_of(tensor)
+        room -= tensor.nbytes
     yield part
-
-
-def _bytes_of(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -9,11 +9,10 @@ from functools import partial
 from math import prod
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from lightning_parallel.checkpoint.damage import REMEDY, Damaged
-from lightning_parallel.checkpoint.stored import Piece, StoredTensor, in_memory
+from lightning_parallel.checkpoint.stored import StoredTensor, all_of, in_memory
 
 Shape = tuple[int, ...]
 
@@ -88,7 +87,7 @@ def to_hub(state: Mapping[str, Tensor], known: Sequence[Names]) -> dict[str, Ten
                 made[part.hub] = tensor
             else:
                 shape = part.shape[part.is_row :]
-                made[part.hub] = StoredTensor(tensor.dtype, shape, [_whole(shape, partial(_cut, tensor, part))])
+                made[part.hub] = StoredTensor(tensor.dtype, shape, all_of(shape, partial(_cut, tensor, part)))
     return made
 
 
@@ -96,10 +95,6 @@ def _cut(tensor: Tensor, part: Part) -> Tensor:
     slices = tuple(slice(first, first + size) for first, size in zip(part.offset, part.shape, strict=True))
     cut: Tensor = in_memory(tensor[slices])
     return cut.reshape(part.shape[part.is_row :])
-
-
-def _whole(shape: Shape, read: partial[Tensor]) -> Piece:
-    return (0,) * len(shape), shape, read
 
 
 def from_hub(weights: Mapping[str, Tensor], shapes: Mapping[str, Shape], known: Sequence[Names]) -> dict[str, Tensor]:
@@ -124,29 +119,48 @@ def from_hub(weights: Mapping[str, Tensor], shapes: Mapping[str, Shape], known: 
             continue
         if missing:
             raise Damaged(f"{name} is made of {len(parts)} tensors, and {missing[0]} is missing; {REMEDY}")
-        made[name] = weights[parts[0].hub] if len(parts) == 1 else _joined(weights, shape, parts)
+        _require_shapes(weights, parts)
+        made[name] = weights[parts[0].hub]
+        if len(parts) > 1:
+            made[name] = joined(name, shape, [(part.offset, part.shape, weights[part.hub]) for part in parts])
     return made
 
 
-def _joined(weights: Mapping[str, Tensor], shape: Shape, parts: Sequence[Part]) -> StoredTensor:
-    pieces = []
-    dtypes: set[torch.dtype] = set()
+def _require_shapes(weights: Mapping[str, Tensor], parts: Sequence[Part]) -> None:
     for part in parts:
-        found = weights[part.hub]
-        if tuple(found.shape) != part.shape[part.is_row :]:
+        found = tuple(weights[part.hub].shape)
+        if found != part.shape[part.is_row :]:
             raise Damaged(
-                f"{part.hub} has the shape {tuple(found.shape)}, and the model needs {part.shape[part.is_row :]}; "
+                f"{part.hub} has the shape {found}, and the model needs {part.shape[part.is_row :]}; "
                 "build it from the config.json of the same folder"
             )
-        dtypes.add(found.dtype)
-        pieces.append((part.offset, part.shape, partial(placed, found, part.shape)))
+
+
+def joined(name: str, shape: Shape, parts: Sequence[tuple[Shape, Shape, Tensor]]) -> StoredTensor:
+    """One tensor of several of the hub.
+
+    Args:
+        name: of the tensor that is made.
+        shape: of it.
+        parts: where each begins in it, the shape that each has there, and its values; they do not overlap.
+
+    Raises:
+        Damaged: they do not fill it, or have different dtypes.
+    """
+    inside = all(first + size <= whole for offset, part, _ in parts
+                 for first, size, whole in zip(offset, part, shape, strict=True))  # fmt: skip
+    if not inside or sum(prod(part) for _, part, _ in parts) != prod(shape):
+        raise Damaged(f"the {len(parts)} tensors that {name} is made of do not fill {shape}; {REMEDY}")
+    dtypes = {tensor.dtype for *_, tensor in parts}
     if len(dtypes) > 1:
-        raise Damaged(f"{parts[0].hub} and what lies beside it have different dtypes: {sorted(map(str, dtypes))}")
-    assert sum(prod(part.shape) for part in parts) == prod(shape)
+        raise Damaged(
+            f"the {len(parts)} tensors that {name} is made of have different dtypes: {sorted(map(str, dtypes))}; write "
+            "the folder in one, as from_pretrained(…, dtype=…).save_pretrained(…) does"
+        )
+    pieces = [(offset, part, partial(_placed, tensor, part)) for offset, part, tensor in parts]
     return StoredTensor(dtypes.pop(), shape, pieces)
 
 
-def placed(tensor: Tensor, shape: Shape) -> Tensor:
-    """A tensor of the hub, read, in the shape that it has within the module's."""
+def _placed(tensor: Tensor, shape: Shape) -> Tensor:
     read: Tensor = in_memory(tensor)
     return read.reshape(shape)

@@ -8,15 +8,14 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from lightning_parallel.checkpoint.damage import Damaged
 from lightning_parallel.checkpoint.hub.folder import HubState
-from lightning_parallel.checkpoint.hub.names import placed
-from lightning_parallel.checkpoint.stored import Piece, StoredTensor
+from lightning_parallel.checkpoint.hub.names import Shape, joined
+from lightning_parallel.checkpoint.stored import StoredTensor
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -71,12 +70,12 @@ def _made(name: str, rule: Any, sources: Sources, state: HubState) -> Tensor:
     lists = [sources[pattern] for pattern in rule.source_patterns]
     if not all(lists) or len({len(found) for found in lists}) > 1 or not (listed or len(lists[0]) == 1):
         raise Damaged(f"{state.path} holds only a part of what {name} is made of: {', '.join(rule.source_patterns)}")
-    return _joined(lists, listed, joins[0][1] if joins else 0)
+    return _joined(name, lists, listed, joins[0][1] if joins else 0)
 
 
-def _joined(lists: Sequence[Sequence[Tensor]], listed: bool, dim: int) -> StoredTensor:
+def _joined(name: str, lists: Sequence[Sequence[Tensor]], listed: bool, dim: int) -> StoredTensor:
     """One of several: the lists lie one behind the other along `dim`, and the numbers in them are rows if `listed`."""
-    pieces: list[Piece] = []
+    parts: list[tuple[Shape, Shape, Tensor]] = []
     at = 0
     for tensors in lists:
         for number, tensor in enumerate(tensors):
@@ -85,14 +84,13 @@ def _joined(lists: Sequence[Sequence[Tensor]], listed: bool, dim: int) -> Stored
             offset[dim] += at
             if listed:
                 offset[0] = number
-            pieces.append((tuple(offset), shape, partial(placed, tensor, shape)))
-        at += pieces[-1][1][dim]
-    first = pieces[0][1]
-    whole = [*first]
-    whole[dim] = at if len(lists) > 1 else first[dim]
+            parts.append((tuple(offset), shape, tensor))
+        at += parts[-1][1][dim]
+    whole = [*parts[0][1]]
+    whole[dim] = at
     if listed:
         whole[0] = len(lists[0])
-    return StoredTensor(lists[0][0].dtype, whole, pieces)
+    return joined(name, tuple(whole), parts)
 
 
 def is_computed(model: PreTrainedModel, name: str) -> bool:

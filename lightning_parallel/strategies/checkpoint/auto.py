@@ -47,8 +47,8 @@ def offer(options: CheckpointOptions, trainer: Trainer, host: dist.ProcessGroup)
     """
 
     def choose(named: Any) -> Any:
-        begins = named is None or ("://" not in str(named) and is_hub_folder(Path(named)))
-        return (chosen(trainer, host) or named) if begins else named
+        is_checkpoint = named is not None and ("://" in str(named) or not is_hub_folder(Path(named)))
+        return named if is_checkpoint else chosen(trainer, host) or named
 
     if options.resume == "auto" and trainer.state.fn == TrainerFn.FITTING:
         lightnings.choose_checkpoint(trainer, choose)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-import zipfile
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -11,8 +9,7 @@ import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from lightning_parallel.checkpoint import commit
-from lightning_parallel.checkpoint.damage import Damaged
-from lightning_parallel.checkpoint.sealed import SealedFile, require_unchanged
+from lightning_parallel.checkpoint.sealed import SealedFile, load, require_unchanged
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -48,13 +45,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             raise FileNotFoundError(f"there is no checkpoint at {path}")
         if self._verifies:
             require_unchanged(Path(path))
-        mapped = zipfile.is_zipfile(path)  # files in torch's first format cannot be
-        try:
-            loaded: dict[str, Any] = torch.load(path, map_location or "cpu", mmap=mapped, weights_only=safe)
-        except pickle.UnpicklingError as error:
-            raise ValueError(_refused(path, error) if mapped else _broken(path, error)) from None
-        except (RuntimeError, EOFError, KeyError, OSError) as error:
-            raise Damaged(_broken(path, error)) from error
+        loaded: dict[str, Any] = load(path, map_location or "cpu", safe)
         return loaded
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -63,18 +54,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             super().remove_checkpoint(path)
         else:
             commit.remove(Path(path))
-
-
-def _broken(path: Any, error: Exception) -> str:
-    return f"{path} is no checkpoint, or was cut off; take an earlier one ({error})"
-
-
-def _refused(path: Any, error: Exception) -> str:
-    named = next((line.strip() for line in str(error).splitlines() if "GLOBAL" in line or "global" in line), str(error))
-    return (
-        f"{path} holds what only code could bring back ({named}); have whoever wrote it save plain values, or if you "
-        "trust them, pass trust_checkpoint_code=True to the strategy"
-    )
 
 
 def _write_atomically(checkpoint: dict[str, Any], target: Path) -> None:

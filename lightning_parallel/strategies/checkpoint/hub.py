@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import lightning
 from torch import Tensor, nn
 
-from lightning_parallel.checkpoint.damage import Damaged, lost
+from lightning_parallel.checkpoint.damage import Damaged, shortened
 from lightning_parallel.checkpoint.hub import wrapped
 from lightning_parallel.checkpoint.hub.folder import HubState
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DEPTH = 3  # parts of a name before that of the wrapped model's own, as in `self.student.model = …`
+DEPTH = 3  # the most parts of a prefix in the module, as the two of `self.student.model = …`
 
 
 def as_checkpoint(state: HubState) -> dict[str, Any]:
@@ -46,18 +46,18 @@ def named(module: nn.Module, state: HubState, strict: bool) -> dict[str, Tensor]
     Raises:
         Damaged: nothing there is the module's; or, with `strict`, something is missing or left over.
     """
+    own = module.state_dict(keep_vars=True)
     prefix, model = _wrapped(module)
     if model is not None:
         offered = wrapped.under_own_names(model, state)
     else:
-        prefix, dropped = _prefixes(module.state_dict(keep_vars=True), state)
+        prefix, dropped = _prefixes(own, state)
         offered = {name.removeprefix(dropped): tensor for name, tensor in state.items()}
-    own = module.state_dict(keep_vars=True)
     made = {prefix + name: tensor for name, tensor in offered.items() if prefix + name in own}
     if not made:
         raise Damaged(
-            f"{state.path} holds {lost(sorted(state))}, and the model has {lost(sorted(own))}: no name fits; build the "
-            "model from the config.json of the same folder, or rename the weights in on_load_checkpoint"
+            f"{state.path} holds {shortened(sorted(state))}, and the model has {shortened(sorted(own))}: no name fits; "
+            "build the model from the config.json of the same folder, or rename the weights in on_load_checkpoint"
         )
     missing = [
         name
@@ -81,7 +81,7 @@ def _wrapped(module: nn.Module) -> tuple[str, PreTrainedModel | None]:
 
 
 def _prefixes(own: Collection[str], offered: Collection[str]) -> tuple[str, str]:
-    """What stands before the hub's names in the module, and before the module's in the hub: where most of them fit."""
+    """The prefix that names have in the module only, and that which they have in the hub only: where most names fit."""
 
     def fitting(prefix: str, dropped: str) -> int:
         there = {name.removeprefix(dropped) for name in offered}
@@ -92,7 +92,7 @@ def _prefixes(own: Collection[str], offered: Collection[str]) -> tuple[str, str]
 
 
 def _shared(names: Iterable[str], depth: int) -> list[str]:
-    """The beginnings that many of the names share, with none at all."""
+    """The prefixes that more than a quarter of the names have, and the empty one."""
     every = list(names)
     parts = Counter("".join(f"{part}." for part in name.split(".")[:n]) for name in every for n in range(1, depth + 1))
     return ["", *(prefix for prefix, times in parts.items() if 4 * times > len(every))]
@@ -106,8 +106,8 @@ def _missing(module: nn.Module, made: Mapping[str, Tensor]) -> list[str]:
 
 
 def _tell(state: HubState, missing: Sequence[str], unused: Sequence[str], strict: bool) -> None:
-    said = [f"the model has {lost(missing)}, which are not there"] if missing else []
-    said += [f"it has {lost(unused)}, of which the model makes no use"] if unused else []
+    said = [f"the model has {shortened(missing)}, which are not there"] if missing else []
+    said += [f"it has {shortened(unused)}, of which the model makes no use"] if unused else []
     if not said:
         log.info("Starting from the weights in %s", state.path)
     elif strict:

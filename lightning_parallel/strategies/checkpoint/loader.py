@@ -42,11 +42,12 @@ def load(path: Any, options: CheckpointOptions, io: CheckpointIO, weights_only: 
         ValueError: it was changed, cut off, or is none; or it would have to run code.
     """
     safe = _is_safe(options, weights_only)
-    if "://" not in str(path) and folder.is_folder(Path(path)):
-        return _read_folder(Path(path), host)
-    if "://" not in str(path) and is_hub_folder(Path(path)):
-        return as_checkpoint(_agreed(Path(path), lambda: read_hub(Path(path)), host))
-    foreign = "://" not in str(path) and is_foreign(Path(path))
+    local = None if "://" in str(path) else Path(path)
+    if local is not None and folder.is_folder(local):
+        return _read_folder(local, host)
+    if local is not None and is_hub_folder(local):
+        return as_checkpoint(_agreed(local, lambda: read_hub(local), host))
+    foreign = local is not None and is_foreign(local)
     found = _read_foreign(Path(path), host) if foreign else io.load_checkpoint(path, weights_only=safe)
     if "optimizer_states" in found:
         found["optimizer_states"] = [stock.numbered(state) for state in found["optimizer_states"]]
