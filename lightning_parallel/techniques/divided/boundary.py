@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -52,7 +53,9 @@ class CompiledForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the graph on a rank's own elements."""
-        with _not_looked_at(self._tables):
+        looked_at = [(table, name, each) for table in self._tables for name, each in table.items()
+                     if isinstance(each, Divided) and each.looked_at]  # fmt: skip
+        with _shown(attrgetter("stored"), looked_at):  # no module computes with these
             return self._called(*args, **kwargs)
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
@@ -65,8 +68,9 @@ class CompiledForward:
         if self._eager:
             return self._forward(*args, **kwargs)
         own = [leaf.own if isinstance(leaf, Divided) else leaf for leaf in leaves]
+        divided = [(self._tables[number], name, self._tables[number][name]) for number, name, _ in places]
         try:
-            with _plain(self._tables, places), _functions(self._module):
+            with _shown(attrgetter("own"), divided), _functions(self._module):
                 output = self._in_one_graph(own, marks, form, places)
         except TorchDynamoException as error:  # nothing of the forward has run yet
             self._give_up(error)
@@ -141,29 +145,14 @@ def _said(error: TorchDynamoException) -> str:
 
 
 @contextmanager
-def _plain(tables: Any, places: list[Any]) -> Iterator[None]:
-    """Inside, divided parameters are own elements: compilers look at all that a module has before they read a line."""
-    before = [(tables[number], name, tables[number][name]) for number, name, _ in places]
-    for table, name, divided in before:
-        table[name] = divided.own
+def _shown(form: Callable[[Divided], Any], slots: list[tuple[dict[str, Any], str, Divided]]) -> Iterator[None]:
+    """Inside, divided parameters have another form: compilers look at all that a module has before they read a line."""
+    for table, name, divided in slots:
+        table[name] = form(divided)
     try:
         yield
     finally:
-        for table, name, divided in before:
-            table[name] = divided
-
-
-@contextmanager
-def _not_looked_at(tables: Any) -> Iterator[None]:
-    """Inside, parameters with which modules do not compute are as they are stored."""
-    before = [(table, name, each) for table in tables for name, each in table.items()
-              if isinstance(each, Divided) and each.looked_at]  # fmt: skip
-    for table, name, divided in before:
-        table[name] = divided.stored
-    try:
-        yield
-    finally:
-        for table, name, divided in before:
+        for table, name, divided in slots:
             table[name] = divided
 
 

@@ -32,10 +32,10 @@ class Readers:
     """The ranks that read weights of which each has some.
 
     Attributes:
-        ranks: they.
-        alike: how many of them read for the same samples.
-        calls: tells whether all ranks read.
-        number: of such a read among calls.
+        ranks: the group, by which the weights are divided.
+        alike: how many of these ranks read for the same samples.
+        calls: tells whether all ranks read at the same time, or some call experts.
+        number: stands for a read among these calls.
     """
 
     ranks: Ranks
@@ -123,7 +123,7 @@ _make = cast(Callable[..., Outside], Tensor._make_wrapper_subclass)
 
 ANSWERING = {RULES[each] for each in (Tensor.get_device, Tensor.stride, Tensor.new_zeros, Tensor.requires_grad_,
                                       Tensor.data_ptr, Tensor.__deepcopy__)}  # fmt: skip
-"""The rules of divided tensors that only ask, or do what they do whoever reads."""
+"""Rules of divided tensors that only answer a question, or do the same whoever reads."""
 
 SINGLE = frozenset(ONE_BY_ONE) - IN_PLACE
 POWERS = frozenset(operations("pow", "__pow__"))
@@ -132,7 +132,7 @@ SUMS = frozenset(operations("sum"))
 MEANS = frozenset(operations("mean"))
 NORMS = frozenset((*operations("norm"), torch.linalg.vector_norm))
 LENGTH = (None, "fro", 2, False)
-"""The arguments of a norm that is the length of all."""
+"""The arguments with which a norm is the Euclidean one over all elements: an order, a dimension, whether to keep it."""
 
 
 def _by_own_rows(func: Any, args: Any, kwargs: Any) -> Any:

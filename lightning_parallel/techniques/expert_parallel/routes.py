@@ -69,7 +69,7 @@ def find_route(index: Tensor, experts: int, calls: Calls, number: int) -> Route:
     return Route(token, there, tuple(sent), tuple(received), sum(coming), group)
 
 
-# ---------------------------------------------------------------- of what ranks divided its own, of the rest its share
+# ---------------------------------------------------------------- a rank's own tokens
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Tokens:
 
 
 def own_tokens(hidden: Tensor, index: Tensor, weights: Tensor, alike: Ranks | None) -> Tokens:
-    """Takes a rank's own tokens.
+    """Takes a rank's own tokens: its part of what ranks have divided, and its share of what they have alike.
 
     Args:
         hidden: (..., features), plain or divided.

@@ -66,6 +66,23 @@ class SkipTensor:
 
 
 @dataclass(frozen=True)
+class SeenBuffers:
+    """The buffers that a step used.
+
+    Attributes:
+        uses: FQN of a buffer -> the positions at which it must be there.
+        written: FQN of those that the step changed.
+        inside: FQN of those that blocks and parts changed -> the positions at which they did.
+        same: FQN of those that have several names -> all of these.
+    """
+
+    uses: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    written: frozenset[str] = frozenset()
+    inside: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    same: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Traversal:
     """Everything that was seen.
 
@@ -97,29 +114,12 @@ class Traversal:
     lasting: tuple[str, ...] = ()
     casts: Mapping[str, torch.dtype] = field(default_factory=dict)
     shapes: Mapping[Call, Mapping[int, tuple[int, ...]]] = field(default_factory=dict)
-    buffers: SeenBuffers = field(default_factory=lambda: SeenBuffers())
+    buffers: SeenBuffers = field(default_factory=SeenBuffers)
 
     @property
     def end(self) -> int:
         """The position after the last block."""
         return 2 * len(self.blocks)
-
-
-@dataclass(frozen=True)
-class SeenBuffers:
-    """The buffers that a step used.
-
-    Attributes:
-        uses: FQN of a buffer -> the positions at which it must be there.
-        written: FQN of those that the step changed.
-        inside: FQN of those that blocks and parts changed -> the positions at which they did.
-        same: FQN of those that have several names -> all of these.
-    """
-
-    uses: Mapping[str, frozenset[int]] = field(default_factory=dict)
-    written: frozenset[str] = frozenset()
-    inside: Mapping[str, frozenset[int]] = field(default_factory=dict)
-    same: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 def ancestors(name: str) -> Iterator[str]:
