@@ -35,7 +35,10 @@ class Penalised(Mixture):
         used = F.linear(tokens, second[2].up.weight if listed else second.up[2].T).square().mean()
         with torch.no_grad():
             self.log("length", sum(parameter.norm() for parameter in first.parameters()))
-        return loss + small * loss.detach() + 1e-2 * (alike + spectral + used)
+            self.log("filled", sum(parameter.norm(0) for parameter in first.parameters()))
+        columns = sum(parameter.norm(2, 0).sum() for parameter in first.parameters() if parameter.dim() > 1)
+        planes = sum(torch.linalg.vector_norm(parameter, dim=0).sum() for parameter in second.parameters())
+        return loss + small * loss.detach() + 1e-2 * (alike + spectral + used + columns + planes)
 
 
 LAYOUTS: dict[str, Any] = {

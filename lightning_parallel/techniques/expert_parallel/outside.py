@@ -131,8 +131,6 @@ PAIRS = frozenset(operations("add", "sub", "mul", "div", "__add__", "__sub__", "
 SUMS = frozenset(operations("sum"))
 MEANS = frozenset(operations("mean"))
 NORMS = frozenset((*operations("norm"), torch.linalg.vector_norm))
-LENGTH = (None, "fro", 2, False)
-"""The arguments with which a norm is the Euclidean one over all elements: an order, a dimension, whether to keep it."""
 
 
 def _by_own_rows(func: Any, args: Any, kwargs: Any) -> Any:
@@ -145,9 +143,15 @@ def _by_own_rows(func: Any, args: Any, kwargs: Any) -> Any:
         return _asked(*args, **kwargs)
     if not isinstance(first, Outside):
         return NotImplemented
-    if func in NORMS and all(each in LENGTH for each in (*args[1:], *kwargs.values())):
+    if func in NORMS and _is_length(*args[1:], **kwargs):
         return torch.linalg.vector_norm(first.readers.of_all(torch.linalg.vector_norm(first.own)))
     return NotImplemented if kwargs else _by_position(func, first, *args[1:])
+
+
+def _is_length(order: Any = 2, dim: Any = None, keepdim: bool = False, **named: Any) -> bool:
+    """Whether these arguments of a norm ask for the Euclidean one over all elements."""
+    order = named.pop("p", named.pop("ord", order))
+    return order in ("fro", 2) and dim is None and not keepdim and not named
 
 
 def _by_position(func: Any, first: Outside, *rest: Any) -> Any:
