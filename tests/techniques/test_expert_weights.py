@@ -26,6 +26,11 @@ class Penalised(Mixture):
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         tokens = self.network.embed(batch["input_ids"])
         loss = super().loss(batch)
+        if self.training:
+            experts = self.network.blocks[0].mixture.experts.named_parameters()
+            divided = [parameter for name, parameter in experts if "up" in name or "down" in name]
+            slopes = torch.autograd.grad(loss, divided, retain_graph=True)  # the mean over ranks, so that of one device
+            self.log("slope", sum(slope.norm() for slope in slopes))
         small = 1e-2 * sum(parameter.square().sum() for parameter in self.parameters())
         first, second = (block.mixture.experts for block in self.network.blocks)
         listed = isinstance(first, nn.ModuleList)
