@@ -38,6 +38,8 @@ DENSE = (
     Names(f"{BLOCK}.feed_forward.router.correction", (f"{LAYER}{CORRECTION}",)),
     Names(f"{BLOCK}.feed_forward.shared.*.weight", (f"{LAYER}.mlp.shared_experts.*.weight",)),
 )
+UNLIKE = {"architectures", "model_type", "dtype", "max_position_embeddings", "num_hidden_layers"}
+"""What a configuration may say otherwise: it changes nothing of what weights compute, or loading them tells of it."""
 
 
 def _experts(layer: str, router: str, gate: str, up: str, down: str) -> tuple[Names, ...]:
@@ -153,7 +155,11 @@ def weights_for(state: HubState, module: torch.nn.Module, config: Mapping[str, A
     """Return the weights of a Hugging Face folder under the names of our network, each still on the disk.
 
     Those of which the network makes no use keep their names, so that a strict load tells of them.
+
+    Raises:
+        ConfigurationError: The folder's model computes something else with them.
     """
+    _require_same_computation(state, config)
     shapes = {name: tuple(value.shape) for name, value in module.state_dict(keep_vars=True).items()}
     known = form_of(config).names
     found = from_hub(state, shapes, known)
@@ -162,6 +168,15 @@ def weights_for(state: HubState, module: torch.nn.Module, config: Mapping[str, A
     used = {part.hub for name, shape in shapes.items() for part in parts_of(name, shape, known)} | shapes.keys()
     unused = {name: value for name, value in state.items() if name not in used and not _changes_nothing(name, value)}
     return {PREFIX + name: value for name, value in found.items()} | unused
+
+
+def _require_same_computation(state: HubState, config: Mapping[str, Any]) -> None:
+    own = configuration(config) | {"rope_type": "default"}
+    theirs = {**state.config, **(state.config.get("rope_scaling") or {}), **(state.config.get("rope_parameters") or {})}
+    differing = [name for name in own.keys() - UNLIKE if theirs.get(name) is not None and theirs[name] != own[name]]
+    if differing:
+        said = ", ".join(f"{name}={theirs[name]} where this network has {own[name]}" for name in sorted(differing))
+        raise checks.ConfigurationError(f"{state.path} says {said}; configure the network as its config.json does")
 
 
 def _changes_nothing(name: str, value: Tensor) -> bool:

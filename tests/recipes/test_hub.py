@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from lightning_parallel import HybridStrategy, PipelineParallelStrategy, ZeroStrategy
-from lightning_parallel.checkpoint.hub.folder import INDEX, write
+from lightning_parallel.checkpoint.hub.folder import INDEX, read, write
 from recipes import hub
 from recipes.gpt import GPTConfig, GPTModule
 from recipes.moe import MoEConfig, MoEModule
@@ -118,6 +118,34 @@ def test_weights_that_the_network_does_not_have_are_told(tmp_path: Path) -> None
     (said,) = run_on_ranks(1, refusal, fewer, tmp_path / "out")
     assert "Unexpected key" in said
     assert "model.layers.1.input_layernorm.weight" in said
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_transformers_writes_is_read(kind: str, tmp_path: Path) -> None:
+    made = module(kind)
+    hub.main([str(saved(made, tmp_path / "one.ckpt")), str(tmp_path / "out")])
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).save_pretrained(tmp_path / "theirs")
+    found = hub.weights_for(read(tmp_path / "theirs"), made.network, made.hparams["config"])
+    assert found.keys() == made.state_dict().keys()
+    assert all((found[name] + 0).equal(value) for name, value in made.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"n_heads": 2, "n_kv_heads": 1}, "num_attention_heads=4 where this network has 2"),
+        ({"rope_theta": 100.0}, "rope_theta=10000.0 where this network has 100.0"),
+        ({"norm_eps": 1e-3}, "rms_norm_eps=1e-05 where this network has 0.001"),
+    ],
+)
+def test_a_network_that_computes_something_else_is_told(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+    hub.main([str(saved(module("qwen3"), tmp_path / "one.ckpt")), str(tmp_path / "out")])
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).save_pretrained(tmp_path / "theirs")
+    other = GPTModule(GPTConfig(**(SIZES | KINDS["qwen3"] | change)))
+    other.configure_model()
+    for folder in ("out", "theirs"):
+        with pytest.raises(ValueError, match=said):
+            hub.weights_for(read(tmp_path / folder), other.network, other.hparams["config"])
 
 
 def test_weights_of_another_kind_are_told(tmp_path: Path) -> None:
