@@ -70,7 +70,7 @@ class Divided(Tensor):
         cuts: which they are; none for a parameter that all ranks have alike, see `alike`.
     """
 
-    looked_at: ClassVar[bool] = False  # whether only code that looks at it needs it, and no module computes with it
+    looked_at: ClassVar[bool] = False  # of a parameter: only code outside of its module reads this form of it
     own: Tensor
     cuts: Cuts
     ranks: Ranks

@@ -24,7 +24,7 @@ from lightning_parallel.values import batch_size, tensors_of
 
 PRODUCTS = {"mm", "bmm"}
 SELECTIONS = {"select", "slice", "index", "index_select", "gather", "embedding", "split", "unbind", "diagonal"}
-"""Operations that may make something of a fixed size of some samples. Any other one that does finds it in all."""
+"""Operations with a result of a fixed size because they pick some samples; any other one computes it of all."""
 MULTIPLIES = {"mul", "addcmul", "dot", "mv", *PRODUCTS}
 REMEDY = "use microbatches=1 or LayerParallelStrategy"
 

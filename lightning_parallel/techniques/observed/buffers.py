@@ -15,7 +15,7 @@ Span = tuple[int, int]
 
 
 class BufferUses:
-    """The positions at which a step uses buffers, also by other names and through views.
+    """The positions at which a step uses buffers, by any of their names and through views.
 
     Args:
         model: whole.
@@ -87,5 +87,5 @@ def _span(tensor: Tensor) -> Span:
 
 
 def frozen(positions: Mapping[str, set[int]]) -> dict[str, frozenset[int]]:
-    """The same positions, for good."""
+    """The same positions, as sets that nobody changes."""
     return {name: frozenset(some) for name, some in positions.items()}
