@@ -242,5 +242,8 @@ def notes_under(name: str, within: Any = None) -> Any:
 
 
 def begun_in(group: dist.ProcessGroup) -> int:
-    """The number of collectives that this rank has begun in a group."""
-    return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    """The number of collectives that this rank has begun in a group; 0 of a backend that does not count."""
+    try:
+        return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    except RuntimeError:
+        return 0

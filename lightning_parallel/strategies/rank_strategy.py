@@ -298,8 +298,8 @@ class RankStrategy(ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """This rank failed. Where others did not, nobody may wait for it, and nobody it launched may stay behind."""
-        if self._watchdog is not None and self._watchdog.told:
-            vars(exception).setdefault("__notes__", []).append(self._watchdog.told)  # `add_note` came with Python 3.11
+        if self._watchdog is not None and (hang := self._watchdog.stop()):
+            vars(exception).setdefault("__notes__", []).append(hang)  # `add_note` came with Python 3.11
         mine = Failure(self.global_rank, said_of(exception))
         told = mine if self._failures is None else self._failures.end(exception, self._begun)
         if self._is_alone and isinstance(self._launcher, Launcher):

@@ -162,7 +162,7 @@ class Deferred(LightningModule):
         return batch.square().mean()
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
+        return torch.optim.SGD(self.parameters(), lr=1e-4)
 
 
 def order_of(strategy: Any, own_generator: bool) -> list[float]:

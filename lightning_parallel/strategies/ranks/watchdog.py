@@ -80,6 +80,7 @@ class Watchdog:
     ) -> None:
         self._rank, self._ranks, self._step, self._begun = rank, ranks, step, begun
         self._patience = SHARE * timeout.total_seconds()
+        self._answering = min(0.2 * timeout.total_seconds(), 60.0) + 2.0  # seconds; all but silent ranks answer at once
         self._period = min(max(timeout.total_seconds() / LOOKS, SECONDS[0]), SECONDS[1])
         notes = notes_under("lightning_parallel_watchdog")
         self._notes = notes_under(f"run_{notes.add(f'runs_of_{rank}', 1)}", notes)
@@ -89,10 +90,11 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="lightning_parallel watchdog", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """Ends the thread."""
+    def stop(self) -> str:
+        """Ends the thread, once it has told what it may be about to tell; what that was."""
         self._stopped.set()
-        self._thread.join(timeout=self._period)
+        self._thread.join(timeout=self._answering)
+        return self.told
 
     def _watch(self) -> None:
         place, since, number = self._place(), time.monotonic(), 0
@@ -122,7 +124,7 @@ class Watchdog:
     def _answers(self, round_: Any, place: Place) -> dict[int, Place]:
         keys = [str(rank) for rank in range(self._ranks)]
         round_.set(keys[self._rank], json.dumps(place))
-        deadline = time.monotonic() + 2 * self._period + 0.5
+        deadline = time.monotonic() + self._answering
         while time.monotonic() < deadline and not round_.check(keys):
             time.sleep(0.05)
         return {rank: Place(*json.loads(round_.get(key))) for rank, key in enumerate(keys) if round_.check([key])}
