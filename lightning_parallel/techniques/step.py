@@ -159,11 +159,13 @@ class Coming:
         weight: how much this rank's samples count against those of other ranks on average; 0 for a rank for which none
             were left, which has one for the form.
         samples: the least number of samples that a rank has which meets this one within the forward; None: nobody does.
+        alone: whether no other rank has samples of this batch, so that what has no target here has none at all.
     """
 
     scale: float = 1.0
     weight: float = 1.0
     samples: int | None = None
+    alone: bool = True
 
     @property
     def counts(self) -> bool:

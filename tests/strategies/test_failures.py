@@ -18,7 +18,7 @@ from tests.ranks import run_on_ranks
 from tests.tiers import covering, sampled
 from tests.trainers import trainer
 
-LAYOUTS: dict[str, Callable[[], Any]] = {
+LAYOUTS: dict[str, Callable[..., Any]] = {
     "data_parallel": DataParallelStrategy,
     "zero_2": partial(ZeroStrategy, stage=2),
     "zero_3": ZeroStrategy,

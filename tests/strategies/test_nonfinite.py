@@ -14,22 +14,13 @@ from torch.utils.data import DataLoader
 from lightning_parallel import (
     DataParallelStrategy,
     ExpertParallelStrategy,
-    PipelineParallelStrategy,
-    TensorParallelStrategy,
     ZeroStrategy,
 )
 from tests.ranks import run_on_ranks
-from tests.strategies.test_failures import Regression
+from tests.strategies.test_failures import LAYOUTS, Regression
 from tests.tiers import covering
 from tests.trainers import trainer
 
-LAYOUTS: dict[str, Callable[..., Any]] = {
-    "data_parallel": DataParallelStrategy,
-    "zero_2": partial(ZeroStrategy, stage=2),
-    "zero_3": ZeroStrategy,
-    "pipeline": partial(PipelineParallelStrategy, microbatches=2),
-    "tensor": TensorParallelStrategy,
-}
 FAULTS = ["loss", "loss alone", "gradient"]
 MARK, BAD_STEP, STEPS = 100.0, 2, 4
 

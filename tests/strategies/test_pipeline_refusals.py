@@ -266,7 +266,7 @@ def test_no_rank_takes_a_missing_parameter_for_the_end_of_the_data() -> None:
     ("make", "said"),
     [
         (SkipsOne, r"returned no loss for microbatches \[\d.*a batch is skipped as a whole"),
-        (SometimesBySamples, r"computed a cross-entropy for microbatches \[\d.*decide it by batch_idx"),
+        (SometimesBySamples, r"computed a mean over targets for microbatches \[\d.*decide it by batch_idx"),
         (ReturnsUnsendable, r"what a step returned, .* cannot go to other ranks \(.*lambda"),
     ],
 )

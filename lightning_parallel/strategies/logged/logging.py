@@ -106,6 +106,11 @@ class StepLog:
             metric.process_group = None if group.size() == dist.get_world_size() else group
             metric.dist_sync_on_step = True  # until `log` says that nobody asks for its step values
 
+    @property
+    def alone(self) -> bool:
+        """Whether no other rank reads other samples."""
+        return self._group.size() == 1
+
     def close(self) -> None:
         """Gives the module its own `log` and the metrics their own groups back."""
         self._module.__dict__.pop("log", None)
@@ -302,8 +307,10 @@ class StepLog:
             loss: to be differentiated.
             asked: whether it is going to be asked what `counted` makes of it.
         """
-        if self._inside_step and self.means is not None:
-            self.means.before_backward(loss)
+        if self.means is not None and self.means.all:
+            self.means.rest_within(loss)
+            if self._inside_step:
+                self.means.before_backward(loss)
         if self._sums is None and self._inside_step and self.means is not None:
             means = self._agree(-3, 0, BACKWARD, [])
             if means.all:

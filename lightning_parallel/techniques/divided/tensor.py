@@ -16,18 +16,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from types import FunctionType
 from typing import Any, ClassVar, TypeGuard, cast
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, handle_torch_function
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_parallel.collectives.by_elements import completed, joined, part, shared_out
 from lightning_parallel.collectives.elements import Elements, Ranks
-from lightning_parallel.techniques.divided.function_frames import in_function
 from lightning_parallel.techniques.divided.gathered import note
+from lightning_parallel.techniques.divided.python_functions import body_of, called_below, in_function
+from lightning_parallel.techniques.tools.losses import original
 from lightning_parallel.techniques.tools.shards import as_gradient, local
 
 aten = torch.ops.aten
@@ -143,7 +143,7 @@ class Divided(Tensor):
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         """The shape of the whole."""
-        return self._shape
+        return self.size() if torch._C._is_torch_function_mode_enabled() else self._shape
 
     @property
     def ndim(self) -> int:  # type: ignore[override]
@@ -201,14 +201,18 @@ class Divided(Tensor):
 
     def size(self, dim: int | None = None) -> Any:
         """The size of the whole, or of one dimension of it."""
+        if torch._C._is_torch_function_mode_enabled():
+            return _told(Divided.size, self, *(() if dim is None else (dim,)))
         return self._shape if dim is None else self._shape[dim]
 
     def numel(self) -> int:
         """How many elements the whole has."""
+        if torch._C._is_torch_function_mode_enabled():
+            return int(_told(Divided.numel, self))
         return self._shape.numel()
 
     def __len__(self) -> int:
-        return self._shape[0]
+        return int(self.size(0))
 
     def __repr__(self) -> str:  # type: ignore[override]
         if not self.cuts:  # without a collective: ranks may print alone
@@ -220,7 +224,7 @@ class Divided(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        func, kwargs = original(func), kwargs or {}
         if not torch.compiler.is_compiling() and not torch.is_grad_enabled() and in_function():
             return of_wholes(func, args, kwargs)
         known = RULES.get(func)
@@ -240,21 +244,12 @@ class Wrapper(Divided):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Gives wholes to code that `__torch_function__` does not see; it is reached below autograd.
-
-        Raises:
-            RuntimeError: a gradient would be lost here.
-        """
-        divided = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Divided)]
+        """Gives wholes to code that `__torch_function__` does not see; it is reached below autograd."""
         if func in (aten.detach.default, aten.alias.default):
-            return Divided(divided[0].own.detach(), divided[0].cuts)
-        if torch.is_grad_enabled() and any(each.own.requires_grad for each in divided):
-            raise RuntimeError(
-                f"{func} is called below Python on a tensor that ranks have divided, where its gradient cannot be "
-                "followed; call it from a torch.autograd.Function, or give it tensor.clone() under torch.no_grad()"
-            )
-        args, kwargs = tree_map_only(Divided, lambda each: each.whole(str(func)).detach(), (args, kwargs or {}))
-        return func(*args, **kwargs)
+            return Divided(args[0].own.detach(), args[0].cuts)
+        what = "a tensor that ranks have divided"
+        remedy = "call it from a torch.autograd.Function, or give it tensor.clone() under torch.no_grad()"
+        return called_below(func, args, kwargs, Divided, lambda each: each.whole(str(func)), what, remedy)
 
 
 class _Traced(Divided):
@@ -301,6 +296,11 @@ class InGraph(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def _told(question: Callable[..., Any], tensor: Divided, *args: Any) -> Any:
+    """The answer to a question about a whole, with a word to modes of torch that look at what a step asks."""
+    return handle_torch_function(question, (tensor,), tensor, *args)
+
+
 _make = cast(Callable[..., Divided], Tensor._make_wrapper_subclass)
 
 
@@ -345,27 +345,6 @@ def of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @functools.cache
-def body_of(func: Any) -> Callable[..., Any] | None:
-    """What torch has written in Python for an operation made of others, which then meet their own rules; else None.
-
-    Torch's functionals first ask whether a tensor has rules of its own (`has_torch_function`), and then compute. The
-    body is the same code in a namespace where the answer is no.
-    """
-    inside = getattr(func, "__module__", None) in ("torch.nn.functional", "torch.functional")
-    if not inside or not isinstance(func, FunctionType) or "handle_torch_function" not in func.__code__.co_names:
-        return None
-    unasked = dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _no)
-    body = FunctionType(
-        func.__code__, {**func.__globals__, **unasked}, func.__name__, func.__defaults__, func.__closure__
-    )
-    body.__kwdefaults__ = func.__kwdefaults__
-    return body
-
-
-def _no(*_: Any) -> bool:
-    return False
-
-
 def own_of(tensor: Tensor, cuts: Cuts) -> Tensor:
     """This rank's elements of a tensor, plain or divided in any way."""
     if is_divided(tensor):

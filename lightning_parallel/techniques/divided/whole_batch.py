@@ -26,7 +26,7 @@ from lightning_parallel.techniques.divided.functions import functions_get_wholes
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided
 from lightning_parallel.techniques.division import Division
 from lightning_parallel.techniques.step import Coming, Run, Step, WrappedRun, WrappedStep
-from lightning_parallel.techniques.tools.means import unwatched
+from lightning_parallel.techniques.tools.losses import unwatched
 from lightning_parallel.techniques.tools.redirect import redirect_forward
 
 T = TypeVar("T")

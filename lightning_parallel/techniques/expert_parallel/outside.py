@@ -21,10 +21,13 @@ from lightning_parallel.collectives.by_elements import counted, gathered
 from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.techniques.divided import rules  # noqa: F401  (enters them in the table)
 from lightning_parallel.techniques.divided.functions import functions_get_wholes
+from lightning_parallel.techniques.divided.python_functions import called_below
 from lightning_parallel.techniques.divided.rules.single import IN_PLACE, ONE_BY_ONE
 from lightning_parallel.techniques.divided.tensor import RULES, Wrapper, of_wholes, operations, same_cuts
 from lightning_parallel.techniques.expert_parallel.calls import Calls
+from lightning_parallel.techniques.expert_parallel.own_experts import OF_EXPERTS
 from lightning_parallel.techniques.tools.leaves import leaf_of
+from lightning_parallel.techniques.tools.losses import original
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +91,7 @@ class Outside(Wrapper):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        func, kwargs = original(func), kwargs or {}
         known = RULES.get(func)
         if known in ANSWERING:
             return known(func, args, kwargs)
@@ -103,20 +106,10 @@ class Outside(Wrapper):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Gives wholes to code that `__torch_function__` does not see, below autograd.
-
-        Raises:
-            RuntimeError: a gradient would be lost here.
-        """
+        """Gives wholes to code that `__torch_function__` does not see, below autograd."""
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return args[0].again(args[0].own.detach())
-        if torch.is_grad_enabled() and any(isinstance(arg, Outside) and arg.own.requires_grad for arg in args):
-            raise RuntimeError(
-                f"{func} is called below Python on weights of experts of which other ranks hold some, where its "
-                "gradient cannot be followed; give it weight.clone() + 0"
-            )
-        args, kwargs = tree_map_only(Outside, lambda each: each.whole().detach(), (args, kwargs or {}))
-        return func(*args, **kwargs)
+        return called_below(func, args, kwargs, Outside, Outside.whole, OF_EXPERTS, "give it weight.clone() + 0")
 
 
 _make = cast(Callable[..., Outside], Tensor._make_wrapper_subclass)

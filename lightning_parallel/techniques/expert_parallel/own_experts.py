@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from lightning_parallel.techniques.divided.python_functions import called_below
+from lightning_parallel.techniques.tools.losses import original
 from lightning_parallel.techniques.tools.telling import warn
 
 Rule = Callable[..., Any]
@@ -84,7 +86,7 @@ class OwnExperts(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        func, kwargs = original(func), kwargs or {}
         if func in PLAIN:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
         known = RULES.get(func)
@@ -97,19 +99,13 @@ class OwnExperts(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Gives the whole to code that `__torch_function__` does not see, below autograd.
+        """Gives the whole to code that `__torch_function__` does not see, below autograd."""
+        remedy = "give a torch.autograd.Function weight.clone()"
+        return called_below(func, args, kwargs, OwnExperts, OwnExperts.whole, OF_EXPERTS, remedy)
 
-        Raises:
-            RuntimeError: a gradient would be lost here.
-        """
-        if torch.is_grad_enabled() and any(isinstance(arg, OwnExperts) and arg.own.requires_grad for arg in args):
-            raise RuntimeError(
-                f"{func} is called below Python on the weights of experts of which other ranks hold some, where its "
-                "gradient cannot be followed; give a torch.autograd.Function weight.clone()"
-            )
-        args, kwargs = tree_map_only(OwnExperts, lambda each: each.whole().detach(), (args, kwargs or {}))
-        return func(*args, **kwargs)
 
+OF_EXPERTS = "weights of experts of which other ranks hold some"
+"""A tensor of which this rank has some rows, for errors."""
 
 _make = cast(Callable[..., OwnExperts], Tensor._make_wrapper_subclass)
 

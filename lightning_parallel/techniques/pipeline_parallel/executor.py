@@ -141,7 +141,7 @@ class Executor:
         else:
             self._keep_result(place, inputs, output)
         if means is not None:
-            self._work.shares.add(microbatch, means)
+            self._add_share(microbatch, means, output)
 
     def _forward_of_whole(self, whole: LossStage, microbatch: int) -> None:
         """With the last microbatch all are there: the loss is computed, and its gradients go back to each of them."""
@@ -156,11 +156,17 @@ class Executor:
         received = whole.join([self._work.received(one) for one in handed])
         output = self._stages.run(self._last, received, whole.step, means, watched=True)
         self._keep_result((self._last, 0), [leaf for own in inputs for leaf in own], output)
-        self._work.shares.add(0, means)
+        self._add_share(0, means, output)
         if self._work.backward:
             whole.scale(means)
             made = iter(self._gradients_of((self._last, 0), self._saved.pop((self._last, 0))))
             self._handed_back |= {(self._last - 1, k): [next(made) for _ in own] for k, own in enumerate(inputs)}
+
+    def _add_share(self, microbatch: int, means: Means, output: Any) -> None:
+        loss = self._work.loss_of(output)
+        if loss is not None:
+            means.rest_within(loss)
+        self._work.shares.add(microbatch, means)
 
     def _received(self, place: Place) -> Any:
         stage, _ = place

@@ -24,12 +24,13 @@ class Shares:
         weight: how much this rank's samples count against those of others.
         unit: so many targets count as one in backwards, to keep gradients of a usual size; the same on all ranks.
         whole: whether there is one loss, whose gradients count by targets where they are computed.
+        alone: whether no other rank has samples of this batch.
     """
 
-    def __init__(self, sizes: Sequence[int], weight: float, unit: float, whole: bool) -> None:
+    def __init__(self, sizes: Sequence[int], weight: float, unit: float, whole: bool, alone: bool) -> None:
         self.sizes = sizes
         self._of_samples = [size / sum(sizes) for size in sizes]
-        self._weight, self._unit, self._whole = weight, unit, whole
+        self._weight, self._unit, self._whole, self._alone = weight, unit, whole, alone
         self._counts: dict[int, Tensor] = {}
         self.means: dict[int, list[Tensor]] = {}
 
@@ -56,14 +57,17 @@ class Shares:
             return self._of_samples, None
         if len(self._counts) < len(self._of_samples):
             raise ValueError(
-                f"training_step computed a cross-entropy for microbatches {sorted(self._counts)} of "
+                f"training_step computed a mean over targets for microbatches {sorted(self._counts)} of "
                 f"{len(self._of_samples)} only; in a pipeline all of them count in one way: decide it by batch_idx, or "
                 "use microbatches=1"
             )
         counts = [float(count) for _, count in sorted(self._counts.items())]
         total = sum(counts)
+        unit = None if self._whole else self._unit
+        if not total and not self._alone:  # the losses are 0, and other ranks may have targets
+            return self._of_samples, unit
         # a batch without targets has no gradient, as on one device
-        return [count / total if total else math.nan for count in counts], None if self._whole else self._unit
+        return [count / total if total else math.nan for count in counts], unit
 
     @property
     def targets(self) -> float | None:

@@ -124,7 +124,11 @@ class PipelineStep(WrappedStep):
             loss_of=_loss_of,
             scale=self._coming.scale if training else None,
             shares=Shares(
-                sizes if self._dims is None else [size], self._coming.weight, self._unit, self._dims is not None
+                sizes if self._dims is None else [size],
+                self._coming.weight,
+                self._unit,
+                self._dims is not None,
+                self._coming.alone,
             ),
             gradients={stage: Gradients(self._of_stage(stage, learning)) for stage in self._here},
         )

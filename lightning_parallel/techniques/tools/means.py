@@ -7,40 +7,27 @@ a batch that ranks or microbatches share is the sum of all their numerators over
 
 So the gradient of each mean is multiplied where the mean was computed, by a `Scale` that is filled in when all counts
 are known. Any sum of means then has the gradient of the whole batch, each of them counting in its own way.
-
-torch's own loss functions are watched, by replacing them for the time of a step: a `TorchFunctionMode` would do the
-same and make every other operation twice as expensive for the host.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar, Token
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from typing_extensions import Self
 
 from lightning_parallel.techniques.step import Run
+from lightning_parallel.techniques.tools.losses import Watched, unwatch, watch
 from lightning_parallel.techniques.tools.reach import linear_nodes, multiples_in
 
 T = TypeVar("T")
-
-NONE, MEAN, SUM = 0, 1, 2
-"""The reductions as torch numbers them."""
-
-WATCHING: ContextVar[Means | None] = ContextVar("means", default=None)
-"""What notes the means of the step that runs in this thread; losses of other threads are no concern of it."""
-
 
 FREED = (
     "what this value counts over cannot be seen any more: the graph that it comes from was freed by a backward; call "
@@ -49,10 +36,11 @@ FREED = (
 
 
 class Scale:
-    """The factor by which a gradient is multiplied; none as long as it is not known."""
+    """The factor by which a gradient is multiplied; none as long as it is not known, and while it rests."""
 
     def __init__(self, factor: Tensor | None = None) -> None:
         self.factor = factor
+        self.rests = False
 
     @classmethod
     def to_mean(cls, count: float, device: torch.device) -> Scale:
@@ -72,8 +60,9 @@ class _Scaled(Function):
     @staticmethod
     def backward(ctx: Any, *incoming: Any) -> Any:
         """See `torch.autograd.Function`."""
-        gradient, factor = incoming[0], ctx.scale.factor
-        return (gradient if factor is None else gradient * factor.to(gradient.dtype)), None
+        gradient, scale = incoming[0], ctx.scale
+        known = scale.factor is not None and not scale.rests
+        return (gradient * scale.factor.to(gradient.dtype) if known else gradient), None
 
 
 def scaled(value: Tensor, scale: Scale) -> Tensor:
@@ -104,6 +93,7 @@ class Mean:
     scale: Scale
     by: int
     of: int
+    by_hand: bool = False
     sum: Scale = field(default_factory=Scale)
 
 
@@ -121,22 +111,19 @@ class Means:
     all: list[Mean] = field(default_factory=list)
     _others: list[tuple[Tensor, int]] = field(default_factory=list)
     _kept: list[tuple[GradientEdge, dict[int, Tensor]]] = field(default_factory=list)
-    _before: list[Token[Means | None]] = field(default_factory=list)
+    _floors: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _watched: list[Watched] = field(default_factory=list)
 
     # ---------------------------------------------------------------- watching
 
     def begin(self) -> None:
-        """Starts to watch the means that torch's losses compute."""
-        self._before.append(WATCHING.set(self))
-        for loss in LOSSES:
-            setattr(loss.owner, loss.name, _watched(loss, getattr(loss.owner, loss.name)))
+        """Starts to note the means that the step computes."""
+        self._watched.append(watch(self))
 
     def end(self) -> None:
-        """Stops watching, if it began."""
-        if self._before:
-            for loss in LOSSES:
-                setattr(loss.owner, loss.name, getattr(loss.owner, loss.name).__wrapped__)
-            WATCHING.reset(self._before.pop())
+        """Stops, if it began."""
+        if self._watched:
+            unwatch(self._watched.pop())
 
     def __enter__(self) -> Self:
         self.begin()
@@ -145,13 +132,23 @@ class Means:
     def __exit__(self, *_: object) -> None:
         self.end()
 
-    def note(self, mean: Tensor, count: Tensor, of: Tensor | None = None) -> Tensor:
+    def note(self, mean: Tensor, count: Tensor, of: Tensor | None = None, by_hand: bool = False) -> Tensor:
         """A mean over so much was computed, `of` these targets; returns what the step is to use for it."""
         scale = Scale()
         given: Tensor = _Scaled.apply(mean, scale) if mean.requires_grad else mean.clone()  # type: ignore[no-untyped-call]
         edge = get_gradient_edge(given) if given.requires_grad else None
-        self.all.append(Mean(count.detach().double(), mean.detach(), given, edge, scale, *_origin(of)))
+        targets = len(self.all) if by_hand else 0 if of is None else of.data_ptr()
+        noted = Mean(count.detach().double(), mean.detach(), given, edge, scale, _place(), targets, by_hand)
+        self.all.append(noted)
         return given
+
+    def floored(self, number: Tensor, result: Tensor) -> None:
+        """A number was kept from being nothing, to be divided by."""
+        self._floors.append((number, result))
+
+    def before_floor(self, divisor: T) -> T | Tensor:
+        """The number that a divisor is without its floor."""
+        return next((number for number, result in self._floors if result is divisor), divisor)
 
     def also(self, value: Tensor, number: int = 0) -> None:
         """A value is a mean over the same as mean `number`."""
@@ -162,7 +159,7 @@ class Means:
         nothing = torch.zeros((), device=device)
         number = torch.tensor(count, dtype=torch.float64, device=device)
         own = Scale.to_mean(count, device)  # until all ranks have told their counts
-        self.all.append(Mean(number, nothing, nothing, None, Scale(), 0, 0, own))
+        self.all.append(Mean(number, nothing, nothing, None, Scale(), 0, 0, sum=own))
 
     def scaled(self, value: Tensor, number: int = 0) -> Tensor:
         """A value that is mean `number`, to be differentiated; its gradient is that of a sum, see `Mean`."""
@@ -183,8 +180,10 @@ class Means:
 
     @property
     def count(self) -> Tensor | None:
-        """The sum of the counts of all means, None where there is none."""
-        return torch.stack([mean.count for mean in self.all]).sum() if self.all else None
+        """The sum of the counts of all means, None where there is none; torch's own go before those made by hand."""
+        awake = [mean for mean in self.all if not mean.scale.rests]
+        chosen = [mean for mean in awake if not mean.by_hand] or awake
+        return torch.stack([mean.count for mean in chosen]).sum() if chosen else None
 
     @property
     def values(self) -> list[Tensor]:
@@ -205,16 +204,25 @@ class Means:
 
     def before_backward(self, loss: Tensor) -> None:
         """A loss goes backward before everything is logged: what its graph tells of means is kept, for it is freed."""
-        for node in linear_nodes(loss.grad_fn, self._edges()):
+        for node in linear_nodes(loss.grad_fn, self.edges):
             self._kept.append((GradientEdge(node, 0), self._multiples(node)))
 
-    def _edges(self) -> list[GradientEdge | None]:
+    def rest_within(self, loss: Tensor) -> None:
+        """Lets means by hand rest of which a loss is no sum of multiples: what a model divides within is no mean."""
+        if any(mean.by_hand for mean in self.all) and loss.requires_grad:
+            parts = self._multiples(loss.grad_fn)
+            for number, mean in enumerate(self.all):
+                mean.scale.rests = mean.by_hand and number not in parts
+
+    @property
+    def edges(self) -> list[GradientEdge | None]:
+        """Where the means, and what was made of them before a backward, come from in the graph."""
         return [*(mean.edge for mean in self.all), *(edge for edge, _ in self._kept)]
 
     def _multiples(self, node: Any) -> dict[int, Tensor]:
         """The factors of the means of which what a node makes is a sum of multiples, by their numbers."""
         try:
-            found = multiples_in(node, self._edges())
+            found = multiples_in(node, self.edges)
         except RuntimeError as error:
             raise ValueError(FREED) from error
         total: dict[int, Tensor] = {}
@@ -232,16 +240,6 @@ class Means:
         return counted
 
 
-@contextmanager
-def unwatched() -> Iterator[None]:
-    """Inside, means are of all ranks already: their gradients are not those of parts, to be scaled."""
-    before = WATCHING.set(None)
-    try:
-        yield
-    finally:
-        WATCHING.reset(before)
-
-
 class WatchedRun(Run[T]):
     """The user's step, with an eye on the means that it computes.
 
@@ -257,10 +255,13 @@ class WatchedRun(Run[T]):
     def __call__(self, *args: Any, **kwargs: Any) -> T:
         """See `Run.__call__`."""
         if self._means is None:
-            return super().__call__(*args, **kwargs)
+            return self._step(*args, **kwargs)
         self._means.batch = args[0] if args else None
-        with self._means:
-            return super().__call__(*args, **kwargs)
+        watched = watch(self._means)
+        try:
+            return self._step(*args, **kwargs)
+        finally:
+            unwatch(watched)
 
 
 def is_among(value: Tensor, means: Sequence[Tensor]) -> bool:
@@ -268,98 +269,10 @@ def is_among(value: Tensor, means: Sequence[Tensor]) -> bool:
     return any(value.data_ptr() == mean.data_ptr() for mean in means)
 
 
-def mean_over(losses: Tensor, count: Tensor, dtype: torch.dtype, of: Tensor | None = None) -> Tensor:
-    """The sum of losses over a count, noted as a mean; over nothing at all it is 0, not 0 / 0."""
-    total = losses.sum(dtype=torch.float64 if losses.dtype == torch.float64 else torch.float32)
-    means = WATCHING.get()
-    if means is None:
-        return (total / count).to(dtype)
-    divisor = torch.where(count == 0, torch.ones_like(count), count).to(total.dtype)
-    return means.note((total / divisor).to(dtype), count, of)
-
-
-def mean_over_elements(mean: Tensor, count: int, of: Tensor | None = None) -> Tensor:
-    """A mean over so many elements, noted where somebody asks for these."""
-    means = WATCHING.get()
-    if means is None or not means.elements:
-        return mean
-    return means.note(mean, torch.full((), count, dtype=torch.float64, device=mean.device), of)
-
-
-# -------------------------------------------------------------------- torch's losses
-
-
-def _of_targets(means: Means, function: Callable[..., Tensor], args: tuple[Any, ...], place: int) -> Tensor:
-    logits, target, weight, _, ignored = args[:5]
-    if target.is_floating_point():  # probabilities of classes
-        return _of_elements(means, function, args, place, features=logits.shape[1 if logits.dim() > 1 else 0])
-    counted = target != ignored
-    # torch adds up the weights in their own dtype, and counts exactly
-    count = counted.sum() if weight is None else (weight[target.masked_fill(~counted, 0)] * counted).sum()
-    losses = function(*args[:place], NONE, *args[place + 1 :])
-    return mean_over(losses, count, losses.dtype, of=target)
-
-
-def _of_elements(
-    means: Means, function: Callable[..., Tensor], args: tuple[Any, ...], place: int, features: int = 1
-) -> Tensor:
-    if not means.elements:
-        return function(*args)
-    count = args[0].numel() // max(features, 1)
-    mean = function(*args[:place], MEAN if count else SUM, *args[place + 1 :])
-    return mean_over_elements(mean, count, of=args[1])
-
-
-@functools.cache  # made once, and not in every step
-def _watched(loss: Loss, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Tensor:
-        if torch.compiler.is_compiling():
-            return function(*args, **kwargs)
-        means = WATCHING.get()
-        mean = len(args) > loss.place and args[loss.place] == MEAN
-        if means is None or not mean or not _is_plain(args[0]):
-            return function(*args, **kwargs)
-        return loss.kind(means, partial(function, **kwargs), args, loss.place)
-
-    return call
-
-
-class Loss(NamedTuple):
-    """A loss function of torch's: where it is found, at which place it takes its reduction, over what it is a mean."""
-
-    owner: Any
-    name: str
-    place: int
-    kind: Callable[[Means, Callable[..., Tensor], tuple[Any, ...], int], Tensor]
-
-    @property
-    def of_elements(self) -> bool:
-        """Whether it is computed element by element."""
-        return self.kind is _of_elements
-
-
-NN: Any = torch._C._nn
-LOSSES = (
-    Loss(NN, "cross_entropy_loss", 3, _of_targets),
-    Loss(NN, "nll_loss_nd", 3, _of_targets),
-    *(Loss(NN, f"{name}_loss", 2, _of_elements) for name in ("mse", "l1", "smooth_l1", "huber", "soft_margin")),
-    Loss(NN, "binary_cross_entropy", 3, _of_elements),
-    Loss(torch, "binary_cross_entropy_with_logits", 4, _of_elements),
-    Loss(torch, "kl_div", 2, _of_elements),
-    Loss(torch, "poisson_nll_loss", 5, _of_elements),
-)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor has a value that is this step's: no fake one, and none of a transform such as `vmap`."""
-    return type(tensor) in (Tensor, nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-
-
-def _origin(targets: Tensor | None) -> tuple[int, int]:
-    """Stands for the lines from which a mean was computed, the same in a loop; and for its targets."""
+def _place() -> int:
+    """Stands for the lines from which a mean was computed, the same in a loop."""
     frame, lines = sys._getframe(1), []
     while frame is not None:
         lines.append((id(frame.f_code), frame.f_lineno))
         frame = frame.f_back  # type: ignore[assignment]
-    return hash(tuple(lines)), 0 if targets is None else targets.data_ptr()
+    return hash(tuple(lines))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -15,6 +16,13 @@ LINEAR = {"Add", "Sub", "Rsub", "Neg", "Mul", "Div", "ToCopy", "Clone", "Alias",
 """The operations that make sums of multiples, by the names of their backwards."""
 
 PRODUCTS = {"Mul", "Div"}
+MULTIPLES = LINEAR - {"Mean"} | {"Permute", "Total"}
+"""Those that make no means, and more: `einsum` permutes, and what ranks have divided is summed up."""
+
+SUMS = {"Sum", "Nansum", "Dot", "Vdot", "Mv", "Mm", "Bmm"}
+SELECTIONS = ("IndexBackward", "MaskedSelectBackward")
+NEAR = 16
+"""How far behind a mean to look for a selection: every mean that a step makes is asked."""
 STEPS = 64
 """How far to look: a loss is put together from few parts; what lies behind these is the model."""
 
@@ -53,6 +61,48 @@ def linear_nodes(start: Any, edges: Sequence[GradientEdge | None]) -> list[Any]:
     """The nodes of numbers from a value's to those of others, through which it may be a sum of multiples of these."""
     ends = {edge.node for edge in edges if edge is not None}
     return [node for node, linear in _behind(start, ends) if linear and node not in ends and not _made(node).shape]
+
+
+def is_of_sums(start: Any, edges: Sequence[GradientEdge | None]) -> bool:
+    """Whether a number is a sum over elements, or one of multiples of such sums, and not of the others.
+
+    Args:
+        start: the node that made the number.
+        edges: where the others come from, see `multiples_in`.
+    """
+    ends = {edge.node for edge in edges if edge is not None}
+    return _is_of_sums(start) and not any(linear and node in ends for node, linear in _behind(start, ends))
+
+
+def _is_of_sums(start: Any) -> bool:
+    ahead = [start]
+    for _ in range(STEPS):
+        node = ahead.pop()
+        name, before = operation_of(node), [parent for parent, _ in node.next_functions if parent is not None]
+        is_sum = name in SUMS and math.prod(_made(node).shape) == 1
+        if not is_sum and getattr(node, "_saved_reduction", 0) != 2:  # that of a loss function, by torch's number
+            if name not in MULTIPLES or (name in PRODUCTS and len(before) > 1):
+                return False
+            ahead.extend(before)
+        if not ahead:
+            return True
+    return False
+
+
+def is_of_selection(start: Any) -> bool:
+    """Whether what a node made has an element, or a row, for each of those that were selected from something."""
+    rows = None if start is None else start._input_metadata[0].shape[:1]
+    ahead: deque[Any] = deque([start] if rows else [])
+    for _ in range(NEAR):
+        if not ahead:
+            return False
+        node = ahead.popleft()
+        if node.name().startswith(SELECTIONS):
+            return True
+        for parent, _ in node.next_functions:
+            if parent is not None and parent._input_metadata[0].shape[:1] == rows:
+                ahead.append(parent)
+    return False
 
 
 def _one(node: Any) -> Tensor:

@@ -21,7 +21,7 @@ from lightning_parallel.techniques.divided.meeting import as_divided, brought_to
 from lightning_parallel.techniques.divided.rules.products import require_numbers
 from lightning_parallel.techniques.divided.tensor import NAMES as OPERATION_NAMES
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided, operations, rule
-from lightning_parallel.techniques.tools.means import mean_over
+from lightning_parallel.techniques.tools.losses import mean_over
 
 NAMES = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 

@@ -11,7 +11,7 @@ from lightning_parallel.collectives.by_elements import total
 from lightning_parallel.techniques.divided.meeting import as_divided, brought_together, in_step
 from lightning_parallel.techniques.divided.rules.losses import at_labels, reduced
 from lightning_parallel.techniques.divided.tensor import is_divided, rule
-from lightning_parallel.techniques.tools.means import LOSSES, MEAN, NONE, SUM, mean_over_elements
+from lightning_parallel.techniques.tools.losses import LOSSES, MEAN, NONE, SUM, mean_over_elements, unwatched
 
 # What torch.nn.functional calls, by its place for the reduction; while a step runs, torch's names lead elsewhere.
 PLACES = {getattr(loss.owner, loss.name): loss.place for loss in LOSSES if loss.of_elements}
@@ -33,7 +33,9 @@ def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
         return losses
     if args[place] == SUM:
         return losses.sum()
-    return mean_over_elements(losses.mean(), losses.numel(), of=args[1])
+    with unwatched():
+        mean = losses.mean()
+    return mean_over_elements(mean, losses.numel(), of=args[1])
 
 
 @rule(torch._C._nn.nll_loss_nd)

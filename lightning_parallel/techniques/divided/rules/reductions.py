@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_parallel.collectives.by_elements import total
+from lightning_parallel.collectives.elements import Elements
 from lightning_parallel.techniques.divided.meeting import as_divided, brought_together
 from lightning_parallel.techniques.divided.tensor import NAMES, Divided, is_divided, operations, rule
+from lightning_parallel.techniques.tools.losses import mean_of
 
 
 def _dims(divided: Divided, dim: Any) -> tuple[int, ...]:
@@ -41,14 +44,23 @@ def _added_up(func: Any, args: Any, kwargs: Any) -> Any:
     summed = [divided.cuts[each] for each in gone if each in divided.cuts]
     if not all(elements.disjoint for elements in summed):
         return NotImplemented
-    made = torch.sum(divided.own, gone, keepdim, dtype=kwargs.get("dtype"))
-    if NAMES[func] == "mean":
-        if not made.is_floating_point():
-            return NotImplemented
-        made = made / math.prod([divided.shape[each] for each in gone])
+    if NAMES[func] == "sum":
+        made = _total(divided.own, gone, keepdim, kwargs.get("dtype"), summed)
+    elif (kwargs.get("dtype") or divided.dtype).is_floating_point:
+        count = math.prod([divided.shape[each] for each in gone])
+        mean = partial(_total, divided.own, gone, keepdim, kwargs.get("dtype"), summed, count)
+        made = mean_of(divided.own, count, mean) if len(gone) == divided.dim() else mean()
+    else:
+        return NotImplemented
+    return as_divided(made, _left(divided, gone, keepdim))
+
+
+def _total(own: Tensor, gone: Any, keepdim: bool, dtype: Any, summed: Sequence[Elements], over: int = 1) -> Tensor:
+    made = torch.sum(own, gone, keepdim, dtype=dtype)
+    made = made if over == 1 else made / over
     for elements in summed:
         made = total(made, elements.ranks)
-    return as_divided(made, _left(divided, gone, keepdim))
+    return made
 
 
 @rule(*operations("amax", "amin", "max", "min", "argmin", "prod", "all", "any", "var", "std", "var_mean", "std_mean",

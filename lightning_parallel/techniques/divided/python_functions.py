@@ -1,0 +1,81 @@
+"""Where Python begins: torch's functions that are written in it, those of autograd, and what is called below both."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType, FunctionType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction, Function
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+OF_FUNCTIONS = frozenset(
+    (Function.apply.__func__.__code__, BackwardCFunction.apply.__code__)  # type: ignore[attr-defined]
+)
+"""The frames below the forward and the backward of such a function."""
+
+
+def in_function() -> bool:
+    """Whether a function of autograd written in Python runs: what it returns must not be divided.
+
+    Such a function may use tensors that it was not given, as a parameter of the module in whose forward it is written.
+    Gradients are off in it, so nobody asks on the usual way. A reentrant checkpoint only runs a layer.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in OF_FUNCTIONS:
+            cls = frame.f_locals.get("cls") or type(frame.f_locals["self"])
+            return not cls.__name__.startswith("CheckpointFunction")
+        frame = frame.f_back
+    return False
+
+
+def body_of(func: Any) -> Callable[..., Any] | None:
+    """What torch has written in Python for an operation made of others, which then meet their own rules; else None.
+
+    Torch's functionals first ask whether a tensor has rules of its own (`has_torch_function`), and then compute. The
+    body is the same code in a namespace where the answer is no.
+    """
+    inside = getattr(func, "__module__", None) in ("torch.nn.functional", "torch.functional")
+    if not inside or not isinstance(func, FunctionType) or "handle_torch_function" not in func.__code__.co_names:
+        return None
+    unasked = dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _no)
+    body = FunctionType(
+        func.__code__, {**func.__globals__, **unasked}, func.__name__, func.__defaults__, func.__closure__
+    )
+    body.__kwdefaults__ = func.__kwdefaults__
+    return body
+
+
+def _no(*_: Any) -> bool:
+    return False
+
+
+T = TypeVar("T", bound=Tensor)
+
+
+def called_below(
+    func: Any, args: Any, kwargs: Any, form: type[T], whole: Callable[[T], Tensor], what: str, remedy: str
+) -> Any:
+    """The result of an operation that is called below autograd, where no rule is asked, on whole tensors.
+
+    Args:
+        func: the operation.
+        args: of the call.
+        kwargs: of the call.
+        form: the tensors that only look whole; each has this rank's elements in `own`.
+        whole: gives one that is.
+        what: such a tensor is, for the error.
+        remedy: what to do about it.
+
+    Raises:
+        RuntimeError: a gradient would be lost here.
+    """
+    given: list[Any] = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, form)]
+    if torch.is_grad_enabled() and any(each.own.requires_grad for each in given):
+        raise RuntimeError(f"{func} is called below Python on {what}, where its gradient cannot be followed; {remedy}")
+    args, kwargs = tree_map_only(form, lambda each: whole(each).detach(), (args, kwargs or {}))
+    return func(*args, **kwargs)

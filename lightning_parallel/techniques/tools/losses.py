@@ -1,0 +1,246 @@
+"""The means that a step computes, seen where it computes them: torch's own loss functions, and sums divided by hand.
+
+A loss function is given its inputs, which tell over how much it averages. A quotient is a mean where it divides a sum
+over elements, as `(losses * mask).sum() / mask.sum()`, whose count is what it is divided by: over all that share a
+batch, the mean is the sum of the numerators over that of the divisors.
+
+Functions are replaced for the time of a step: a `TorchFunctionMode` would see the same and make every other operation
+twice as expensive for the host.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar, Token
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel.techniques.tools.reach import is_of_selection, is_of_sums
+
+if TYPE_CHECKING:
+    from lightning_parallel.techniques.tools.means import Means
+
+NONE, MEAN, SUM = 0, 1, 2
+"""The reductions as torch numbers them."""
+
+WATCHING: ContextVar[Means | None] = ContextVar("means", default=None)
+"""What notes the means of the step that runs in this thread; losses of other threads are no concern of it."""
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Inside, means are none of the step's: they are of all ranks already, or parts of what is noted itself."""
+    before = WATCHING.set(None)
+    try:
+        yield
+    finally:
+        WATCHING.reset(before)
+
+
+def mean_over(losses: Tensor, count: Tensor, dtype: torch.dtype, of: Tensor | None = None) -> Tensor:
+    """The sum of losses over a count, noted as a mean; over nothing at all it is 0, not 0 / 0."""
+    total = losses.sum(dtype=torch.float64 if losses.dtype == torch.float64 else torch.float32)
+    means = WATCHING.get()
+    if means is None:
+        return (total / count).to(dtype)
+    divisor = torch.where(count == 0, torch.ones_like(count), count).to(total.dtype)
+    with unwatched():
+        mean = (total / divisor).to(dtype)
+    return means.note(mean, count, of)
+
+
+def mean_over_elements(mean: Tensor, count: int, of: Tensor | None = None) -> Tensor:
+    """A mean over so many elements, noted where somebody asks for these."""
+    means = WATCHING.get()
+    if means is None or not means.elements:
+        return mean
+    return means.note(mean, torch.full((), count, dtype=torch.float64, device=mean.device), of)
+
+
+# -------------------------------------------------------------------- torch's losses
+
+
+def _of_targets(means: Means, function: Callable[..., Tensor], args: tuple[Any, ...], place: int) -> Tensor:
+    logits, target, weight, _, ignored = args[:5]
+    if target.is_floating_point():  # probabilities of classes
+        return _of_elements(means, function, args, place, features=logits.shape[1 if logits.dim() > 1 else 0])
+    counted = target != ignored
+    # torch adds up the weights in their own dtype, and counts exactly
+    count = counted.sum() if weight is None else (weight[target.masked_fill(~counted, 0)] * counted).sum()
+    losses = function(*args[:place], NONE, *args[place + 1 :])
+    return mean_over(losses, count, losses.dtype, of=target)
+
+
+def _of_elements(
+    means: Means, function: Callable[..., Tensor], args: tuple[Any, ...], place: int, features: int = 1
+) -> Tensor:
+    count = args[0].numel() // max(features, 1)
+    if not means.elements:
+        return mean_of(args[0], count, partial(function, *args))
+    mean = function(*args[:place], MEAN if count else SUM, *args[place + 1 :])
+    return mean_over_elements(mean, count, of=args[1])
+
+
+class Loss(NamedTuple):
+    """A loss function of torch's: where it is found, at which place it takes its reduction, over what it is a mean."""
+
+    owner: Any
+    name: str
+    place: int
+    kind: Callable[[Means, Callable[..., Tensor], tuple[Any, ...], int], Tensor]
+
+    @property
+    def of_elements(self) -> bool:
+        """Whether it is computed element by element."""
+        return self.kind is _of_elements
+
+    def watched(self, means: Means, function: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Any) -> Tensor:
+        """What the loss function returns to a step whose means are noted."""
+        if len(args) <= self.place or args[self.place] != MEAN or not _is_plain(args[0]):
+            return function(*args, **kwargs)
+        return self.kind(means, partial(function, **kwargs), args, self.place)
+
+
+NN: Any = torch._C._nn
+LOSSES = (
+    Loss(NN, "cross_entropy_loss", 3, _of_targets),
+    Loss(NN, "nll_loss_nd", 3, _of_targets),
+    *(Loss(NN, f"{name}_loss", 2, _of_elements) for name in ("mse", "l1", "smooth_l1", "huber", "soft_margin")),
+    Loss(NN, "binary_cross_entropy", 3, _of_elements),
+    Loss(torch, "binary_cross_entropy_with_logits", 4, _of_elements),
+    Loss(torch, "kl_div", 2, _of_elements),
+    Loss(torch, "poisson_nll_loss", 5, _of_elements),
+)
+
+
+# -------------------------------------------------------------------- means by hand
+
+
+def _divided(means: Means, function: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
+    if kwargs or len(args) != 2 or not _is_number(args[0]) or not _counts(means, *args):
+        return function(*args, **kwargs)
+    total, divisor = args
+    number, tensor = means.before_floor(divisor), isinstance(divisor, Tensor)
+    count = torch.as_tensor(number, dtype=None if tensor else torch.float64, device=total.device)
+    nothing = count == 0
+    with unwatched():
+        mean = function(total, torch.where(nothing, torch.ones_like(count), count) if tensor else divisor)
+    if number is divisor:  # a floor of another kind may make 0 / 1 of nothing
+        nothing = nothing | ((total.detach() == 0) & (count <= 1))
+    return means.note(mean, count.double().masked_fill(nothing, 0), by_hand=True)
+
+
+def _counts(means: Means, total: Tensor, divisor: Any) -> bool:
+    """Whether a quotient is a mean over as much as it is divided by: a sum over elements, divided by a number.
+
+    Without a graph a total may be anything, so it is left alone. A number of Python's may be any constant: it is left
+    alone where all means count together, as in a pipeline.
+    """
+    if isinstance(divisor, Tensor):
+        known = _is_number(divisor) and not divisor.requires_grad and not divisor.is_complex()
+    else:
+        known = means.elements and isinstance(divisor, int | float) and divisor > 0
+    return known and total.requires_grad and is_of_sums(total.grad_fn, means.edges)
+
+
+def mean_of(values: Tensor, count: int, average: Callable[[], Tensor]) -> Tensor:
+    """An average of values over so many, noted where they were selected from others, as many as there were."""
+    means = None if torch.compiler.is_compiling() else WATCHING.get()
+    if means is None:
+        return average()
+    with unwatched():
+        mean = average()
+    if not is_of_selection(values.grad_fn):
+        return mean
+    mean = mean if count else mean.nan_to_num(0.0)
+    return means.note(mean, torch.full((), count, dtype=torch.float64, device=mean.device), by_hand=True)
+
+
+def _averaged(means: Means, function: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
+    values = args[0]
+    if kwargs or len(args) != 1 or type(values) is not Tensor or not is_of_selection(values.grad_fn):
+        return function(*args, **kwargs)
+    return mean_of(values, values.numel(), partial(function, values)) if _is_plain(values) else function(values)
+
+
+def _floored(means: Means, function: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
+    result = function(*args, **kwargs)
+    given = (*args[1:], *kwargs.values()) if kwargs.keys() <= {"min"} else ()
+    if len(given) == 1 and _is_number(args[0]) and isinstance(given[0], int | float) and 0 <= given[0] <= 1:
+        means.floored(args[0], result)
+    return result
+
+
+class ByHand(NamedTuple):
+    """An operation of which means are made: where it is found, and what it returns to a step whose means are noted."""
+
+    owner: Any
+    name: str
+    watched: Callable[[Means, Callable[..., Tensor], Any, Any], Tensor]
+
+
+DIVISIONS = ("div", "divide", "true_divide")
+FLOORS = ("clamp", "clamp_min", "clip")
+BY_HAND = (
+    *(ByHand(Tensor, name, _divided) for name in ("__truediv__", "__itruediv__")),
+    *(ByHand(owner, name, _divided) for name in DIVISIONS for owner in (Tensor, torch)),
+    ByHand(Tensor, "mean", _averaged),  # and not torch.mean: Lightning knows it as the name of a reduction
+    *(ByHand(owner, name, _floored) for name in FLOORS for owner in (Tensor, torch)),
+)
+
+
+WATCHES: tuple[Loss | ByHand, ...] = (*LOSSES, *BY_HAND)
+Watched = tuple[list[Any], Token[Any]]
+"""What was there before, and what noted means."""
+
+
+# -------------------------------------------------------------------- watching
+
+
+def watch(means: Means) -> Watched:
+    """Asks what notes means, from now on, in all that may compute one in this thread; `unwatch` ends it."""
+    own = []
+    for each in WATCHES:
+        own.append(vars(each.owner).get(each.name))
+        setattr(each.owner, each.name, _watched(each, getattr(each.owner, each.name)))
+    return own, WATCHING.set(means)
+
+
+def unwatch(watched: Watched) -> None:
+    """Puts back what `watch` replaced."""
+    own, before = watched
+    WATCHING.reset(before)
+    for each, function in zip(WATCHES, own, strict=True):
+        if function is None:  # a method that `Tensor` inherits
+            delattr(each.owner, each.name)
+        else:
+            setattr(each.owner, each.name, function)
+
+
+@functools.cache  # made once, and not in every step
+def _watched(watch: Loss | ByHand, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        means = None if torch.compiler.is_compiling() else WATCHING.get()
+        return function(*args, **kwargs) if means is None else watch.watched(means, function, args, kwargs)
+
+    return call
+
+
+def original(function: Any) -> Any:
+    """The function of torch's that a watched one stands for: tensors with rules of their own are told of that one."""
+    return getattr(function, "__wrapped__", function)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor has a value that is this step's: no fake one, and none of a transform such as `vmap`."""
+    return type(tensor) in (Tensor, nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.dim() and _is_plain(value)

@@ -1,0 +1,196 @@
+"""Means that a step makes by hand, of a sum or of what a mask selects: over all that share a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_parallel import (
+    ContextParallel,
+    DataParallel,
+    DataParallelStrategy,
+    HybridStrategy,
+    PipelineParallel,
+    PipelineParallelStrategy,
+    TensorParallel,
+    ZeroStrategy,
+)
+from lightning_parallel.techniques.tools.means import Means
+from tests.ranks import begun_on_one, run_on_ranks
+from tests.tiers import covering
+from tests.trainers import trainer
+
+VOCABULARY, LENGTH, WIDTH = 11, 8, 8
+
+
+# -------------------------------------------------------------------- what counts as a mean
+
+
+def test_a_sum_that_is_divided_counts_by_what_divides_it() -> None:
+    losses, mask = torch.rand(6, requires_grad=True), torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0])
+    logits, none = torch.randn(6, 5, requires_grad=True), torch.zeros(6)
+    with Means() as means:
+        made = [
+            (losses * mask).sum() / mask.sum(),
+            (losses * mask).sum() / mask.sum().clamp(min=1),
+            torch.div((losses * mask).sum(), torch.clamp_min(mask.sum(), 1)),
+            torch.dot(losses, mask).div(mask.sum()),
+            torch.einsum("i,i->", losses, mask) / mask.sum(),
+            (2 * (losses * mask).sum() + losses[mask > 0].sum()) / mask.sum(),
+            (losses * mask).sum() / max(mask.sum().item(), 1),
+            F.cross_entropy(logits, torch.zeros(6).long(), reduction="sum", label_smoothing=0.1) / torch.tensor(6),
+        ]
+        empty = [(losses * none).sum() / none.sum(), (losses * none).sum() / none.sum().clamp(min=1)]
+    assert [float(mean.count) for mean in means.all] == [3, 3, 3, 3, 3, 3, 3, 6, 0, 0]
+    assert [float(each.detach()) for each in empty] == [0, 0]  # and not 0 / 0, for other parts may have some
+    torch.testing.assert_close(made[0], losses[mask > 0].mean())
+    assert all("mean" not in vars(Tensor) and name not in vars(Tensor) for name in ("__truediv__", "div", "clamp"))
+
+
+def test_a_mean_of_what_a_mask_selects_counts_as_much_as_it_selects() -> None:
+    logits, mask = torch.randn(6, 5, requires_grad=True), torch.tensor([1, 1, 0, 1, 0, 0]).bool()
+    with Means(elements=False) as means:
+        logits[mask].mean()
+        (logits[mask].sigmoid() - 1).square().mean()
+        F.mse_loss(logits[mask], torch.zeros(3, 5))
+        F.cross_entropy(logits[mask], torch.zeros(3).long(), reduction="none").mean()
+        torch.masked_select(logits, mask[:, None]).mean()
+        assert logits[~mask & mask].mean() == 0
+    assert [float(mean.count) for mean in means.all] == [15, 15, 15, 3, 15, 0]
+
+
+def test_other_quotients_and_means_are_left_alone() -> None:
+    x, weight = torch.rand(6, requires_grad=True), torch.rand((), requires_grad=True)
+    with Means() as means:
+        mean = x.sum() / torch.tensor(6)
+        mean / torch.tensor(2.0)  # of a mean that counts already
+        (mean + 1).exp() / torch.tensor(2.0)
+        x.mean() / torch.tensor(2.0)
+        x.max() / torch.tensor(2.0)
+        x.sum() / weight
+        x / x.detach().sum()
+        x.detach().sum() / torch.tensor(6)
+        x.mean()
+    assert len(means.all) == 1
+    with Means(elements=False) as parts:
+        x.sum() / 6  # any constant, which would count for all that a part of a pipeline computes
+    assert not parts.all
+
+
+# -------------------------------------------------------------------- whole curves
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, WIDTH // 2)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class ByHand(LightningModule):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way, self.automatic_optimization = way, way != "manual"
+        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+
+    def loss(self, tokens: Tensor, target: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        weight = self.head.weight
+        if self.way == "inside":  # a quotient of the model's own
+            weight = weight / (weight.abs().sum() / torch.tensor(weight.numel()))
+        logits, counted = F.linear(hidden, weight, self.head.bias), target != 0
+        losses, mask = F.cross_entropy(logits.transpose(1, 2), target, reduction="none"), counted.to(logits.dtype)
+        match self.way:
+            case "masked" | "manual":
+                return (losses * mask).sum() / mask.sum().clamp(min=1)
+            case "summed":
+                summed = F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=0, reduction="sum")
+                return summed / counted.sum()
+            case "selected":
+                return losses[counted].mean()
+            case "logits":
+                return F.mse_loss(logits[counted].tanh(), torch.ones(int(counted.sum()), VOCABULARY).to(logits))
+            case "beside":  # a loss function's mean
+                mean = F.cross_entropy(logits.transpose(1, 2), target, ignore_index=0)
+                return mean + 0.5 * (logits.square().sum(-1) * mask).sum() / mask.sum()
+            case _:
+                return losses.sum() / torch.tensor(losses.numel())
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        loss = self.loss(*batch)
+        self.log("loss", loss)
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        return None
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.all: list[float] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.all.append(float(trainer.callback_metrics["loss"]))
+
+
+def curve(way: str, strategy: Callable[[], Any], readers: int) -> list[float]:
+    """On batches of 8 samples, the last of 6; one sample in four has no target."""
+    random, seen = torch.Generator().manual_seed(1), Losses()
+    tokens = torch.randint(1, VOCABULARY, (22, LENGTH), generator=random)
+    without = torch.rand(22, LENGTH, generator=random) < 0.6
+    without[::4] = True
+    data = TensorDataset(tokens, tokens.masked_fill(without, 0))
+    made = trainer(strategy(), precision="64-true", max_epochs=2, callbacks=[seen])
+    made.fit(ByHand(way), DataLoader(data, 8 // readers))
+    return seen.all
+
+
+LAYOUTS: dict[str, tuple[Callable[[], Any], int, int]] = {
+    "data parallel": (DataParallelStrategy, 2, 2),
+    "zero 2": (partial(ZeroStrategy, stage=2), 2, 2),
+    "zero 3": (ZeroStrategy, 4, 4),  # with two samples a batch, of which a rank may have no target at all
+    "pipeline": (partial(PipelineParallelStrategy, microbatches=4), 2, 1),
+    "pipelines of replicas": (lambda: HybridStrategy(PipelineParallel(2, microbatches=2), DataParallel(2)), 4, 2),
+    "tensors of replicas": (lambda: HybridStrategy(TensorParallel(2), DataParallel(2)), 4, 2),
+    "sequences of replicas": (lambda: HybridStrategy(ContextParallel(2), DataParallel(2)), 4, 2),
+}
+WAYS = ["masked", "summed", "selected", "logits", "beside", "inside"]
+
+
+@covering(layout=LAYOUTS, way=WAYS)
+def test_means_by_hand_train_as_on_one_device(layout: str, way: str) -> None:
+    check(layout, way)
+
+
+def test_means_by_hand_of_manual_optimization_train_as_on_one_device() -> None:
+    check("zero 2", "manual")
+
+
+def check(layout: str, way: str) -> None:
+    strategy, ranks, readers = LAYOUTS[layout]
+    begun = begun_on_one(curve, way, HybridStrategy, 1)
+    for losses in run_on_ranks(ranks, curve, way, strategy, readers):
+        assert losses == pytest.approx(begun.result(), rel=1e-9)
