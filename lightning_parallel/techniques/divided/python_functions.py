@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from types import FrameType, FunctionType
@@ -33,6 +34,7 @@ def in_function() -> bool:
     return False
 
 
+@functools.cache
 def body_of(func: Any) -> Callable[..., Any] | None:
     """What torch has written in Python for an operation made of others, which then meet their own rules; else None.
 

@@ -14,7 +14,6 @@ All ranks of a group must take the same way: rules decide by shapes, and by whic
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeGuard, cast
 
@@ -344,7 +343,6 @@ def of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
     )
 
 
-@functools.cache
 def own_of(tensor: Tensor, cuts: Cuts) -> Tensor:
     """This rank's elements of a tensor, plain or divided in any way."""
     if is_divided(tensor):
