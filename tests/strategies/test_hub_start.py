@@ -137,6 +137,40 @@ def test_a_new_head_keeps_its_first_values(tmp_path: Path) -> None:
         assert one[f"bert.{name}"].equal(expected), name
 
 
+class Evaluates(Wraps):
+    def loss(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = self.training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+    validation_step = test_step = loss
+
+    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.inner["model"](input_ids=batch["input_ids"]).logits
+
+
+def evaluated(folder: Path, strategy: Any) -> tuple[float, float, list[Tensor]]:
+    data = loaders("gpt", 2).train
+    validated = trainer(strategy()).validate(Evaluates(LLAMA), data, ckpt_path=folder)
+    tested = trainer(strategy()).test(Evaluates(LLAMA), data, ckpt_path=folder)
+    predicted = trainer(strategy()).predict(Evaluates(LLAMA), data, ckpt_path=folder)
+    return validated[0]["loss"], tested[0]["loss"], predicted
+
+
+@pytest.mark.parametrize("strategy", [ZeroStrategy, partial(TensorParallelStrategy, 2)], ids=["zero", "tp"])
+def test_a_model_is_evaluated_from_a_folder(strategy: Any, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(LLAMA)
+    folder = written(model, tmp_path / "hub")
+    tokens = torch.cat([batch["input_ids"] for batch in loaders("gpt", 2).train])
+    expected = float(model(input_ids=tokens, labels=tokens).loss.detach())
+    logits, found = model(input_ids=tokens).logits.detach(), []
+    for validated, tested, predicted in run_on_ranks(2, evaluated, folder, strategy):
+        assert validated == tested == pytest.approx(expected, rel=1e-5)
+        found.extend(predicted)
+    times = 1 if strategy is ZeroStrategy else 2  # ranks predict each its own samples, or together the same
+    torch.testing.assert_close(torch.cat(found).sum(0), times * logits.sum(0), rtol=1e-4, atol=1e-4)
+
+
 class Trains(Wraps):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
@@ -67,6 +68,61 @@ def test_the_trainer_is_given_back_as_it_was(hook: str) -> None:
 
 def test_a_single_device_gives_back_too() -> None:
     run_on_ranks(1, run_and_look, "on_train_batch_start")
+
+
+class Built(BoringModel):
+    """A part is built by the strategy, which records what `nn.init` draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 32)
+
+    def configure_model(self) -> None:
+        self.layer = nn.Linear(32, 2)
+        nn.init.trunc_normal_(self.layer.weight)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.layer(self.first(x))
+
+
+class Thawing(BaseFinetuning):
+    """Adds parameters to the optimizer when an epoch begins, in a place where it may fail."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.fails = fails
+
+    def freeze_before_training(self, pl_module: LightningModule) -> None:
+        self.freeze(pl_module.first)
+
+    def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.first, optimizer)
+            if self.fails:
+                raise ValueError("a user's mistake")
+
+
+PATCHED: tuple[Any, ...] = (BaseFinetuning, LightningModule, nn.Module, nn.init, torch, torch.Tensor, torch._C._nn)
+
+
+def run_and_look_at_others(fails: bool) -> None:
+    before = [dict(vars(owner)) for owner in PATCHED]
+    run = trainer(ZeroStrategy(), max_epochs=3, limit_train_batches=2, limit_val_batches=1, callbacks=[Thawing(fails)])
+    try:
+        run.fit(Built())
+    except ValueError:
+        assert fails
+    assert run.current_epoch == (1 if fails else 3)
+    for owner, was in zip(PATCHED, before, strict=True):
+        now = vars(owner)
+        assert {name for name in was if now.get(name) is not was[name]} == set(), owner
+        new = set() if owner is torch else set(now) - set(was)  # torch loads modules when they are asked for
+        assert new <= {"__slotnames__"}, owner  # which pickling notes
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_classes_and_modules_of_others_are_as_they_were(fails: bool) -> None:
+    run_on_ranks(2, run_and_look_at_others, fails)
 
 
 class Renaming(HybridStrategy):

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_parallel import (
@@ -205,11 +206,11 @@ class Dropping(nn.Module):
     def __init__(self, inner: float, outer: float) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-        self.inner, self.outer = nn.Dropout(inner), nn.Dropout(outer)
+        self.rate, self.outer = inner, nn.Dropout(outer)  # of the inner one no module tells
         self.kept: dict[str, list[Tensor]] = {"inner": [], "outer": []}
 
     def forward(self, x: Tensor) -> Tensor:
-        inner = self.inner(torch.ones_like(hidden := self.up(x)))
+        inner = F.dropout(torch.ones_like(hidden := self.up(x)), self.rate)
         outer = self.outer(torch.ones_like(result := self.down(hidden * inner)))
         if not x.is_meta:
             self.kept["inner"].append(own(inner.detach() > 0))
