@@ -190,6 +190,8 @@ class MaskedBlock(PlainBlock):
 
 
 class Masked(Handwritten):
+    """Masks that no stage has from another one, two of them in the form of a tensor that the first stage has."""
+
     def make(self) -> None:
         super().make()
         self.stem = Front()
@@ -200,10 +202,11 @@ class Masked(Handwritten):
     def loss(self, batch: Any) -> Tensor:
         inputs, classes, _ = batch
         x, bias, given = self.stem(inputs, (inputs[:, :1] > 0).float())
+        valid = (inputs[:, 1:2] > -1).type_as(x).expand_as(x) + (inputs[:, 2:3] > 0).to(x)
         bias, mask = bias[:, None].tanh().squeeze(1), given
         masks = []
         for number, block in enumerate(self.blocks):
-            x, returned = block(x, bias, mask, first=number == 0)
+            x, returned = block(x, bias * valid, mask, first=number == 0)
             mask = returned if number == 0 else mask
             masks.append(returned)
         assert torch.equal(masks[0], given * 0.5 + 1)

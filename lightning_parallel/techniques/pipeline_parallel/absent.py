@@ -6,7 +6,7 @@ would go on with zeros. So one microbatch of every batch runs with an eye on whe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -26,6 +26,9 @@ NEW = {
     *("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor"),
 }
 """Functions that look at a tensor's shape, and make another one."""
+
+AS = {"type_as", "expand_as", "view_as", "reshape_as", "to"}
+"""Functions of a tensor that look at the shape or the dtype of another one."""
 
 ABOUT = {"__get__", "requires_grad_"}
 """Functions that may return tensors, and look at no values."""
@@ -99,7 +102,7 @@ class AbsentReads(TorchFunctionMode):
         if torch.compiler.is_compiling():  # in a block, for which it should rest
             return func(*args, **(kwargs or {}))
         kwargs, name = kwargs or {}, func.__name__
-        what = None if name in NEW else absent_in((args, kwargs))
+        what = absent_in(_computed_with(name, args, kwargs))
         if what is None:
             return func(*args, **kwargs)
         if name in ASK:
@@ -127,3 +130,12 @@ class AbsentReads(TorchFunctionMode):
             yield
         finally:
             self.__enter__()
+
+
+def _computed_with(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The arguments whose values a function uses."""
+    if name in AS:
+        return args[:1]
+    return (
+        (args[1:], {key: value for key, value in kwargs.items() if key != "input"}) if name in NEW else (args, kwargs)
+    )
