@@ -156,16 +156,36 @@ class Losses(Callback):
         self.all.append(float(trainer.callback_metrics["loss"]))
 
 
-def curve(way: str, strategy: Callable[[], Any], readers: int) -> list[float]:
-    """On batches of 8 samples, the last of 6; one sample in four has no target."""
-    random, seen = torch.Generator().manual_seed(1), Losses()
+def padded(readers: int) -> DataLoader[Any]:
+    """Batches of 8 samples, the last of 6; one sample in four has no target."""
+    random = torch.Generator().manual_seed(1)
     tokens = torch.randint(1, VOCABULARY, (22, LENGTH), generator=random)
     without = torch.rand(22, LENGTH, generator=random) < 0.6
     without[::4] = True
-    data = TensorDataset(tokens, tokens.masked_fill(without, 0))
-    made = trainer(strategy(), precision="64-true", max_epochs=2, callbacks=[seen])
-    made.fit(ByHand(way), DataLoader(data, 8 // readers))
+    return DataLoader(TensorDataset(tokens, tokens.masked_fill(without, 0)), 8 // readers)
+
+
+def curve(way: str, strategy: Callable[[], Any], readers: int) -> list[float]:
+    seen = Losses()
+    trainer(strategy(), precision="64-true", max_epochs=2, callbacks=[seen]).fit(ByHand(way), padded(readers))
     return seen.all
+
+
+class Evaluated(ByHand):
+    """Logs means by hand, and what looks like one."""
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        tokens, target = batch
+        hits, mask, weight = tokens == target, target != 0, (tokens + 1).double()
+        self.log("loss", self.loss(*batch))
+        self.log("accuracy", hits.sum() / mask.sum())  # 0 / 0 where a rank has no target
+        self.log("of each", hits[:, 0].double().sum() / torch.tensor(len(hits)))
+        self.log("weighted", (weight * mask).sum() / weight.sum().clamp(min=1), on_step=True)
+        self.log("half", mask.double().mean() / torch.tensor(2.0))
+
+
+def evaluated(strategy: Callable[[], Any], readers: int) -> Any:
+    return trainer(strategy(), precision="64-true").validate(Evaluated("masked"), padded(readers), verbose=False)[0]
 
 
 LAYOUTS: dict[str, tuple[Callable[[], Any], int, int]] = {
@@ -194,3 +214,11 @@ def check(layout: str, way: str) -> None:
     begun = begun_on_one(curve, way, HybridStrategy, 1)
     for losses in run_on_ranks(ranks, curve, way, strategy, readers):
         assert losses == pytest.approx(begun.result(), rel=1e-9)
+
+
+@pytest.mark.parametrize("layout", ["zero 3", "sequences of replicas"])
+def test_means_by_hand_in_evaluations_are_those_of_one_device(layout: str) -> None:
+    strategy, ranks, readers = LAYOUTS[layout]
+    begun = begun_on_one(evaluated, HybridStrategy, 1)
+    for values in run_on_ranks(ranks, evaluated, strategy, readers):
+        assert values == pytest.approx(begun.result(), rel=1e-9)

@@ -28,14 +28,16 @@ from lightning_parallel.strategies.logged.first_losses import FirstLosses
 from lightning_parallel.strategies.logged.kept_values import KeptValues
 from lightning_parallel.strategies.logged.kinds import Kind, Kinds, KindWatch
 from lightning_parallel.strategies.logged.metrics import Uncounted, at_most_on_step
-from lightning_parallel.strategies.logged.reductions import Reductions, SeenKind, is_compiled, name_of
+from lightning_parallel.strategies.logged.quotients import Quotients
+from lightning_parallel.strategies.logged.reductions import Reductions, SeenKind, is_compiled
 from lightning_parallel.strategies.logged.step_values import (
-    NOTHING,
     StepValue,
     has_step_value,
+    log_nothing,
     reduction_of,
     show,
     step_value,
+    without_effect,
 )
 from lightning_parallel.strategies.logged.sums import BatchSums, scale_together, single_samples
 from lightning_parallel.strategies.ranks.agreement import BACKWARD, LOGGED, RETURNED, Comparison, Content
@@ -98,6 +100,7 @@ class StepLog:
         self._watch: KindWatch | None = None
         self._seen: SeenKind | None = None
         self._told: set[str] = set()
+        self._quotients = Quotients()
         self._log = module.log
         self._metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
         self._own_groups = [(metric, metric.process_group, metric.dist_sync_on_step) for metric in self._metrics]
@@ -119,7 +122,7 @@ class StepLog:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         """A copy of the module, which callbacks make to average its weights, logs nothing."""
-        return _log_nothing
+        return log_nothing
 
     # ---------------------------------------------------------------- what the user calls
 
@@ -132,10 +135,12 @@ class StepLog:
         if self._divert is not None:
             return self._divert(name, value, options)
         means = self.means if self._inside_step else None
-        parts = means.parts_of(value) if means is not None and isinstance(value, Tensor) else {}
+        parts: dict[int, Tensor] = {}
+        if means is not None and isinstance(value, Tensor) and not (parts := means.parts_of(value)):
+            value, parts = self._quotients.seen(self._module._current_fx_name or "", name, value, means, self._watch)
         before, own = self._before(name, options), value
         if self._share == 0.0:
-            value, options = _without_effect(value, options)
+            value, options = without_effect(value, options)
         self._inside_log = True
         try:
             with nullcontext() if self._watch is None else self._watch.paused():
@@ -383,17 +388,3 @@ class StepLog:
             return packed.unbind()
 
         return arrived
-
-
-def _log_nothing(*_: Any, **__: Any) -> None:
-    pass
-
-
-def _without_effect(value: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """A value that leaves the reduction as it is; the key is logged all the same, as on every other rank."""
-    neutral = NOTHING.get(name_of(options.get("reduce_fx", "mean")))
-    if isinstance(value, Metric):
-        return value, options
-    if neutral is None:
-        return value, {**options, "batch_size": 0}
-    return torch.full_like(torch.as_tensor(value, dtype=torch.get_default_dtype()), neutral), options

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from torch import Tensor
+from torchmetrics import Metric
 
-from lightning_parallel.strategies.logged.reductions import SeenKind
+from lightning_parallel.strategies.logged.reductions import SeenKind, name_of
 from lightning_parallel.strategies.logged.sums import Summed
 from lightning_parallel.techniques.tools.means import Means
 
@@ -100,3 +101,17 @@ def reduction_of(result: _ResultMetric) -> str:
     meta = result.meta
     named = {"min": meta.is_min_reduction, "max": meta.is_max_reduction, "sum": meta.is_sum_reduction}
     return next((name for name, is_it in named.items() if is_it), "mean")
+
+
+def log_nothing(*_: Any, **__: Any) -> None:
+    """What a copy of a module logs."""
+
+
+def without_effect(value: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A value that leaves the reduction as it is; the key is logged all the same, as on every other rank."""
+    neutral = NOTHING.get(name_of(options.get("reduce_fx", "mean")))
+    if isinstance(value, Metric):
+        return value, options
+    if neutral is None:
+        return value, {**options, "batch_size": 0}
+    return torch.full_like(torch.as_tensor(value, dtype=torch.get_default_dtype()), neutral), options

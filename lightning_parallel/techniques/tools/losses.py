@@ -122,10 +122,15 @@ LOSSES = (
 
 
 def _divided(means: Means, function: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
-    if kwargs or len(args) != 2 or not _is_number(args[0]) or not _counts(means, *args):
+    if kwargs or len(args) != 2 or not _is_number(args[0]):
         return function(*args, **kwargs)
     total, divisor = args
     number, tensor = means.before_floor(divisor), isinstance(divisor, Tensor)
+    if not _counts(means, total, divisor):
+        result = function(total, divisor)
+        if tensor and means.elements and _is_number(divisor) and not result.requires_grad:
+            means.divided(result, total, number)
+        return result
     count = torch.as_tensor(number, dtype=None if tensor else torch.float64, device=total.device)
     nothing = count == 0
     with unwatched():

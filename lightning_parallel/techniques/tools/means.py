@@ -112,6 +112,7 @@ class Means:
     _others: list[tuple[Tensor, int]] = field(default_factory=list)
     _kept: list[tuple[GradientEdge, dict[int, Tensor]]] = field(default_factory=list)
     _floors: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _divided: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
     _watched: list[Watched] = field(default_factory=list)
 
     # ---------------------------------------------------------------- watching
@@ -149,6 +150,15 @@ class Means:
     def before_floor(self, divisor: T) -> T | Tensor:
         """The number that a divisor is without its floor."""
         return next((number for number, result in self._floors if result is divisor), divisor)
+
+    def divided(self, result: Tensor, total: Tensor, divisor: Tensor) -> None:
+        """A number without gradient was divided by another one; whether that makes a mean is not known here."""
+        self._divided.append((result, total, divisor))
+
+    def quotient(self, value: Tensor) -> tuple[Tensor, Tensor] | None:
+        """What was divided by what to make a value, as far as `divided` was told."""
+        made = ((total, divisor) for result, total, divisor in self._divided if result.data_ptr() == value.data_ptr())
+        return next(made, None)
 
     def also(self, value: Tensor, number: int = 0) -> None:
         """A value is a mean over the same as mean `number`."""
