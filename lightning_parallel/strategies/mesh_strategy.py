@@ -169,11 +169,11 @@ class MeshStrategy(RankStrategy):
         """Makes the user's optimizers; where parameters are stored in shards, they step the shards."""
         with self._whole.shown():
             super().setup_optimizers(trainer)
-        self._whole.forget_states_elsewhere(self.optimizers)
+        elsewhere = self._whole.stand_ins()
         shards = any(self._is_sharded(parameter) for parameter in self._module().parameters())
         refusals.refuse_optimizers(self.optimizers, self._mesh(), shards)
         self._stored = {
-            id(optimizer): StoredOptimizer(optimizer, self._step, self._mean_loss, shards)
+            id(optimizer): StoredOptimizer(optimizer, self._step, self._mean_loss, shards, elsewhere)
             for optimizer in self.optimizers
         }
 
@@ -345,7 +345,7 @@ class MeshStrategy(RankStrategy):
         """Each rank takes its part of the states of one device."""
         states = checkpoint["optimizer_states"]  # none where a run starts from weights alone
         for optimizer, state in zip(self.optimizers, states, strict=bool(states)):
-            self._stored[id(optimizer)].load_state_dict(state, held=self._whole.held())
+            self._stored[id(optimizer)].load_state_dict(state)
 
     # ---------------------------------------------------------------- the end
 

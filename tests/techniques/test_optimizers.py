@@ -1,6 +1,7 @@
 """Every optimizer of torch, and users' own, step shards as one device steps whole parameters."""
 
 import os
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,9 @@ from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
+from lightning_parallel.strategies.pipeline_parallel import PipelineParallelStrategy
 from lightning_parallel.strategies.zero import ZeroStrategy
+from lightning_parallel.techniques.gradients.absent import AbsentTensor
 from lightning_parallel.techniques.gradients.stored_optimizer import is_elementwise
 from tests.curves import Curve, Recorder, compare, compare_weights, train
 from tests.models import build, loaders
@@ -284,3 +287,67 @@ class LooksAtState(Callback):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_state_lies_under_the_modules_parameters(layout: str) -> None:
     run_on_ranks(2, look_at_state, LAYOUTS[layout])
+
+
+class Lookahead(optim.Optimizer):
+    """Wraps another one, as libraries do: without `__init__`, and with older weights for every parameter."""
+
+    def __init__(self, inner: optim.Optimizer, at_once: bool) -> None:
+        self.inner, self.param_groups, self.defaults = inner, inner.param_groups, inner.defaults
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        self.state, self.steps = defaultdict(dict), 0
+        if at_once:
+            self.remember()
+
+    def remember(self) -> None:
+        for group in self.param_groups:
+            for fast in group["params"]:
+                if "slow" not in self.state[fast]:
+                    self.state[fast]["slow"] = torch.empty_like(fast.data).copy_(fast.data)
+
+    def step(self, closure: Callable[[], Tensor] | None = None) -> Any:
+        loss = self.inner.step(closure)
+        self.remember()
+        self.steps += 1
+        for group in self.param_groups if self.steps % 2 == 0 else ():
+            fast = [each.data for each in group["params"]]
+            slow = [self.state[each]["slow"] for each in group["params"]]
+            torch._foreach_lerp_(slow[:2], fast[:2], 0.5)
+            torch._foreach_copy_(fast[:2], slow[:2])
+            for other, one in zip(slow[2:], fast[2:], strict=True):
+                other += 0.5 * (one - other)
+                one.copy_(other)
+        return loss
+
+
+def lookahead(parameters: Iterable[nn.Parameter], at_once: bool) -> optim.Optimizer:
+    return Lookahead(optim.SGD(parameters, lr=0.1), at_once)
+
+
+def looked_ahead(make_strategy: Callable[[], Any] | str, at_once: bool) -> Curve:
+    model = {"optimizer": partial(lookahead, at_once=at_once), "blocks": 2}
+    return train("plain", make_strategy, model=model, data={"samples": 16}, **SHORT)
+
+
+@pytest.mark.parametrize("at_once", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_a_pipeline_steps_what_is_done_to_each_parameter_with_and_without_gradient(at_once: bool) -> None:
+    one = begun_on_one(looked_ahead, "auto", at_once)
+    for got in run_on_ranks(2, looked_ahead, partial(PipelineParallelStrategy, 2, microbatches=2), at_once):
+        compare(one.result(), got)
+
+
+def test_what_is_absent_has_shapes_and_gets_nowhere() -> None:
+    absent, here = AbsentTensor.like(torch.zeros(()).expand(3, 2)), torch.ones(3, 2)
+    kept = torch.zeros_like(absent).mul_(2).add_(here)
+    absent.data.lerp_(kept.mT.clone().mT, 0.5)
+    assert (type(kept), kept.shape, kept.device) == (AbsentTensor, (3, 2), here.device)
+    torch._foreach_mul_([absent, here, absent], [2.0, 3.0, 4.0])
+    made = torch._foreach_add([here, absent], [absent, absent], alpha=2)
+    assert [type(each) for each in made] == [AbsentTensor, AbsentTensor]
+    assert torch.equal(here, torch.full((3, 2), 3.0))
+    for fault in (lambda: here.add_(absent.norm()), lambda: torch._foreach_add_([here, absent], [absent, here])):
+        with pytest.raises(RuntimeError, match=r"writes to a tensor of shape \(3, 2\) .* whose gradient is None"):
+            fault()
+    with pytest.raises(RuntimeError, match=r"asks for values .* of a parameter that another rank has"):
+        absent.square().sum().sqrt().item()
+    assert torch.equal(here, torch.full((3, 2), 3.0))

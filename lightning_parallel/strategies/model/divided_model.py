@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
@@ -167,6 +167,11 @@ class DividedModel:
         """Inside, the module's tree is whole; what other ranks hold is there without memory."""
         return elsewhere.shown(self.module, elsewhere.without_memory(self.mesh.device), self._made)
 
+    def stand_ins(self) -> set[nn.Parameter]:
+        """Parameters without memory by which those that other ranks hold are shown, always the same ones."""
+        with self.shown():
+            return {made for made in self._made.values() if isinstance(made, nn.Parameter)}
+
     def bytes_of_parameters(self) -> int:
         """The bytes that the parameters of all ranks take, each counted once."""
         with self.shown():
@@ -180,13 +185,6 @@ class DividedModel:
         """The parameters that this rank holds."""
         with elsewhere.unshown(self.module):
             return set(self.module.parameters())
-
-    def forget_states_elsewhere(self, optimizers: Iterable[Optimizer]) -> None:
-        """Optimizers drop states that they made at once (Adagrad does) for what another rank holds."""
-        held = self.held()
-        for optimizer in optimizers:
-            for parameter in [p for p in optimizer.state if isinstance(p, nn.Parameter) and p not in held]:
-                del optimizer.state[parameter]
 
     def state_dict(self, in_parts: bool) -> dict[str, Any]:
         """Tensors under the user's names, which are the same on all ranks.

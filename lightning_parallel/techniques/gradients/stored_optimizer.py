@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial, wraps
 from itertools import chain
+from types import MethodType
 from typing import Any
 
 import torch
@@ -22,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from lightning_parallel.techniques.gradients.absent import AbsentTensor
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.tools.shards import as_shard, is_sharded, shard_of, whole_tensor
 
@@ -73,22 +77,32 @@ class StoredOptimizer:
         step: says what is stored.
         mean: from this rank's loss the mean over all samples, for optimizers that look at what their closure returns.
         shards: whether any of the model's parameters is stored in shards.
+        elsewhere: what stands for parameters that other ranks of a pipeline have.
     """
 
-    def __init__(self, optimizer: Optimizer, step: Step, mean: Callable[[Any], Any], shards: bool) -> None:
-        self.optimizer = optimizer
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        step: Step,
+        mean: Callable[[Any], Any],
+        shards: bool,
+        elsewhere: Collection[nn.Parameter],
+    ) -> None:
+        self.optimizer, self._elsewhere = optimizer, elsewhere
         self._step = step
         self._mean = mean
         self._elementwise = is_elementwise(optimizer)
         self._groups: list[list[nn.Parameter]] | None = None
         self._stepped: dict[nn.Parameter, Tensor] = {}
         self._wholes: dict[nn.Parameter, Tensor] = {}
+        self._absent: dict[nn.Parameter, AbsentTensor] = {}
         self._adopted: set[nn.Parameter] = set()
         self._say_what_is_gathered()
         with torch.no_grad():
             for parameter in self._parameters():
                 self._adopt(parameter)
         if shards or not self._elementwise:
+            _make_hookable(optimizer)
             optimizer.register_step_pre_hook(self._before_step)
             after = optimizer.register_step_post_hook(self._after_step)
             hooks: Any = after.hooks_dict_ref()
@@ -191,6 +205,10 @@ class StoredOptimizer:
         return tensor
 
     def _to_step(self, parameter: nn.Parameter) -> Tensor:
+        if parameter in self._elsewhere:
+            if parameter not in self._absent:
+                self._absent[parameter] = AbsentTensor.like(parameter)
+            return self._absent[parameter]
         stored = self._step.stored(parameter)
         if not isinstance(stored, DTensor):
             return stored
@@ -233,7 +251,13 @@ class StoredOptimizer:
         self._stepped.clear()
 
     def _adopt(self, parameter: nn.Parameter) -> None:
-        """Divides state that was made for a whole parameter: by Adagrad when it was made, or loaded while frozen."""
+        """Divides state that was made for a whole parameter: by Adagrad when it was made, or loaded while frozen.
+
+        Of what another rank holds it is given up.
+        """
+        if parameter in self._elsewhere and parameter not in self._adopted:
+            _convert(self.optimizer.state.get(parameter), partial(_without_values, parameter))
+            self._adopted.add(parameter)
         if parameter not in self._adopted and isinstance(self._step.stored(parameter), DTensor):
             self._rest(parameter)
             self._adopted.add(parameter)
@@ -265,19 +289,26 @@ class StoredOptimizer:
                 own: dict[str, Any] = _mapped(change, self.optimizer.state_dict())
             return own
         state: dict[str, Any] = self.optimizer.state_dict()
-        state["state"] = {index: self._whole(values, index, change) for index, values in state["state"].items()}
+        held = {index: values for index, values in state["state"].items() if self._is_held(index)}
+        state["state"] = {index: self._whole(values, index, change) for index, values in held.items()}
         return state
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any], held: Collection[nn.Parameter]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes the state that one device would have, each rank its own part of every tensor that it holds."""
         if self._has_own_form():
             parts = _mapped(torch.clone, state)
         else:
-            mine = {index: values for index, values in state["state"].items() if self._is_held(index, held)}
+            mine = {index: values for index, values in state["state"].items() if self._is_held(index)}
             parts = {**state, "state": {index: self._parts(values, index) for index, values in mine.items()}}
         with self.stored():
+            made: dict[Tensor, Any] = {
+                key: self.optimizer.state[key] for key in self._absent.values() if key in self.optimizer.state
+            }
             self.optimizer.load_state_dict(parts)
+            for key in self._absent.values():
+                self.optimizer.state.pop(key, None)
+            self.optimizer.state.update(made)
 
     def _has_own_form(self) -> bool:
         """Whether the optimizer writes its state in a way of its own, as those that combine others do."""
@@ -299,18 +330,41 @@ class StoredOptimizer:
         # A checkpoint's tensors may be pages of its file: nothing of them may stay in the optimizer.
         return _mapped(lambda value: (self._part(value, stored) if self._elementwise else value).clone(), values)
 
-    def _is_held(self, index: Any, held: Collection[nn.Parameter]) -> bool:
-        return not isinstance(index, int) or self._parameters()[index] in held
+    def _is_held(self, index: Any) -> bool:
+        return not isinstance(index, int) or self._parameters()[index] not in self._elsewhere
 
     def _stored_of(self, index: Any) -> Tensor | None:
         """What is stored for the parameter of this number; optimizers may have state for other keys too."""
         return self._step.stored(self._parameters()[index]) if isinstance(index, int) else None
 
 
+def _make_hookable(optimizer: Optimizer) -> None:
+    """Gives an optimizer that wraps another one what `Optimizer.__init__`, which it may never have run, would make.
+
+    That patches the class; this patches what lives as long as the run.
+    """
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        vars(optimizer).setdefault(name, OrderedDict())
+    run = optimizer.step
+    if any("hooked" in vars(each) for each in (type(optimizer).step, getattr(run, "__func__", run))):
+        return
+
+    @wraps(run)
+    def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return run(*args, **kwargs)
+
+    vars(optimizer)["step"] = MethodType(Optimizer.profile_hook_step(step), optimizer)
+
+
 def _convert(state: Any, change: Callable[[Tensor], Tensor]) -> None:
     """Changes the tensors of a parameter's state in place: optimizers may hold on to the dictionary."""
     for name, value in state.items() if isinstance(state, dict) else ():
         state[name] = change(value) if isinstance(value, Tensor) else value
+
+
+def _without_values(parameter: nn.Parameter, value: Tensor) -> Tensor:
+    """Numbers of steps are numbers, also of a parameter that another rank has."""
+    return AbsentTensor.like(value) if value.dim() or value.shape == parameter.shape else value
 
 
 def _mapped(change: Callable[[Tensor], Tensor], values: Any) -> Any:
