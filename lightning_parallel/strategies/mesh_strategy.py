@@ -171,7 +171,7 @@ class MeshStrategy(RankStrategy):
             super().setup_optimizers(trainer)
         elsewhere = self._whole.stand_ins()
         shards = any(self._is_sharded(parameter) for parameter in self._module().parameters())
-        refusals.refuse_optimizers(self.optimizers, self._mesh(), shards)
+        refusals.refuse_optimizers(self.optimizers, self._mesh(), shards, self._callbacks())
         self._stored = {
             id(optimizer): StoredOptimizer(optimizer, self._step, self._mean_loss, shards, elsewhere)
             for optimizer in self.optimizers

@@ -108,11 +108,15 @@ def _refuse_manual_optimization(module: LightningModule, mesh: ParallelMesh) -> 
         )
 
 
-def refuse_optimizers(optimizers: Sequence[Optimizer], mesh: ParallelMesh, shards: bool) -> None:
+def refuse_optimizers(
+    optimizers: Sequence[Optimizer], mesh: ParallelMesh, shards: bool, callbacks: Sequence[Callback]
+) -> None:
     """Raises for an optimizer that steps all parameters along one direction: a stage of a pipeline has its own only.
 
-    And, where ranks hold parts, for one that wraps another with lists of its own.
+    And, where ranks hold parts, for one that wraps another with lists of its own, or that checkpoints could not hold.
     """
+    if mesh.sizes["pp"] > 1 and any(isinstance(callback, Checkpoint) for callback in callbacks):
+        refuse_own_states(optimizers)
     if shards or mesh.sizes["pp"] > 1:
         _refuse_wrapped(optimizers)
     for optimizer in optimizers:
@@ -121,6 +125,19 @@ def refuse_optimizers(optimizers: Sequence[Optimizer], mesh: ParallelMesh, shard
                 f"{type(optimizer).__name__} finds one direction for all parameters, but each of the "
                 f"{mesh.sizes['pp']} stages of a pipeline has its own; use AdamW or another optimizer that steps "
                 "parameters one by one, or a layout without a pipeline"
+            )
+
+
+def refuse_own_states(optimizers: Sequence[Optimizer]) -> None:
+    """Raises for an optimizer of a pipeline that writes its state in a way of its own, which no other rank knows."""
+    for optimizer in optimizers:
+        if type(optimizer).state_dict is not Optimizer.state_dict:
+            kind = type(optimizer).__name__
+            raise ValueError(
+                f"{kind}.state_dict writes the state in a way of its own, but for a checkpoint of a pipeline that of "
+                f"all stages is put together by parameters; keep it in self.state and leave state_dict to Optimizer "
+                f"(an optimizer within {kind} can share it: inner.state = self.state), pass "
+                "enable_checkpointing=False to the Trainer, or use ZeroStrategy"
             )
 
 

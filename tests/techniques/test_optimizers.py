@@ -5,16 +5,19 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader
 
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
 from lightning_parallel.strategies.pipeline_parallel import PipelineParallelStrategy
+from lightning_parallel.strategies.refusals import refuse_optimizers
 from lightning_parallel.strategies.zero import ZeroStrategy
 from lightning_parallel.techniques.gradients.absent import AbsentTensor
 from lightning_parallel.techniques.gradients.stored_optimizer import is_elementwise
@@ -334,6 +337,14 @@ def test_a_pipeline_steps_what_is_done_to_each_parameter_with_and_without_gradie
     one = begun_on_one(looked_ahead, "auto", at_once)
     for got in run_on_ranks(2, looked_ahead, partial(PipelineParallelStrategy, 2, microbatches=2), at_once):
         compare(one.result(), got)
+
+
+def test_a_pipeline_refuses_to_save_states_of_an_own_form() -> None:
+    """Before the first step, where checkpoints are to be written, and not at the end of the first epoch."""
+    mesh, optimizer = SimpleNamespace(sizes={"pp": 2}), MuonAndAdamW(nn.Linear(2, 2).parameters(), lr=0.1)
+    refuse_optimizers([optimizer], mesh, shards=False, callbacks=[])
+    with pytest.raises(ValueError, match=r"MuonAndAdamW.state_dict writes .* inner.state = self.state\), pass enable_"):
+        refuse_optimizers([optimizer], mesh, shards=False, callbacks=[ModelCheckpoint()])
 
 
 def test_what_is_absent_has_shapes_and_gets_nowhere() -> None:

@@ -26,6 +26,7 @@ from lightning_parallel.strategies.model.foreign_hooks import fault_of_gradients
 from lightning_parallel.strategies.model.pipeline_group import PipelineGroup
 from lightning_parallel.strategies.model.sample import take_sample
 from lightning_parallel.strategies.ranks.agreement import described, gather_objects, require_same
+from lightning_parallel.strategies.refusals import refuse_own_states
 from lightning_parallel.techniques.data_parallel import DataParallel
 from lightning_parallel.techniques.divided.whole_batch import WholeBatch
 from lightning_parallel.techniques.division import Division, Ground
@@ -198,6 +199,8 @@ class DividedModel:
     def optimizer_state(self, stored: StoredOptimizer, in_parts: bool) -> dict[str, Any]:
         """The state that one device would have; see `state_dict`."""
         keep, change = self._gathering(in_parts)
+        if self.pipeline.ranks > 1:
+            refuse_own_states([stored.optimizer])
         state = stored.state_dict(change)
         return state if self.pipeline.ranks == 1 else {**state, "state": self.pipeline.united(state["state"], keep)}
 
