@@ -13,7 +13,7 @@ from typing_extensions import Self
 from lightning_parallel.techniques.tools import microbatches
 
 if TYPE_CHECKING:
-    from lightning_parallel.techniques.tools.means import Means
+    from lightning_parallel.techniques.tools.means import Means, Over
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -52,7 +52,7 @@ class Run(Generic[T_co]):
         return value
 
     def notes(
-        self, shares: Sequence[float] = (), means: Sequence[Sequence[Tensor]] = (), targets: float | None = None
+        self, shares: Sequence[float] = (), means: Sequence[Sequence[Tensor]] = (), targets: Over | None = None
     ) -> Any:
         """Notes of the calls, to be sent to ranks that did not see the step to its end.
 
@@ -126,7 +126,7 @@ class WrappedRun(Run[T_co]):
         return self.inner.received(value)
 
     def notes(
-        self, shares: Sequence[float] = (), means: Sequence[Sequence[Tensor]] = (), targets: float | None = None
+        self, shares: Sequence[float] = (), means: Sequence[Sequence[Tensor]] = (), targets: Over | None = None
     ) -> Any:
         """See `Run.notes`."""
         return self.inner.notes(shares, means, targets)

@@ -47,7 +47,7 @@ def test_a_cross_entropy_counts_its_targets_and_a_mean_its_elements() -> None:
             F.cross_entropy(logits, logits.detach().softmax(-1)),
         ]
         F.cross_entropy(logits, target, reduction="sum")
-    assert [float(mean.count) for mean in means.all] == [4, 1 + 2 + 3 + 5, 4, 30, 30, 6]
+    assert [float(mean.over.count) for mean in means.all] == [4, 1 + 2 + 3 + 5, 4, 30, 30, 6]
     assert torch._C._nn.cross_entropy_loss is original
     torch.testing.assert_close(losses[0], F.cross_entropy(logits, target, label_smoothing=0.1))
     torch.testing.assert_close(losses[1], F.cross_entropy(logits, target, weight))
@@ -66,7 +66,7 @@ def test_over_no_target_at_all_there_is_no_loss_and_no_gradient(label_smoothing:
 def test_counts_stay_exact_beyond_single_precision() -> None:
     means = Means()
     means.note(torch.ones(()), torch.tensor(2**24 + 1))
-    assert float(means.count) == 2**24 + 1
+    assert float(means.over.count) == 2**24 + 1
 
 
 def test_a_sum_becomes_a_mean_as_exactly_as_its_gradient_is_kept_whatever_tensors_a_trainer_makes() -> None:

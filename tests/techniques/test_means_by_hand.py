@@ -49,7 +49,7 @@ def test_a_sum_that_is_divided_counts_by_what_divides_it() -> None:
             F.cross_entropy(logits, torch.zeros(6).long(), reduction="sum", label_smoothing=0.1) / torch.tensor(6),
         ]
         empty = [(losses * none).sum() / none.sum(), (losses * none).sum() / none.sum().clamp(min=1)]
-    assert [float(mean.count) for mean in means.all] == [3, 3, 3, 3, 3, 3, 3, 6, 0, 0]
+    assert [float(mean.over.count) for mean in means.all] == [3, 3, 3, 3, 3, 3, 3, 6, 0, 0]
     assert [float(each.detach()) for each in empty] == [0, 0]  # and not 0 / 0, for other parts may have some
     torch.testing.assert_close(made[0], losses[mask > 0].mean())
     assert all("mean" not in vars(Tensor) and name not in vars(Tensor) for name in ("__truediv__", "div", "clamp"))
@@ -64,7 +64,7 @@ def test_a_mean_of_what_a_mask_selects_counts_as_much_as_it_selects() -> None:
         F.cross_entropy(logits[mask], torch.zeros(3).long(), reduction="none").mean()
         torch.masked_select(logits, mask[:, None]).mean()
         assert logits[~mask & mask].mean() == 0
-    assert [float(mean.count) for mean in means.all] == [15, 15, 15, 3, 15, 0]
+    assert [float(mean.over.count) for mean in means.all] == [15, 15, 15, 3, 15, 0]
 
 
 def test_other_quotients_and_means_are_left_alone() -> None:
@@ -118,20 +118,29 @@ class ByHand(LightningModule):
         logits, counted = F.linear(hidden, weight, self.head.bias), target != 0
         losses, mask = F.cross_entropy(logits.transpose(1, 2), target, reduction="none"), counted.to(logits.dtype)
         match self.way:
-            case "masked" | "manual":
-                return (losses * mask).sum() / mask.sum().clamp(min=1)
             case "summed":
                 summed = F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=0, reduction="sum")
                 return summed / counted.sum()
-            case "selected":
-                return losses[counted].mean()
             case "logits":
                 return F.mse_loss(logits[counted].tanh(), torch.ones(int(counted.sum()), VOCABULARY).to(logits))
             case "beside":  # a loss function's mean
                 mean = F.cross_entropy(logits.transpose(1, 2), target, ignore_index=0)
                 return mean + 0.5 * (logits.square().sum(-1) * mask).sum() / mask.sum()
             case _:
+                return self.mean(losses, mask)
+
+    def mean(self, losses: Tensor, mask: Tensor) -> Tensor:
+        match self.way:
+            case "floored":
+                return (losses * mask).sum() / mask.sum().clamp(min=4)
+            case "positives":  # of all losses, also where no sample has any
+                return losses.sum() / torch.clamp_min(mask.sum(), 1)
+            case "selected":
+                return losses[mask > 0].mean()
+            case "inside":
                 return losses.sum() / torch.tensor(losses.numel())
+            case _:
+                return (losses * mask).sum() / mask.sum()
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
         loss = self.loss(*batch)
@@ -156,18 +165,20 @@ class Losses(Callback):
         self.all.append(float(trainer.callback_metrics["loss"]))
 
 
-def padded(readers: int) -> DataLoader[Any]:
-    """Batches of 8 samples, the last of 6; one sample in four has no target."""
+def padded(readers: int, empty: bool = False) -> DataLoader[Any]:
+    """Batches of 8 samples, the last of 6; one sample in four has no target, and perhaps none of the second batch."""
     random = torch.Generator().manual_seed(1)
     tokens = torch.randint(1, VOCABULARY, (22, LENGTH), generator=random)
     without = torch.rand(22, LENGTH, generator=random) < 0.6
     without[::4] = True
+    without[8:16] |= empty
     return DataLoader(TensorDataset(tokens, tokens.masked_fill(without, 0)), 8 // readers)
 
 
 def curve(way: str, strategy: Callable[[], Any], readers: int) -> list[float]:
     seen = Losses()
-    trainer(strategy(), precision="64-true", max_epochs=2, callbacks=[seen]).fit(ByHand(way), padded(readers))
+    data = padded(readers, empty=way in ("floored", "positives"))
+    trainer(strategy(), precision="64-true", max_epochs=2, callbacks=[seen]).fit(ByHand(way), data)
     return seen.all
 
 
@@ -197,7 +208,7 @@ LAYOUTS: dict[str, tuple[Callable[[], Any], int, int]] = {
     "tensors of replicas": (lambda: HybridStrategy(TensorParallel(2), DataParallel(2)), 4, 2),
     "sequences of replicas": (lambda: HybridStrategy(ContextParallel(2), DataParallel(2)), 4, 2),
 }
-WAYS = ["masked", "summed", "selected", "logits", "beside", "inside"]
+WAYS = ["floored", "masked", "positives", "summed", "selected", "logits", "beside", "inside"]
 
 
 @covering(layout=LAYOUTS, way=WAYS)

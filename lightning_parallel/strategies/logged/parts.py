@@ -28,7 +28,7 @@ from lightning_parallel.strategies.logged.logging import StepLog
 from lightning_parallel.strategies.logged.metrics import BatchMetric, UndoableMetric
 from lightning_parallel.strategies.logged.reductions import HOW, NOT_SEEN, UNSEEN, SeenKind, joined, name_of, reduced
 from lightning_parallel.techniques.step import Run
-from lightning_parallel.techniques.tools.means import Means, Scale, WatchedRun, is_among, scaled
+from lightning_parallel.techniques.tools.means import Means, Over, Scale, WatchedRun, is_among, scaled
 from lightning_parallel.values import batch_size, map_leaves
 
 T = TypeVar("T")
@@ -83,7 +83,7 @@ class Notes:
     metrics: dict[str, Any]
     kept: dict[Path, Change]
     rank: int
-    targets: float | None = None
+    targets: Over | None = None
 
 
 class PartsRun(Run[T]):
@@ -119,6 +119,7 @@ class PartsRun(Run[T]):
         self._names = {id(metric): name for name, metric in self._metrics.items()}
         self._called: dict[str, BatchMetric] = {}
         self.origin: int | None = None
+        self._excess = 1.0
         self._alone = Scale()  # of a loss that is a sum over targets, where no other rank has targets
 
     def keeps(self, buffers: Sequence[str]) -> None:
@@ -207,7 +208,7 @@ class PartsRun(Run[T]):
     # ---------------------------------------------------------------- the whole batch
 
     def notes(
-        self, shares: Sequence[float] = (), means: Sequence[Sequence[Tensor]] = (), targets: float | None = None
+        self, shares: Sequence[float] = (), means: Sequence[Sequence[Tensor]] = (), targets: Over | None = None
     ) -> Notes:
         """See `Run.notes`."""
         by_name: dict[tuple[str, bool], list[LoggedValue]] = {}
@@ -255,13 +256,16 @@ class PartsRun(Run[T]):
     def replay(self, notes: Notes) -> None:
         """See `Run.replay`."""
         self.origin, device = notes.rank, self._module.device
-        self._alone = Scale() if notes.targets is None else Scale.to_mean(notes.targets, device)
+        over = notes.targets
+        self._alone, self._excess = (
+            (Scale(), 1.0) if over is None else (Scale.to_mean(over.divisor, device), over.excess)
+        )
         of_buffers = {path: change for path, change in notes.kept.items() if isinstance(path[0], BufferName)}
         keep(self._module, {path: change for path, change in notes.kept.items() if path not in of_buffers})
         self._buffers.keep(of_buffers)
-        means = self._log.means if notes.targets is not None else None
-        if means is not None and notes.targets is not None:
-            means.declare(notes.targets, device)
+        means = self._log.means if over is not None else None
+        if means is not None and over is not None:
+            means.declare(over, device)
         for noted in notes.logged:
             value: Any = noted.value
             if isinstance(value, str):
@@ -272,6 +276,8 @@ class PartsRun(Run[T]):
                 value = value.to(device)
                 if means is not None and noted.over_targets:
                     means.also(value)
+                elif noted.over_targets:
+                    value = value * self._excess
                 self._log.log_as(noted.seen, noted.name, value, noted.options)
 
     def scale(self, means: Means) -> None:
@@ -282,7 +288,7 @@ class PartsRun(Run[T]):
         """See `Run.counted`."""
         means = self._log.means
         if means is None or not means.all:
-            return scaled(loss, self._alone) if summed else loss
+            return scaled(loss, self._alone) * self._excess if summed else loss
         if summed:
             return means.scaled(loss)
         means.also(loss)

@@ -34,11 +34,12 @@ class Quotients:
         if made is None:
             return value, {}
         total, divisor = made
+        count, floor = means.floor_of(divisor) or (divisor, 0.0)
         if watch is not None:
-            of_sums = watch.kind_of(total) is Kind.SUM and watch.kind_of(divisor) is Kind.SUM
+            of_sums = watch.kind_of(total) is Kind.SUM and watch.kind_of(count) is Kind.SUM
             self._of_sums[hook, name] = of_sums and self._of_sums.get((hook, name), True)
         if not self._of_sums.get((hook, name), False):
             return value, {}
         mean = torch.where(divisor == 0, torch.zeros_like(value), value)
-        means.note(mean, divisor)
+        means.note(mean, count, divisor=divisor, floor=floor)
         return mean, {len(means.all) - 1: mean}

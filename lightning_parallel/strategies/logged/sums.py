@@ -1,13 +1,14 @@
 """Values of a whole batch from what each rank has of it, in one message of numbers that are added up.
 
 A value v of rank r is a sum of multiples of means and of a rest: v_r = rest_r + sum_k part_kr. Of R ranks, each has
-the share w_r of the samples (1 on average), and mean k of rank r counts c_kr. For the whole batch that makes
+the share w_r of the samples (1 on average), and mean k of rank r is a sum that was divided by d_kr, and counts c_kr: as
+much, but where a step divides nothing by another number. For the whole batch that makes
 
-    value = sum_r w_r / R rest_r + sum_k (sum_r c_kr part_kr) / (sum_r c_kr)
+    value = sum_r w_r / R rest_r + sum_k (sum_r d_kr part_kr) / (sum_r c_kr)
 
 and its gradient is that of each rank, times w_r, averaged, where that of mean k is multiplied by
 
-    scale_kr = c_kr R / sum_r c_kr / w_r
+    scale_kr = d_kr R / sum_r c_kr / w_r
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parallel.collectives.functional import Pending, within_reach
-from lightning_parallel.techniques.tools.means import Means
+from lightning_parallel.techniques.tools.means import Means, Over
 from lightning_parallel.values import batch_size
 
 
@@ -51,9 +52,10 @@ class BatchSums:
 
     def __init__(self, summed: Sequence[Summed], means: Means, share: float, group: dist.ProcessGroup) -> None:
         self._summed, self._means, self._share, self._ranks = summed, means, share, group.size()
-        self._counts = [_count(means, number, share) for number in range(len(means.all))]
+        self._overs = [_over(means, number, share) for number in range(len(means.all))]
         numbers = [number.reshape(()) for value in summed for number in self._numbers_of(value)]
-        self._packed = torch.stack([within_reach(number.double(), group) for number in [*numbers, *self._counts]])
+        numbers += [over.count for over in self._overs]
+        self._packed = torch.stack([within_reach(number.double(), group) for number in numbers])
         self._work = Pending(dist.all_reduce(self._packed, group=group, async_op=True))
         self._values: list[Tensor] | None = None
 
@@ -61,20 +63,21 @@ class BatchSums:
         value, zero = summed.value.detach().double(), torch.zeros((), dtype=torch.float64, device=summed.value.device)
         parts = {number: part.detach().double() for number, part in summed.parts.items()}
         rest = value - sum(parts.values()) if parts else value
-        return [rest * summed.weight, *(parts.get(k, zero) * count for k, count in enumerate(self._counts))]
+        return [rest * summed.weight, *(parts.get(k, zero) * over.divisor for k, over in enumerate(self._overs))]
 
     def values(self) -> list[Tensor]:
         """The values of the whole batch; the scales of the means are filled in, too."""
         if self._values is None:
             self._work.wait()
-            counts = len(self._counts)
+            counts = len(self._overs)
             numbers = list(self._packed.unbind())
-            totals = numbers[len(numbers) - counts :]
+            counted = numbers[len(numbers) - counts :]
+            totals = [_floored(total, over) for total, over in zip(counted, self._overs, strict=True)]
             rows = [numbers[start : start + counts + 1] for start in range(0, len(numbers) - counts, counts + 1)]
             self._values = [_whole(row, totals, summed) for row, summed in zip(rows, self._summed, strict=True)]
-            for mean, count, total in zip(self._means.all, self._counts, totals, strict=True):
-                total = total.to(count.device)
-                mean.scale.factor = _scale(count, total, self._ranks, self._share)
+            for mean, over, total in zip(self._means.all, self._overs, totals, strict=True):
+                total = total.to(over.divisor.device)
+                mean.scale.factor = _scale(over.divisor, total, self._ranks, self._share)
                 mean.sum.factor = torch.where(total == 0, 0.0, self._ranks / total)
         return self._values
 
@@ -89,17 +92,21 @@ def scale_together(means: Means, share: float, group: dist.ProcessGroup, device:
         device: where numbers are.
     """
     zero = torch.zeros((), dtype=torch.float64, device=device)
-    count = means.count if share and means.count is not None else zero
-    total = within_reach(count.clone(), group)
+    over = (means.over if share else None) or Over(zero, zero)
+    total = within_reach(over.count.clone(), group)
     dist.all_reduce(total, group=group)
-    scale = _scale(count, total.to(device), group.size(), share)
+    scale = _scale(over.divisor, _floored(total.to(device), over), group.size(), share)
     for mean in means.all:
         mean.scale.factor = scale
 
 
-def _scale(count: Tensor, total: Tensor, ranks: int, share: float) -> Tensor:
+def _floored(total: Tensor, over: Over) -> Tensor:
+    return total.clamp(min=over.floor) if over.floor else total
+
+
+def _scale(divisor: Tensor, total: Tensor, ranks: int, share: float) -> Tensor:
     """By what the gradient of a mean is multiplied; by zero where there is nothing to average, on this rank or any."""
-    scale = count * (ranks / share) / total if share else torch.zeros_like(count)
+    scale = divisor * (ranks / share) / total if share else torch.zeros_like(divisor)
     return torch.where(total == 0, 0.0, scale)
 
 
@@ -111,11 +118,13 @@ def _whole(row: Sequence[Tensor], totals: Sequence[Tensor], summed: Summed) -> T
     return whole
 
 
-def _count(means: Means, number: int, share: float) -> Tensor:
-    count = means.all[number].count
+def _over(means: Means, number: int, share: float) -> Over:
+    over = means.all[number].over
     if share == 0.0:
-        return torch.zeros_like(count)
-    return torch.full_like(count, share) if number in single_samples(means) else count
+        return Over(torch.zeros_like(over.count), torch.zeros_like(over.count), over.floor)
+    if number not in single_samples(means):
+        return over
+    return Over(torch.full_like(over.count, share), torch.full_like(over.count, share))
 
 
 def single_samples(means: Means) -> frozenset[int]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_parallel.techniques.tools.means import Means
+from lightning_parallel.techniques.tools.means import Means, Over
 
 
 class Shares:
@@ -31,21 +31,22 @@ class Shares:
         self.sizes = sizes
         self._of_samples = [size / sum(sizes) for size in sizes]
         self._weight, self._unit, self._whole, self._alone = weight, unit, whole, alone
-        self._counts: dict[int, Tensor] = {}
+        self._overs: dict[int, Over] = {}
         self.means: dict[int, list[Tensor]] = {}
 
     def add(self, microbatch: int, means: Means) -> None:
         """Takes the means that the step of a microbatch computed."""
         self.means[microbatch] = means.values
-        count = means.count
-        if count is not None:
-            self._counts[microbatch] = count
+        over = means.over
+        if over is not None:
+            self._overs[microbatch] = over
 
     def seed(self, microbatch: int) -> Tensor | float:
         """The factor by which the backward of a microbatch multiplies its loss."""
-        if self._whole or microbatch not in self._counts or not self._weight:
+        if self._whole or microbatch not in self._overs or not self._weight:
             return self._of_samples[microbatch] * self._weight
-        return self._counts[microbatch] / self._unit
+        seed: Tensor = self._overs[microbatch].divisor / self._unit
+        return seed
 
     def final(self) -> tuple[list[float], float | None]:
         """The share of each microbatch, and how many targets count as one in gradients; None if these are means.
@@ -53,15 +54,15 @@ class Shares:
         Raises:
             ValueError: some microbatches averaged over targets, and others did not.
         """
-        if not self._counts:
+        if not self._overs:
             return self._of_samples, None
-        if len(self._counts) < len(self._of_samples):
+        if len(self._overs) < len(self._of_samples):
             raise ValueError(
-                f"training_step computed a mean over targets for microbatches {sorted(self._counts)} of "
+                f"training_step computed a mean over targets for microbatches {sorted(self._overs)} of "
                 f"{len(self._of_samples)} only; in a pipeline all of them count in one way: decide it by batch_idx, or "
                 "use microbatches=1"
             )
-        counts = [float(count) for _, count in sorted(self._counts.items())]
+        counts = [float(over.divisor) for _, over in sorted(self._overs.items())]
         total = sum(counts)
         unit = None if self._whole else self._unit
         if not total and not self._alone:  # the losses are 0, and other ranks may have targets
@@ -70,6 +71,9 @@ class Shares:
         return [count / total if total else math.nan for count in counts], unit
 
     @property
-    def targets(self) -> float | None:
-        """The number of targets in the whole batch; None where losses count by samples."""
-        return float(torch.stack(list(self._counts.values())).sum()) if self._counts else None
+    def targets(self) -> Over | None:
+        """Over how many targets the whole batch is; None where losses count by samples."""
+        if not self._overs:
+            return None
+        counts, divisors, floors = zip(*self._overs.values(), strict=True)
+        return Over(float(torch.stack(counts).sum()), float(torch.stack(divisors).sum()), max(floors))

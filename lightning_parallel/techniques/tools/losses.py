@@ -125,19 +125,23 @@ def _divided(means: Means, function: Callable[..., Tensor], args: Any, kwargs: A
     if kwargs or len(args) != 2 or not _is_number(args[0]):
         return function(*args, **kwargs)
     total, divisor = args
-    number, tensor = means.before_floor(divisor), isinstance(divisor, Tensor)
     if not _counts(means, total, divisor):
         result = function(total, divisor)
-        if tensor and means.elements and _is_number(divisor) and not result.requires_grad:
-            means.divided(result, total, number)
+        if means.elements and _is_number(divisor) and not result.requires_grad:
+            means.divided(result, total, divisor)
         return result
-    count = torch.as_tensor(number, dtype=None if tensor else torch.float64, device=total.device)
+    if (floored := means.floor_of(divisor)) is not None:
+        with unwatched():
+            mean = function(total, divisor)
+        return means.note(mean, floored[0].to(mean.device), None, True, divisor.to(mean.device), floored[1])
+    tensor, kind = isinstance(divisor, Tensor), None if isinstance(divisor, Tensor) else torch.float64
+    count, some = torch.as_tensor(divisor, dtype=kind, device=total.device), total.detach() != 0
     nothing = count == 0
-    with unwatched():
+    with unwatched():  # where there is nothing here, and something in other parts, 0 / 0 is 0
         mean = function(total, torch.where(nothing, torch.ones_like(count), count) if tensor else divisor)
-    if number is divisor:  # a floor of another kind may make 0 / 1 of nothing
-        nothing = nothing | ((total.detach() == 0) & (count <= 1))
-    return means.note(mean, count.double().masked_fill(nothing, 0), by_hand=True)
+    over = torch.where(nothing, some, count.double())
+    # a floor that was not seen makes 0 / 1 of nothing
+    return means.note(mean, count.double().masked_fill(~some & (count <= 1), 0), None, True, over)
 
 
 def _counts(means: Means, total: Tensor, divisor: Any) -> bool:
@@ -176,8 +180,8 @@ def _averaged(means: Means, function: Callable[..., Tensor], args: Any, kwargs: 
 def _floored(means: Means, function: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
     result = function(*args, **kwargs)
     given = (*args[1:], *kwargs.values()) if kwargs.keys() <= {"min"} else ()
-    if len(given) == 1 and _is_number(args[0]) and isinstance(given[0], int | float) and 0 <= given[0] <= 1:
-        means.floored(args[0], result)
+    if len(given) == 1 and _is_number(args[0]) and isinstance(given[0], int | float) and given[0] > 0:
+        means.floored(args[0], result, given[0])
     return result
 
 

@@ -15,7 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -71,12 +71,34 @@ def scaled(value: Tensor, scale: Scale) -> Tensor:
     return result
 
 
+class Over(NamedTuple):
+    """Over how much a mean is in one part of a batch, or several means together; tensors in float64, or numbers.
+
+    The sum in a part is its mean times `divisor`; the mean of all parts is the sum of these over that of the counts.
+
+    Attributes:
+        count: of what it is over.
+        divisor: of its sum. It is the count, unless a step takes another number where that is nothing.
+        floor: the least by which the sum of all parts is divided.
+    """
+
+    count: Any
+    divisor: Any
+    floor: float = 0.0
+
+    @property
+    def excess(self) -> float:
+        """How much larger than its mean that of a whole batch is, in numbers, where pieces were divided by a floor each."""
+        least = max(self.count, self.floor)
+        return float(self.divisor / least) if least else 1.0
+
+
 @dataclass(frozen=True)
 class Mean:
     """A mean that a step computed.
 
     Attributes:
-        count: over how much, in float64.
+        over: over how much.
         value: the mean.
         given: what the step got: equal to it, and perhaps changed in place since.
         edge: where it came from in the graph; None without gradients.
@@ -86,7 +108,7 @@ class Mean:
         of: stands for the targets.
     """
 
-    count: Tensor
+    over: Over
     value: Tensor
     given: Tensor
     edge: GradientEdge | None
@@ -111,7 +133,7 @@ class Means:
     all: list[Mean] = field(default_factory=list)
     _others: list[tuple[Tensor, int]] = field(default_factory=list)
     _kept: list[tuple[GradientEdge, dict[int, Tensor]]] = field(default_factory=list)
-    _floors: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _floors: list[tuple[Tensor, Tensor, float]] = field(default_factory=list)
     _divided: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
     _watched: list[Watched] = field(default_factory=list)
 
@@ -133,23 +155,31 @@ class Means:
     def __exit__(self, *_: object) -> None:
         self.end()
 
-    def note(self, mean: Tensor, count: Tensor, of: Tensor | None = None, by_hand: bool = False) -> Tensor:
-        """A mean over so much was computed, `of` these targets; returns what the step is to use for it."""
-        scale = Scale()
+    def note(
+        self,
+        mean: Tensor,
+        count: Tensor,
+        of: Tensor | None = None,
+        by_hand: bool = False,
+        divisor: Tensor | None = None,
+        floor: float = 0.0,
+    ) -> Tensor:
+        """A mean over so much was computed, `of` these targets; returns what the step is to use for it. See `Over`."""
+        scale, count = Scale(), count.detach().double()
         given: Tensor = _Scaled.apply(mean, scale) if mean.requires_grad else mean.clone()  # type: ignore[no-untyped-call]
         edge = get_gradient_edge(given) if given.requires_grad else None
         targets = len(self.all) if by_hand else 0 if of is None else of.data_ptr()
-        noted = Mean(count.detach().double(), mean.detach(), given, edge, scale, _place(), targets, by_hand)
-        self.all.append(noted)
+        over = Over(count, count if divisor is None else divisor.detach().double(), floor)
+        self.all.append(Mean(over, mean.detach(), given, edge, scale, _place(), targets, by_hand))
         return given
 
-    def floored(self, number: Tensor, result: Tensor) -> None:
-        """A number was kept from being nothing, to be divided by."""
-        self._floors.append((number, result))
+    def floored(self, number: Tensor, result: Tensor, floor: float) -> None:
+        """A number was kept from being less than so much, perhaps to be divided by."""
+        self._floors.append((number, result, floor))
 
-    def before_floor(self, divisor: T) -> T | Tensor:
-        """The number that a divisor is without its floor."""
-        return next((number for number, result in self._floors if result is divisor), divisor)
+    def floor_of(self, divisor: Any) -> tuple[Tensor, float] | None:
+        """The number that a divisor is without its floor, and the floor; None without one."""
+        return next(((number, floor) for number, result, floor in self._floors if result is divisor), None)
 
     def divided(self, result: Tensor, total: Tensor, divisor: Tensor) -> None:
         """A number without gradient was divided by another one; whether that makes a mean is not known here."""
@@ -164,12 +194,12 @@ class Means:
         """A value is a mean over the same as mean `number`."""
         self._others.append((value, number))
 
-    def declare(self, count: float, device: torch.device) -> None:
+    def declare(self, over: Over, device: torch.device) -> None:
         """A mean over so much was computed elsewhere; values of it are given to `also` and `scaled`."""
         nothing = torch.zeros((), device=device)
-        number = torch.tensor(count, dtype=torch.float64, device=device)
-        own = Scale.to_mean(count, device)  # until all ranks have told their counts
-        self.all.append(Mean(number, nothing, nothing, None, Scale(), 0, 0, sum=own))
+        count, divisor = (torch.tensor(each, dtype=torch.float64, device=device) for each in over[:2])
+        own = Scale.to_mean(max(over.count, over.floor), device)  # until all ranks have told their counts
+        self.all.append(Mean(Over(count, divisor, over.floor), nothing, nothing, None, Scale(), 0, 0, sum=own))
 
     def scaled(self, value: Tensor, number: int = 0) -> Tensor:
         """A value that is mean `number`, to be differentiated; its gradient is that of a sum, see `Mean`."""
@@ -189,11 +219,14 @@ class Means:
     # ---------------------------------------------------------------- what was seen
 
     @property
-    def count(self) -> Tensor | None:
-        """The sum of the counts of all means, None where there is none; torch's own go before those made by hand."""
+    def over(self) -> Over | None:
+        """Over how much all means are, None where there is none; torch's own go before those made by hand."""
         awake = [mean for mean in self.all if not mean.scale.rests]
-        chosen = [mean for mean in awake if not mean.by_hand] or awake
-        return torch.stack([mean.count for mean in chosen]).sum() if chosen else None
+        chosen = [mean.over for mean in awake if not mean.by_hand] or [mean.over for mean in awake]
+        if not chosen:
+            return None
+        counts, divisors, floors = zip(*chosen, strict=True)
+        return Over(torch.stack(counts).sum(), torch.stack(divisors).sum(), max(floors))
 
     @property
     def values(self) -> list[Tensor]:
