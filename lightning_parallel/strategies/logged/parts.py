@@ -257,9 +257,8 @@ class PartsRun(Run[T]):
         """See `Run.replay`."""
         self.origin, device = notes.rank, self._module.device
         over = notes.targets
-        self._alone, self._excess = (
-            (Scale(), 1.0) if over is None else (Scale.to_mean(over.divisor, device), over.excess)
-        )
+        self._alone = Scale() if over is None else Scale.to_mean(over.divisor, device)
+        self._excess = 1.0 if over is None else over.excess
         of_buffers = {path: change for path, change in notes.kept.items() if isinstance(path[0], BufferName)}
         keep(self._module, {path: change for path, change in notes.kept.items() if path not in of_buffers})
         self._buffers.keep(of_buffers)

@@ -205,7 +205,7 @@ class StoredOptimizer:
         return tensor
 
     def _to_step(self, parameter: nn.Parameter) -> Tensor:
-        if parameter in self._elsewhere:
+        if self._elsewhere and parameter in self._elsewhere:  # a tensor takes a call to be hashed
             if parameter not in self._absent:
                 self._absent[parameter] = AbsentTensor.like(parameter)
             return self._absent[parameter]
@@ -255,7 +255,7 @@ class StoredOptimizer:
 
         Of what another rank holds it is given up.
         """
-        if parameter in self._elsewhere and parameter not in self._adopted:
+        if self._elsewhere and parameter in self._elsewhere and parameter not in self._adopted:
             _convert(self.optimizer.state.get(parameter), partial(_without_values, parameter))
             self._adopted.add(parameter)
         if parameter not in self._adopted and isinstance(self._step.stored(parameter), DTensor):

@@ -88,7 +88,7 @@ class Over(NamedTuple):
 
     @property
     def excess(self) -> float:
-        """How much larger than its mean that of a whole batch is, in numbers, where pieces were divided by a floor each."""
+        """How much larger than its mean that of the batch is, in numbers, where pieces were divided by a floor each."""
         least = max(self.count, self.floor)
         return float(self.divisor / least) if least else 1.0
 
