@@ -67,6 +67,20 @@ def test_a_mean_of_what_a_mask_selects_counts_as_much_as_it_selects() -> None:
     assert [float(mean.over.count) for mean in means.all] == [15, 15, 15, 3, 15, 0]
 
 
+def test_in_a_pipeline_they_count_where_the_loss_is_made_of_them_alone() -> None:
+    x, mask = torch.rand(6, requires_grad=True), torch.tensor([1, 1, 0, 1, 0, 0])
+    with Means(elements=False) as means:
+        first = (x * mask).sum() / mask.sum().clamp(min=100)
+        both = torch.stack([first, x[mask > 0].mean()]).mean()
+    means.rest_within(first + x.sum(), together=True)
+    assert means.over is None
+    means.rest_within(2 * first, together=True)
+    assert means.over is not None
+    assert [float(each) for each in means.over] == [3, 100, 100]
+    means.rest_within(both, together=True)
+    assert [float(each) for each in means.over] == [103, 103, 0]  # no floor is that of both
+
+
 def test_other_quotients_and_means_are_left_alone() -> None:
     x, weight = torch.rand(6, requires_grad=True), torch.rand((), requires_grad=True)
     with Means() as means:

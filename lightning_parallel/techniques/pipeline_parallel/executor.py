@@ -165,7 +165,7 @@ class Executor:
     def _add_share(self, microbatch: int, means: Means, output: Any) -> None:
         loss = self._work.loss_of(output)
         if loss is not None:
-            means.rest_within(loss)
+            means.rest_within(loss, together=True)
         self._work.shares.add(microbatch, means)
 
     def _received(self, place: Place) -> Any:

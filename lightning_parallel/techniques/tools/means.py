@@ -25,7 +25,7 @@ from typing_extensions import Self
 
 from lightning_parallel.techniques.step import Run
 from lightning_parallel.techniques.tools.losses import Watched, unwatch, watch
-from lightning_parallel.techniques.tools.reach import linear_nodes, multiples_in
+from lightning_parallel.techniques.tools.reach import is_made_of, linear_nodes, multiples_in
 
 T = TypeVar("T")
 
@@ -226,6 +226,8 @@ class Means:
         if not chosen:
             return None
         counts, divisors, floors = zip(*chosen, strict=True)
+        if len(chosen) > 1 and any(floors):  # no floor is that of all: parts weigh as much as they were divided by
+            counts, floors = divisors, (0.0,)
         return Over(torch.stack(counts).sum(), torch.stack(divisors).sum(), max(floors))
 
     @property
@@ -250,10 +252,16 @@ class Means:
         for node in linear_nodes(loss.grad_fn, self.edges):
             self._kept.append((GradientEdge(node, 0), self._multiples(node)))
 
-    def rest_within(self, loss: Tensor) -> None:
-        """Lets means by hand rest of which a loss is no sum of multiples: what a model divides within is no mean."""
+    def rest_within(self, loss: Tensor, together: bool = False) -> None:
+        """Lets means by hand rest of which a loss is no sum of multiples: what a model divides within is no mean.
+
+        Args:
+            loss: goes backward next.
+            together: whether all means of a loss count as one: then those by hand count where it has no other part.
+        """
         if any(mean.by_hand for mean in self.all) and loss.requires_grad:
-            parts = self._multiples(loss.grad_fn)
+            counts = not together or is_made_of(loss.grad_fn, self.edges)
+            parts = self._multiples(loss.grad_fn) if counts else {}
             for number, mean in enumerate(self.all):
                 mean.scale.rests = mean.by_hand and number not in parts
 

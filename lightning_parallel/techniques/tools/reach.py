@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -71,22 +71,34 @@ def is_of_sums(start: Any, edges: Sequence[GradientEdge | None]) -> bool:
         edges: where the others come from, see `multiples_in`.
     """
     ends = {edge.node for edge in edges if edge is not None}
-    return _is_of_sums(start) and not any(linear and node in ends for node, linear in _behind(start, ends))
+    return _is_only_of(start, _is_sum, MULTIPLES) and not any(
+        linear and node in ends for node, linear in _behind(start, ends)
+    )
 
 
-def _is_of_sums(start: Any) -> bool:
+def is_made_of(start: Any, edges: Sequence[GradientEdge | None]) -> bool:
+    """Whether a number is a sum of multiples of the others and of nothing else with a gradient; see `is_of_sums`."""
+    ends = {edge.node for edge in edges if edge is not None}
+    return _is_only_of(start, ends.__contains__, LINEAR)
+
+
+def _is_only_of(start: Any, is_end: Callable[[Any], bool], through: Collection[str]) -> bool:
     ahead = [start]
     for _ in range(STEPS):
         node = ahead.pop()
-        name, before = operation_of(node), [parent for parent, _ in node.next_functions if parent is not None]
-        is_sum = name in SUMS and math.prod(_made(node).shape) == 1
-        if not is_sum and getattr(node, "_saved_reduction", 0) != 2:  # that of a loss function, by torch's number
-            if name not in MULTIPLES or (name in PRODUCTS and len(before) > 1):
+        if not is_end(node):
+            name, before = operation_of(node), [parent for parent, _ in node.next_functions if parent is not None]
+            if name not in through or (name in PRODUCTS and len(before) > 1):
                 return False
             ahead.extend(before)
         if not ahead:
             return True
     return False
+
+
+def _is_sum(node: Any) -> bool:
+    is_sum = operation_of(node) in SUMS and math.prod(_made(node).shape) == 1
+    return is_sum or getattr(node, "_saved_reduction", 0) == 2  # that of a loss function, by torch's number
 
 
 def is_of_selection(start: Any) -> bool:
