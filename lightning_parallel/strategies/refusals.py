@@ -18,10 +18,11 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from torch.distributed.tensor import DTensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.strategies.ranks.agreement import gather_objects, together
+from lightning_parallel.techniques.gradients.coupled import couples
 from lightning_parallel.techniques.technique import Technique
 from lightning_parallel.techniques.tools.elsewhere import hidden_tensors
 
@@ -111,7 +112,7 @@ def _refuse_manual_optimization(module: LightningModule, mesh: ParallelMesh) -> 
 def refuse_optimizers(
     optimizers: Sequence[Optimizer], mesh: ParallelMesh, shards: bool, callbacks: Sequence[Callback]
 ) -> None:
-    """Raises for an optimizer that steps all parameters along one direction: a stage of a pipeline has its own only.
+    """Raises for an optimizer of a pipeline that couples parameters: a stage has the gradients of its own only.
 
     And, where ranks hold parts, for one that wraps another with lists of its own, or that checkpoints could not hold.
     """
@@ -120,11 +121,13 @@ def refuse_optimizers(
     if shards or mesh.sizes["pp"] > 1:
         _refuse_wrapped(optimizers)
     for optimizer in optimizers:
-        if mesh.sizes["pp"] > 1 and isinstance(optimizer, LBFGS):
+        if mesh.sizes["pp"] > 1 and couples(optimizer):
+            kind = type(optimizer).__name__
             raise ValueError(
-                f"{type(optimizer).__name__} finds one direction for all parameters, but each of the "
-                f"{mesh.sizes['pp']} stages of a pipeline has its own; use AdamW or another optimizer that steps "
-                "parameters one by one, or a layout without a pipeline"
+                f"{kind} lets the step of a parameter depend on other parameters or their gradients, as a norm over "
+                f"all or one direction for all do (seen in a trial on copies), but each of the {mesh.sizes['pp']} "
+                f"stages of a pipeline has its own only; clip by gradient_clip_val of the Trainer, whose norm is that "
+                f"of all stages, with AdamW or another optimizer that steps parameters one by one, or use ZeroStrategy"
             )
 
 

@@ -211,7 +211,7 @@ def zbv_with(technique: Any) -> Any:
     ("make", "strategy", "said"),
     [
         (Manual, PP2, "Manual optimizes manually"),
-        (OneDirection, PP2, "LBFGS finds one direction for all parameters"),
+        (OneDirection, PP2, "LBFGS lets the step of a parameter depend on other parameters"),
         (partial(shares, Counter), PP2, r"the block blocks\.0, called again .* depends on Python state"),
         (partial(shares, Global), PP2, r"the block blocks\.0, called again .* depends on Python state"),
         (partial(shares, Flips), PP2, r"the block blocks\.0, called again .* depends on Python state"),
