@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 UNFINISHED, REMOVED = "unfinished", "removed"
-_MADE_BY = re.compile(rf"\..*\.(?:{UNFINISHED}|{REMOVED})-(?P<host>.+)-(?P<process>\d+)-[0-9a-f]{{8}}")
+_MADE_BY = re.compile(rf"\.(?P<name>.*)\.(?P<what>{UNFINISHED}|{REMOVED})-(?P<host>.+)-(?P<process>\d+)-[0-9a-f]{{8}}")
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 
@@ -98,9 +98,27 @@ def link(target: Path, name: Path) -> None:
 def sweep(folder: Path) -> None:
     """Removes what processes of this host that have died left in a folder."""
     for path in folder.iterdir():
-        made_by = _MADE_BY.fullmatch(path.name)
-        if made_by is not None and made_by["host"] == _host() and not _lives(int(made_by["process"])):
+        if _left_by_the_dead(path) is not None:
             _delete(path)
+
+
+def finish(made: Path) -> Path:
+    """Gives a checkpoint that is whole its name, if the process that made it died before it could.
+
+    Returns:
+        Where it is now: where it was, if there is something under its name, or the process may be alive.
+    """
+    left = _left_by_the_dead(made)
+    if left is None or left["what"] != UNFINISHED or os.path.lexists(target := made.with_name(left["name"])):
+        return made
+    commit(made, target)
+    return target
+
+
+def _left_by_the_dead(path: Path) -> re.Match[str] | None:
+    """What a name of `beside` says, if a process of this host gave it that has died."""
+    made_by = _MADE_BY.fullmatch(path.name)
+    return made_by if made_by and made_by["host"] == _host() and not _lives(int(made_by["process"])) else None
 
 
 def _lives(process: int) -> bool:

@@ -19,7 +19,6 @@ from lightning_parallel.plan.plan import ParallelPlan, require_plan
 from lightning_parallel.strategies import refusals
 from lightning_parallel.strategies.checkpoint import auto
 from lightning_parallel.strategies.checkpoint.resumption import Resumption
-from lightning_parallel.strategies.checkpoint.whole import set_positions_aside
 from lightning_parallel.strategies.data import randomness
 from lightning_parallel.strategies.data.batches import Batches
 from lightning_parallel.strategies.data.loaders import divide
@@ -34,7 +33,6 @@ from lightning_parallel.strategies.model.whole_gradients import AFTER_BACKWARD, 
 from lightning_parallel.strategies.model.whole_parameters import WholeParameters
 from lightning_parallel.strategies.precision import adapt_precision, convert_before_loading, restore_precision, scale_of
 from lightning_parallel.strategies.rank_strategy import RankStrategy
-from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.strategies.trainer.adoption import Adoption
 from lightning_parallel.strategies.trainer.callback import MeshCallback
 from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer
@@ -204,7 +202,7 @@ class MeshStrategy(RankStrategy):
         # the first call after Lightning has installed its signal handlers
         if name == "run-stage" and self._adopted is not None:
             self._adopted.begin(self.is_distributed)
-            self._resumption.begin(self._module().trainer, self.root_device)
+            self._resumption.begin(self._module().trainer, self.root_device, self._step)
         super().barrier(name)
 
     def on_train_start(self) -> None:
@@ -321,10 +319,7 @@ class MeshStrategy(RankStrategy):
         if not self._others_come("save_checkpoint"):
             log.warning("No checkpoint at %s: the parts of other ranks are missing, for not all came to it", filepath)
             return
-        randomness.keep_randomness(
-            checkpoint, gather_objects(randomness.RankRandomness.now(self.root_device), self._host_group())
-        )
-        set_positions_aside(checkpoint)
+        self._resumption.keep(checkpoint, self.root_device, self._step, self._host_group())
         self._saves().save(checkpoint, filepath, self._whole.source(), storage_options, waits=not self._ready)
         self._resumption.wrote = True
 

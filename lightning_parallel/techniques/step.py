@@ -214,6 +214,14 @@ class Step:
     def after_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """Called when an optimizer changed what is stored for `parameters`, so that they follow."""
 
+    @property
+    def findings(self) -> frozenset[str]:
+        """What batches have shown so far by which later ones round otherwise; a checkpoint keeps it."""
+        return frozenset()
+
+    def recall(self, findings: frozenset[str]) -> None:
+        """Before a run goes on from a checkpoint: `findings` of all ranks then, perhaps on another layout."""
+
     def close(self) -> None:
         """Takes back what the step attached to the model."""
 
@@ -271,6 +279,15 @@ class WrappedStep(Step):
     def after_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """See `Step.after_optimizer_step`."""
         self.inner.after_optimizer_step(parameters)
+
+    @property
+    def findings(self) -> frozenset[str]:
+        """See `Step.findings`."""
+        return self.inner.findings
+
+    def recall(self, findings: frozenset[str]) -> None:
+        """See `Step.recall`."""
+        self.inner.recall(findings)
 
     def close(self) -> None:
         """See `Step.close`."""

@@ -113,3 +113,18 @@ def test_what_the_living_make_is_left_alone(tmp_path: Path) -> None:
     assert made.exists()
     assert elsewhere.exists()
     assert not other.exists()
+
+
+def test_what_is_whole_and_left_by_the_dead_gets_its_name(tmp_path: Path) -> None:
+    target = tmp_path / "a.ckpt"
+    living = commit.begin(target)
+    dead = living.rename(tmp_path / living.name.replace(f"-{os.getpid()}-", "-999999999-"))
+    removed = tmp_path / dead.name.replace(commit.UNFINISHED, commit.REMOVED)
+    removed.mkdir()
+    (again := commit.beside(target, commit.UNFINISHED)).mkdir()
+    assert commit.finish(again) == again
+    assert commit.finish(removed) == removed
+    assert commit.finish(dead) == target
+    assert target.is_dir()
+    other = again.rename(tmp_path / again.name.replace(f"-{os.getpid()}-", "-999999999-"))
+    assert commit.finish(other) == other  # another has the name

@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import Strategy
 
+from lightning_parallel.strategies.checkpoint.resumption import FINDINGS
 from lightning_parallel.strategies.checkpoint.whole import POSITIONS
 from lightning_parallel.strategies.data.randomness import RANDOMNESS
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
@@ -89,7 +90,7 @@ def test_all_rows_write_the_same_file(written: tuple[Path, dict[str, Curve]]) ->
     expected = torch.load(folder / "lightning" / "4.ckpt", weights_only=True)
     for row in curves:
         got = torch.load(folder / row / "4.ckpt", weights_only=True)
-        assert got.keys() - expected.keys() <= {RANDOMNESS, POSITIONS}, row
+        assert got.keys() - expected.keys() <= {RANDOMNESS, POSITIONS, FINDINGS}, row
         compare_weights(expected["state_dict"], got["state_dict"], 1e-4, f"{row}: ")
         (wanted,), (found,) = expected["optimizer_states"], got["optimizer_states"]
         assert wanted["param_groups"] == found["param_groups"], row

@@ -15,10 +15,23 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from lightning_parallel import (
+    ContextParallel,
+    ContextParallelStrategy,
+    DataParallel,
+    DataParallelStrategy,
+    ExpertParallel,
+    ExpertParallelStrategy,
+    HybridStrategy,
+    PipelineParallel,
+    PipelineParallelStrategy,
+    TensorParallel,
+    TensorParallelStrategy,
+    Zero,
+    ZeroStrategy,
+)
 from lightning_parallel.strategies.checkpoint.files import AtomicCheckpointIO
-from lightning_parallel.strategies.data_parallel import DataParallelStrategy
-from lightning_parallel.strategies.hybrid import HybridStrategy
-from lightning_parallel.strategies.zero import ZeroStrategy
+from tests.models import build, loaders
 from tests.ranks import run_on_ranks
 from tests.strategies.test_checkpoints import SaveAt
 from tests.tiers import covering, sampled
@@ -156,3 +169,45 @@ def write_in_the_background(make: Callable[..., Any], ours: bool) -> None:
 @pytest.mark.parametrize(("layout", "ours"), [("data_parallel", False), ("zero_3", True)])
 def test_checkpoints_written_in_the_background(layout: str, ours: bool) -> None:
     run_on_ranks(2, write_in_the_background, LAYOUTS[layout][1], ours)
+
+
+# ---------------------------------------------------------------- models that are divided
+
+
+MODELS: dict[str, tuple[int, int, Callable[[], Any], str]] = {
+    "tensor": (2, 1, partial(TensorParallelStrategy, 2), "gpt"),
+    "tensor whole": (2, 1, partial(TensorParallelStrategy, 2, sequence_parallel=False), "gpt"),
+    "tensor x zero": (4, 2, partial(HybridStrategy, TensorParallel(2), Zero(2)), "gpt"),
+    "pipeline": (2, 1, partial(PipelineParallelStrategy, 2), "llama"),
+    "pipeline x tensor": (4, 1, partial(HybridStrategy, PipelineParallel(2), TensorParallel(2)), "gpt"),
+    "pipeline x zero": (4, 2, partial(HybridStrategy, PipelineParallel(2), Zero(2, stage=2)), "gpt"),
+    "context": (2, 1, partial(ContextParallelStrategy, 2), "gpt"),
+    "context x tensor": (4, 1, partial(HybridStrategy, ContextParallel(2), TensorParallel(2)), "llama"),
+    "expert": (2, 2, partial(ExpertParallelStrategy, 2), "moe"),
+    "expert x tensor": (4, 2, partial(HybridStrategy, DataParallel(2), TensorParallel(2), ExpertParallel(2)), "moe"),
+}
+
+
+def fit_model(layout: str, accumulate: int, resume: Path | None = None, **run: Any) -> dict[str, Tensor]:
+    _, readers, make, column = MODELS[layout]
+    model, data = build(column), loaders(column, 8 // readers, samples=40, shuffle=True)
+    arguments = {"max_epochs": 2, "accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5}
+    trainer(make(), **arguments, **run).fit(model, data.train, data.val, ckpt_path=resume)
+    return model.state_dict()
+
+
+def stop_models_and_go_on(layout: str, accumulate: int) -> None:
+    """Within the first epoch, at its end, and within the second."""
+    warnings.simplefilter("ignore")
+    folder, stops = Path(os.environ["RANKS_SCRATCH"], "stops"), [2, 5, 7]
+    sanity = {"num_sanity_val_steps": 2}
+    whole = fit_model(layout, accumulate, callbacks=[SaveAt(folder, stops)], **sanity)
+    for stop in stops:
+        rest = fit_model(layout, accumulate, folder / f"{stop}.ckpt", **sanity)
+        differ = [name for name, value in whole.items() if not torch.equal(value, rest[name])]
+        assert not differ, f"after step {stop}: {differ}"
+
+
+@covering(keep=3, layout=MODELS, accumulate=(2, 1))
+def test_resumed_runs_of_divided_models_are_identical(layout: str, accumulate: int) -> None:
+    run_on_ranks(MODELS[layout][0], stop_models_and_go_on, layout, accumulate)

@@ -29,8 +29,10 @@ class Penalised(Mixture):
         if self.training:
             experts = self.network.blocks[0].mixture.experts.named_parameters()
             divided = [parameter for name, parameter in experts if "up" in name or "down" in name]
-            slopes = torch.autograd.grad(loss, divided, retain_graph=True)  # the mean over ranks, so that of one device
-            self.log("slope", sum(slope.norm() for slope in slopes))
+            slopes = torch.autograd.grad(loss, divided, retain_graph=True)
+            # linear in what each copy of the experts finds of its own samples, so that its mean is that of one device
+            along = [(slope * weight.detach()).sum() for slope, weight in zip(slopes, divided, strict=True)]
+            self.log("slope", torch.stack(along).sum())
         small = 1e-2 * sum(parameter.square().sum() for parameter in self.parameters())
         first, second = (block.mixture.experts for block in self.network.blocks)
         listed = isinstance(first, nn.ModuleList)

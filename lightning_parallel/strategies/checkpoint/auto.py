@@ -97,10 +97,9 @@ def _newest(folders: Sequence[Path]) -> str | None:
         except (Damaged, OSError) as error:
             skipped.append(str(error))
             continue
-        log.info(
-            "Going on from %s, step %d. Skipped: %s", candidate.path, candidate.step, " | ".join(skipped) or "none"
-        )
-        return str(candidate.path)
+        path = commit.finish(candidate.path)  # else the next save would sweep the newest one away before it is there
+        log.info("Going on from %s, step %d. Skipped: %s", path, candidate.step, " | ".join(skipped) or "none")
+        return str(path)
     if skipped:
         raise ValueError(
             f"resume='auto' found checkpoints, and none from which this run can go on: {' | '.join(skipped)}. "

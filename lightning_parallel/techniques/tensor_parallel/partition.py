@@ -58,6 +58,16 @@ class Partition:
         """The parameters that all ranks have alike, as they are now, by the names that `partial` has."""
         return {name: table[own] for unit in self._units for name, (table, own) in unit.alike.items()}
 
+    @property
+    def met(self) -> frozenset[str]:
+        """The names of parameters that have met divided tensors, in this batch too."""
+        return frozenset(name for unit in self._units for name in (*unit.summands, *unit.met))
+
+    def meet(self, names: frozenset[str]) -> None:
+        """Takes these parameters, as far as there are such here, for ones that have met divided tensors."""
+        for unit in self._units:
+            unit.met |= names & unit.alike.keys()
+
     def begin(self) -> None:
         """Before a batch: gradients of parameters that met divided tensors are from now on summed once a step."""
         for unit in self._units:
@@ -91,7 +101,8 @@ class Unit:
         self.name, self.module, self.ranks, self._deep = name, module, ranks, deep
         self.summands: list[str] = []
         """The names of alike parameters of whose gradients ranks have summands."""
-        self._met: set[str] = set()
+        self.met: set[str] = set()
+        """Names of those that met divided tensors since the batch began."""
         self._divided: list[tuple[dict[str, Any], str, Cuts, torch.Size]] = []
         self.alike: dict[str, Slot] = {}
         """Where the parameters are that all ranks have alike."""
@@ -115,8 +126,8 @@ class Unit:
 
     def begin(self) -> None:
         """See `Partition.begin`."""
-        self.summands += sorted(self._met - {*self.summands})
-        self._met.clear()
+        self.summands += sorted(self.met - {*self.summands})
+        self.met.clear()
 
     def wrap(self, forward: Forward) -> Forward:
         """The forward of the module, in which parameters look whole."""
@@ -135,7 +146,7 @@ class Unit:
 
     def _note(self) -> None:
         """Keeps the names of parameters that met divided tensors in this forward."""
-        self._met |= {name for name, (table, own) in self.alike.items() if id(table[own]) in self.ranks.met}
+        self.met |= {name for name, (table, own) in self.alike.items() if id(table[own]) in self.ranks.met}
 
     @contextmanager
     def shown(self) -> Iterator[None]:

@@ -48,6 +48,16 @@ class TensorParallelStep(WrappedStep):
         self._settle()
         self._unsynced = not self.synced
 
+    @property
+    def findings(self) -> frozenset[str]:
+        """See `Step.findings`: a summand is added up at once in the first batch that meets it, then once a step."""
+        return self.inner.findings | self._partition.met
+
+    def recall(self, findings: frozenset[str]) -> None:
+        """See `Step.recall`."""
+        self.inner.recall(findings)
+        self._partition.meet(findings)
+
     # ---------------------------------------------------------------- summands
 
     def _partial(self) -> list[nn.Parameter]:
