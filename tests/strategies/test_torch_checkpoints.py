@@ -1,0 +1,97 @@
+"""Of what a user writes with torch's distributed checkpoint every row is in its place on any layout, fused ones too."""
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+from torch.distributed.checkpoint import load, save
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+from lightning_parallel import (
+    HybridStrategy,
+    PipelineParallel,
+    TensorParallel,
+    TensorParallelStrategy,
+    Zero,
+    ZeroStrategy,
+)
+from tests.models import build, loaders
+from tests.ranks import run_on_ranks
+from tests.tiers import covering
+from tests.trainers import trainer
+
+Strategy = Callable[[], Any]
+LAYOUTS: dict[str, tuple[int, Strategy]] = {
+    "one": (1, lambda: "auto"),
+    "zero3": (2, partial(ZeroStrategy, 2)),
+    "tp2": (2, partial(TensorParallelStrategy, 2)),
+    "tp2 x zero3": (4, lambda: HybridStrategy(Zero(2), TensorParallel(2))),
+    "pp2 x tp2": (4, lambda: HybridStrategy(PipelineParallel(2, microbatches=2), TensorParallel(2))),
+}
+
+
+class Saves(Callback):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        save({"model": module.state_dict()}, checkpoint_id=self.folder)
+
+
+class SavesByTorch(Saves):
+    """Through the functions that torch has for it."""
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        save({"model": get_model_state_dict(module)}, checkpoint_id=self.folder)
+
+
+class Loads(Saves):
+    def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
+        self.load(module)
+        trainer.should_stop = True  # before a step is taken
+
+    def load(self, module: LightningModule) -> None:
+        state = {name: torch.full_like(value, 7) for name, value in module.state_dict().items()}
+        load({"model": state}, checkpoint_id=self.folder)
+        module.load_state_dict(state)
+
+
+class LoadsByTorch(Loads):
+    def load(self, module: LightningModule) -> None:
+        state = get_model_state_dict(module)
+        load({"model": state}, checkpoint_id=self.folder)
+        set_model_state_dict(module, state)
+
+
+def train(make_strategy: Strategy, column: str, callback: type[Saves], folder: Path, seed: int) -> dict[str, Tensor]:
+    """The weights at the end, as Lightning's checkpoint has them."""
+    warnings.filterwarnings("ignore")
+    run = trainer(make_strategy(), callbacks=[callback(folder)], max_epochs=1)
+    run.fit(build(column, seed), *loaders(column, 8, samples=16))
+    run.save_checkpoint(folder.parent / "plain.ckpt", weights_only=True)
+    weights: dict[str, Tensor] = torch.load(folder.parent / "plain.ckpt", weights_only=True)["state_dict"]
+    return weights
+
+
+@covering(
+    keep=3,
+    column=("gpt2", "phi3"),  # maps of queries, keys and values, of gates and ups, as one
+    writer=LAYOUTS,
+    reader=LAYOUTS,
+    by_torch=(False, True),
+)
+def test_weights_are_written_and_read(tmp_path, column, writer, reader, by_torch):
+    saves, loads = (SavesByTorch, LoadsByTorch) if by_torch else (Saves, Loads)
+    found = []
+    for layout, callback, seed in ((writer, saves, 0), (reader, loads, 1)):
+        ranks, make_strategy = LAYOUTS[layout]
+        given = (make_strategy, column, callback, tmp_path / "parts", seed)
+        found.append(run_on_ranks(ranks, train, *given, timeout=60.0, limit=120.0)[0])
+    written, read = found
+    assert written.keys() == read.keys()
+    assert [name for name in written if not torch.equal(written[name], read[name])] == []
