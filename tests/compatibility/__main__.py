@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tests.compatibility import sweep, table
 from tests.compatibility.architectures import architectures
+from tests.compatibility.handwritten import written
 from tests.compatibility.trial import TECHNIQUES
 from tests.ranks import POOL
 
@@ -33,7 +34,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--techniques", default=",".join(TECHNIQUES), help="separated by commas")
     parser.add_argument("--sample", type=int, help="so many architectures, drawn by --seed")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default=".*", help="a pattern of names of architectures")
+    parser.add_argument("--only", default=".*", help="a pattern of names")
     parser.add_argument("--again", action="store_true", help="try again what was neither exact nor not tried")
     parser.add_argument("--all-again", action="store_true", help="try everything again")
     return parser.parse_args()
@@ -41,7 +42,7 @@ def arguments() -> argparse.Namespace:
 
 def run(chosen: argparse.Namespace) -> None:
     warnings.simplefilter("ignore")
-    wanted = [each for each in architectures().values() if re.fullmatch(chosen.only, each.name)]
+    wanted = [each for each in (architectures() | written()).values() if re.fullmatch(chosen.only, each.name)]
     if chosen.sample is not None:
         wanted = random.Random(chosen.seed).sample(wanted, min(chosen.sample, len(wanted)))
     known = sweep.read(chosen.results)

@@ -72,6 +72,11 @@ class Architecture:
     def config(self) -> PretrainedConfig:
         return tiny_config(getattr(transformers, self.head).config_class, PARTICULAR.get(self.name))
 
+    @property
+    def main_input(self) -> str:
+        name: str = getattr(transformers, self.head).main_input_name
+        return name
+
     def build(self, config: PretrainedConfig) -> nn.Module:
         return getattr(transformers, self.head)(config)
 
@@ -96,7 +101,7 @@ class Samples(Dataset):
 
     def __init__(self, architecture: Architecture, config: PretrainedConfig, padded: bool) -> None:
         self.architecture, self.config, self.padded = architecture, config, padded
-        self.main_input = getattr(transformers, architecture.head).main_input_name
+        self.main_input = architecture.main_input
 
     def __len__(self) -> int:
         return SAMPLES

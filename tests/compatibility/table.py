@@ -14,15 +14,18 @@ NAMES = {
     "zero3": "`ZeroStrategy()`",
     "pp2": "`PipelineParallelStrategy()`",
     "tp2": "`TensorParallelStrategy()`",
+    "tp2 whole": "`TensorParallelStrategy(sequence_parallel=False)`",
     "cp2": "`ContextParallelStrategy()`",
     "ep2": "`ExpertParallelStrategy()`",
 }
+BY_HAND = "by hand"  # ends the families of what is no architecture of transformers
 KINDS = ("exact", "as halves", "refused", "wrong", "error", "hang")
 LONGEST = 300
 
 TEXT = """# Compatibility
 
-{tried} architectures of transformers, each trained on two ranks and in one process. Nothing here is written by hand:
+{architectures} architectures of transformers and {written} modules written by hand, each trained on two ranks and in
+one process. This page is made by a command:
 
 ```bash
 python -m tests.compatibility run          # goes on where it stopped; --again repeats what was not exact
@@ -33,7 +36,8 @@ Made from the commits {commits}, the newest result of each pair,
 with torch {torch}, lightning {lightning} and transformers {transformers}, on CPU ranks (gloo).
 
 **How.** The config class of an architecture is filled with small numbers (a width of {width}, {layers} layers, {tokens}
-tokens, no dropout), the model is built with the head of its task and with random weights, and trains three steps of
+tokens, no dropout), the model is built with the head of its task and with random weights; modules written by hand stand
+in the three blocks of a language model of that size (`tests/compatibility/handwritten`). Each trains three steps of
 eight samples by SGD with momentum, in double precision. Losses of all steps, as logged, and all weights at the end, on
 both ranks, are compared with one process that reads the whole batch: losses to {tolerance:g} relative, weights to
 {weights:g} of the largest element of their tensor. Small models say nothing about speed, nor about what only large ones
@@ -77,7 +81,8 @@ def head(tried: Sequence[Result], columns: Sequence[str]) -> str:
     from tests.compatibility.tiny import LAYERS, VOCABULARY, WIDTH
 
     return TEXT.format(
-        tried=len({result.architecture for result in tried}),
+        architectures=len({result.architecture for result in tried if not result.family.endswith(BY_HAND)}),
+        written=len({result.architecture for result in tried if result.family.endswith(BY_HAND)}),
         commits=", ".join(f"`{commit}`" for commit in dict.fromkeys(result.commit for result in tried)),
         torch=version("torch"),
         lightning=version("lightning"),

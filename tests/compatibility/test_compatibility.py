@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.compatibility.architectures import Architecture, architectures
+from tests.compatibility.handwritten import written
 from tests.compatibility.sweep import NOT_TRIED, Result, first_difference, sweep
 from tests.compatibility.table import document
 from tests.compatibility.trial import TECHNIQUES, Trained
@@ -38,6 +39,21 @@ def test_no_architecture_is_wrong_or_waits_or_fails_without_a_reason(shard):
     assert [result for result in found if result.result not in FINE] == []
 
 
+@covering(keep=3, name=("RotaryComplex", "Permuted", "WithLora"), technique=("tp2", "tp2 whole", "cp2"))
+def test_a_module_written_by_hand_trains_as_in_one_process(name, technique):
+    (result,) = sweep([written()[name]], [technique], set())
+    assert result.result == "exact", result.detail
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("technique", ["dp2", "zero3", "pp2", "tp2", "tp2 whole", "cp2"])
+@pytest.mark.parametrize("family", ["attention", "positions", "features"])
+def test_no_module_written_by_hand_is_wrong(family, technique):
+    some = [each for each in written().values() if each.family.startswith(family)]
+    found = list(sweep(some, [technique], set()))
+    assert [result for result in found if result.result not in FINE] == []
+
+
 def test_what_differs_is_not_called_exact():
     reference, other = Trained(Curve([1.0], [], {"w": torch.ones(2)})), Trained(Curve([1.0], [], {"w": torch.ones(2)}))
     assert first_difference(reference.curve, [other, other]) == ""
@@ -52,7 +68,7 @@ def test_the_document_counts_every_result_and_says_why():
         Result("gone", "vision", "dp2", NOT_TRIED, "it cannot be built", commit="1234"),
     ]
     text = document(results)
-    assert text.startswith("# Compatibility\n\n1 architectures")
+    assert text.startswith("# Compatibility\n\n1 architectures of transformers and 0 modules written by hand")
     assert "| `bert` | exact | refused |" in text
     assert "- `bert` (pp2): it has no blocks; name them" in text
     assert "- `gone`: it cannot be built" in text

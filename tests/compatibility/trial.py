@@ -55,6 +55,7 @@ TECHNIQUES = {
     "zero3": Technique(lambda: ZeroStrategy(2), 2),
     "pp2": Technique(lambda: PipelineParallelStrategy(2, schedule="1f1b", microbatches=2), 1),
     "tp2": Technique(lambda: TensorParallelStrategy(2), 1),
+    "tp2 whole": Technique(lambda: TensorParallelStrategy(2, sequence_parallel=False), 1),
     "cp2": Technique(lambda: ContextParallelStrategy(2), 1),
     "ep2": Technique(lambda: ExpertParallelStrategy(2), 2),
 }
