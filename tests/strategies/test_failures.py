@@ -162,3 +162,26 @@ def test_ranks_that_fail_within_a_pipelines_step_end(tmp_path: Path) -> None:
         run_on_ranks(2, saved_after_failing, LAYOUTS["pipeline"], tmp_path, "training_step", timeout=6.0)
     assert "outside.ckpt: the parts of other ranks are missing, for not all came to it" in str(failure.value)
     assert list(tmp_path.iterdir()) == []
+
+
+class Makes(Regression):
+    """Makes its own loader, which rank 1 cannot."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        if self.global_rank == 1:
+            fail(self)
+        return loader()
+
+
+def makes_loaders() -> list[str]:
+    try:
+        trainer(PipelineParallelStrategy(2), max_steps=1).fit(Makes("nowhere", fail))
+    except (ValueError, RuntimeError) as error:
+        return [type(error).__name__, str(error)]
+    return []
+
+
+def test_loaders_that_one_rank_cannot_make_are_an_error_on_all_that_look_at_a_batch() -> None:
+    others, own = run_on_ranks(2, makes_loaders, timeout=20.0)
+    assert own == ["ValueError", "a user's mistake"]
+    assert others == ["RuntimeError", "rank 1 could not make its data loaders: ValueError: a user's mistake"]

@@ -65,7 +65,7 @@ class DividedModel:
     def divide(self, techniques: Sequence[Technique], plan: ParallelPlan) -> None:
         """Lets every technique keep its part of the model."""
         self.plan = plan
-        ground = Ground(self.mesh, plan, partial(take_sample, self.module.trainer))
+        ground = Ground(self.mesh, plan, partial(take_sample, self.module.trainer, self._host))
         self._alike = all(technique.traits.steps_see_wholes for technique in techniques if "cp" in technique.axes)
         if self.mesh.loss.size() > 1 and not any(technique.traits.averages_gradients for technique in techniques):
             techniques = (*techniques, DataParallel(1))

@@ -8,6 +8,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -31,15 +32,20 @@ from lightning_parallel.values import tensors_of
 HOST = torch.device("cpu")
 
 
-def take_sample(trainer: Trainer) -> Sample:
-    """A sample step of what the trainer is about to do, on the host.
+def take_sample(trainer: Trainer, host: dist.ProcessGroup) -> Sample:
+    """A sample step of what the trainer is about to do, on the host. All ranks must call.
 
     Raises:
         TypeError: a loader that can be read only once.
+        RuntimeError: another rank could not make its loaders.
     """
     module: Any = trainer.lightning_module
     loop, step = _loop_and_step(trainer, module)
-    with _loaders(trainer, loop) as combined, _same_randomness(combined.flattened):
+    with (
+        lightnings.loaders_made_together(loop, host),
+        _loaders(trainer, loop) as combined,
+        _same_randomness(combined.flattened),
+    ):
         batch = _prepared(trainer, module, _batch_of(combined))
     numbers = [*([0] if _takes_index(step) else []), *([0] if _names_loader(combined) else [])]
 

@@ -5,15 +5,19 @@ Written against Lightning 2.6. Loops and combined loaders are `Any` where their 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils._pytree import tree_unflatten
+
+from lightning_parallel.strategies.ranks.agreement import together
 
 # ---------------------------------------------------------------- a trainer
 
@@ -95,6 +99,17 @@ def given_loaders(loop: Any) -> list[Any]:
         return []
     combined = source.instance if isinstance(source.instance, CombinedLoader) else CombinedLoader(source.instance)
     return list(combined.flattened)
+
+
+@contextmanager
+def loaders_made_together(loop: Any, host: dist.ProcessGroup) -> Iterator[None]:
+    """Inside, ranks of which one cannot make the loop's loaders all raise: Lightning lets them meet afterwards."""
+    table, make = vars(loop._data_source), loop._data_source.dataloader
+    table["dataloader"] = lambda: together(make, "make its data loaders", host)
+    try:
+        yield
+    finally:
+        del table["dataloader"]
 
 
 def restart_loaders(loop: Any) -> None:
