@@ -26,9 +26,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from lightning_parallel import ParallelMesh, ParallelPlan, TensorParallel
+from lightning_parallel import Compile, ParallelMesh, ParallelPlan, TensorParallel
 from lightning_parallel.mesh import AXES
-from lightning_parallel.techniques.step import Step
+from lightning_parallel.techniques.division import Division
+from lightning_parallel.techniques.step import Run, Step
+from lightning_parallel.techniques.technique import Technique
 from tests.grounds import ground
 from tests.ranks import run_on_ranks
 from tests.techniques.test_wire import world
@@ -168,6 +170,14 @@ SPLIT_RECIPE = {
 }
 
 
+COMPILED_BY_HAND, COMPILED = "by hand, compiled", "TensorParallel(sequence_parallel=False), compiled"
+BASES = {
+    "TensorParallel()": "by hand, split sequence",
+    "by hand, compiled again": COMPILED_BY_HAND,
+    COMPILED: COMPILED_BY_HAND,
+}
+
+
 def mesh_of_ranks() -> ParallelMesh:
     return ParallelMesh({**dict.fromkeys(AXES, 1), "tp": RANKS}, "cpu")
 
@@ -182,20 +192,53 @@ def runs() -> dict[str, Callable[[], float]]:
         "TensorParallel(sequence_parallel=False)": ours(mesh, sequence_parallel=False),
         "TensorParallel()": ours(mesh),
         "DTensor's recipe": backward_of(parallelize_module(Block(), mesh["tp"], RECIPE)),
+        COMPILED_BY_HAND: backward_of(torch.compile(nn.Sequential(*(ByHand() for _ in range(3)))), blocks=3),
+        "by hand, compiled again": backward_of(torch.compile(nn.Sequential(*(ByHand() for _ in range(3)))), blocks=3),
+        COMPILED: ours(mesh, Compile(), sequence_parallel=False),
     }
 
 
-def ours(mesh: ParallelMesh, **options: Any) -> Callable[[], float]:
-    return backward_of(divided(mesh, [Block() for _ in range(3)], **options), blocks=3)
+def ours(mesh: ParallelMesh, *further: Technique, **options: Any) -> Callable[[], float]:
+    return backward_of(divided(mesh, [Block() for _ in range(3)], *further, **options), blocks=3)
 
 
-def divided(mesh: ParallelMesh, blocks: list[Block], **options: Any) -> nn.Module:
+def divided(mesh: ParallelMesh, blocks: list[Block], *further: Technique, **options: Any) -> Stepped:
     model = nn.Module()
     model.blocks = nn.ModuleList(blocks)
-    plan = ParallelPlan(blocks="blocks.*")
-    technique, on = TensorParallel(RANKS, **options), ground(model, mesh, plan)
-    technique.divide(model, on, technique.look(model, on)).settle(Step())
-    return nn.Sequential(*model.blocks)
+    on = ground(model, mesh, ParallelPlan(blocks="blocks.*"))
+    techniques = [TensorParallel(RANKS, **options), *further]
+    return Stepped(model, [technique.divide(model, on, technique.look(model, on)) for technique in techniques])
+
+
+class Stepped(nn.Module):
+    """Blocks one after the other in the steps of techniques, as a strategy runs them."""
+
+    def __init__(self, model: nn.Module, divisions: list[Division]) -> None:
+        super().__init__()
+        self.model, self.divisions, self.step = model, divisions, Step()
+        for division in divisions:
+            self.step = division.step(self.step)
+        for division in divisions:
+            self.step = division.settle(self.step)
+
+    def forward(self, x: Tensor) -> Tensor:
+        run = Run(self.through)
+        for division in self.divisions:
+            run = division.run(run)
+        with run as steps:
+            return self.step.forward(steps, x)
+
+    def through(self, x: Tensor) -> Tensor:
+        for block in self.model.blocks:
+            x = block(x)
+        return x
+
+
+def go_back(model: nn.Module, loss: Tensor) -> None:
+    if isinstance(model, Stepped):
+        model.step.backward(loss.backward)
+    else:
+        loss.backward()
 
 
 def backward_of(block: nn.Module, positions: int = 8, blocks: int = 1) -> Callable[[], float]:
@@ -203,7 +246,7 @@ def backward_of(block: nn.Module, positions: int = 8, blocks: int = 1) -> Callab
     x = torch.randn(1, positions, WIDTH, requires_grad=True)
 
     def run() -> float:
-        block(x).sum().backward()
+        go_back(block, block(x).sum())
         for parameter in block.parameters():
             parameter.grad = None
         return blocks
@@ -226,7 +269,7 @@ def test_host_cost_of_a_block(world: None, capsys: pytest.CaptureFixture[str]) -
     with capsys.disabled():
         print()
         for name, times in costs.items():
-            base = "by hand, split sequence" if name == "TensorParallel()" else "by hand"
+            base = BASES.get(name, "by hand")
             ratios = [mine / hand for mine, hand in zip(times, costs[base], strict=True)]
             low, *_, high = statistics.quantiles(ratios, n=10)
             said = f"{statistics.median(ratios):.2f} [{low:.2f}, {high:.2f}], best {min(times) / min(costs[base]):.2f}"
@@ -268,7 +311,7 @@ def step_of(model: nn.Module, positions: int) -> Callable[[], None]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)
 
     def step() -> None:
-        model(x).square().mean().backward()
+        go_back(model, model(x).square().mean())
         optimizer.step()
         optimizer.zero_grad()
 
