@@ -47,8 +47,7 @@ def adapt_precision(
     def after_closure(model: Any, optimizer: Any) -> None:
         with gradients.shown(BEFORE_STEP):
             type(plugin)._after_closure(plugin, model, optimizer)
-        if scaler is None:
-            nonfinite.before_step(optimizer)
+        nonfinite.before_step(optimizer, None if scaler is None else scale_of(plugin))
 
     vars(plugin).update(clip_grad_by_norm=by_norm, clip_grad_by_value=by_value, _after_closure=after_closure)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -18,7 +19,7 @@ from lightning_parallel import (
 )
 from tests.ranks import run_on_ranks
 from tests.strategies.test_failures import LAYOUTS, Regression
-from tests.tiers import covering
+from tests.tiers import covering, sampled
 from tests.trainers import trainer
 
 FAULTS = ["loss", "loss alone", "gradient"]
@@ -133,6 +134,23 @@ def large_but_finite() -> Any:
 def test_what_is_large_is_finite() -> None:
     for kept in run_on_ranks(2, large_but_finite):
         assert all(value.isfinite().all() for value in kept.values())
+
+
+def scaled(make: Callable[..., Any], scale: float) -> tuple[str, float]:
+    """Every loss is nan; a scaler leaves out steps, and halves its scale each time."""
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale))
+    module = Faulty("loss")
+    module.training_step = lambda batch, batch_idx: module.layers[0](batch).sum() * torch.nan  # type: ignore[method-assign]
+    with pytest.raises(FloatingPointError) as error:
+        trainer(make(), max_steps=12, plugins=[plugin]).fit(module, samples(bad=False))
+    return str(error.value), plugin.scaler.get_scale()
+
+
+@sampled(2, "layout", ["data_parallel", "zero_3", "zero_2", "tensor"])
+def test_a_scaler_that_scales_no_more_does_not_leave_out_steps_for_ever(layout: str) -> None:
+    for said, scale in run_on_ranks(2, scaled, LAYOUTS[layout], 8.0):
+        assert said.startswith("in step 3, rank 0: the loss is nan; ")
+        assert scale == 1.0
 
 
 def test_a_wrong_policy_is_refused() -> None:

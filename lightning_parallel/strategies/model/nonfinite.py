@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 Policy = Literal["stop", "skip", "continue"]
 LOSS = "the loss"
+LEAST_SCALE = 1.0
+"""At this scale of a loss, or less, it is not the scale that makes gradients overflow; DeepSpeed goes no lower."""
 
 
 class NonFinite:
@@ -34,7 +36,8 @@ class NonFinite:
     | "skip"     | a warning that names them; gradients are dropped, the optimizer moves on |
     | "continue" | nobody looks                                                             |
 
-    A scaler of gradients (precision="16-mixed") leaves such steps out by itself, and lowers its scale: nobody looks.
+    A scaler of gradients (precision="16-mixed") leaves such steps out by itself, and lowers its scale: nobody looks,
+    until it scales no more (`LEAST_SCALE`).
 
     Args:
         policy: one of these.
@@ -57,14 +60,18 @@ class NonFinite:
         factor = 0 * value + 1  # 1 or nan, without a device having to wait
         loss.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
 
-    def before_step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer, scale: float | None) -> None:
         """Looks at the gradients, reduced and clipped, by which the optimizer is about to step.
+
+        Args:
+            optimizer: that steps.
+            scale: by which a scaler multiplied the loss; it will leave the step out, and lower its scale. None: none.
 
         Raises:
             FloatingPointError: on all ranks; something is not finite, and the policy is to stop.
         """
         losses, self._losses = self._losses, None
-        if self._policy == "continue":
+        if self._policy == "continue" or (scale is not None and scale > LEAST_SCALE):
             return
         held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if self._is_fine(_lengths(_values(held))):
