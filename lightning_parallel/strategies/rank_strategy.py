@@ -44,6 +44,7 @@ from lightning_parallel.strategies.ranks.launchers import Launcher, make_launche
 from lightning_parallel.strategies.ranks.signals import die_with_parent, end_children, is_launched_child
 from lightning_parallel.strategies.ranks.tracebacks import show_in_one_line, show_own_frames, tell_torchrun
 from lightning_parallel.strategies.ranks.watchdog import Watchdog
+from lightning_parallel.strategies.trainer import lightnings
 from lightning_parallel.techniques.technique import Technique
 
 T = TypeVar("T")
@@ -300,6 +301,7 @@ class RankStrategy(ParallelStrategy):
         """This rank failed. Where others did not, nobody may wait for it, and nobody it launched may stay behind."""
         if self._watchdog is not None and (hang := self._watchdog.stop()):
             vars(exception).setdefault("__notes__", []).append(hang)  # `add_note` came with Python 3.11
+        lightnings.take_patches_back()
         mine = Failure(self.global_rank, said_of(exception))
         told = mine if self._failures is None else self._failures.end(exception, self._begun)
         if self._is_alone and isinstance(self._launcher, Launcher):

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from lightning_parallel import DataParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy, ZeroStrategy
 from tests.ranks import run_on_ranks
@@ -177,7 +177,8 @@ def makes_loaders() -> list[str]:
     try:
         trainer(PipelineParallelStrategy(2), max_steps=1).fit(Makes("nowhere", fail))
     except (ValueError, RuntimeError) as error:
-        return [type(error).__name__, str(error)]
+        left = [name for kind in (DataLoader, BatchSampler) for name in vars(kind) if name.startswith("__old")]
+        return [type(error).__name__, str(error), *left]
     return []
 
 
