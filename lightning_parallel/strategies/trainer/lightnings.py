@@ -15,7 +15,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.utilities import CombinedLoader
-from lightning_utilities.core.inheritance import get_all_subclasses
 from torch.utils._pytree import tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader
 
@@ -116,12 +115,13 @@ def loaders_made_together(loop: Any, host: dist.ProcessGroup) -> Iterator[None]:
 
 def take_patches_back() -> None:
     """Torch's loaders are as they were: where a hook that makes them raises, Lightning leaves its wrappers there."""
-    for base in (DataLoader, BatchSampler):
-        for kind in {base, *get_all_subclasses(base)}:
-            for name in ("__init__", "__setattr__", "__delattr__"):
-                if (kept := f"__old{name}") in vars(kind):
-                    setattr(kind, name, getattr(kind, kept))
-                    delattr(kind, kept)
+    kinds: list[type] = [DataLoader, BatchSampler]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        for name in ("__init__", "__setattr__", "__delattr__"):
+            if (kept := f"__old{name}") in vars(kind):
+                setattr(kind, name, getattr(kind, kept))
+                delattr(kind, kept)
 
 
 def restart_loaders(loop: Any) -> None:
