@@ -5,10 +5,10 @@ Source: J. Ansel et al., PyTorch 2, ASPLOS 2024; per block as torchtitan does it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -70,6 +70,18 @@ class Compile(Technique):
         return Division(model)
 
     def _compiled(self, block: nn.Module, forward: Forward) -> Forward:
-        options = {"backend": self.backend, "fullgraph": self.fullgraph, "dynamic": self.dynamic, "mode": self.mode}
-        compile_forward = partial(cast(Callable[..., Forward], torch.compile), **options)
-        return CompiledForward(block, forward, compile_forward, self.fullgraph)
+        return CompiledForward(block, forward, self._compile, self.fullgraph)
+
+    def _compile(self, forward: Forward, **further: Any) -> Forward:
+        of_mode = torch._inductor.list_mode_options(self.mode, self.dynamic) if self.mode else {}
+        options = {"guard_filter_fn": _may_change, **of_mode}  # torch.compile takes a mode or options
+        arguments = {"backend": self.backend, "fullgraph": self.fullgraph, "dynamic": self.dynamic, "options": options}
+        return cast(Forward, torch.compile(forward, **{**arguments, **further}))
+
+
+def _may_change(guards: Sequence[Any]) -> list[bool]:
+    """Which conditions a graph keeps: what modules of this project hold stays the same while a program runs.
+
+    They are hundreds, on tables of rules, and would be asked at every call of every block.
+    """
+    return ["G['__import_lightning_parallel_" not in guard.name for guard in guards]

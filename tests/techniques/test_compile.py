@@ -15,16 +15,21 @@ from lightning_parallel.strategies.hybrid import HybridStrategy
 from lightning_parallel.techniques.activation_checkpoint import ActivationCheckpoint
 from lightning_parallel.techniques.compile import Compile
 from lightning_parallel.techniques.data_parallel import DataParallel
+from lightning_parallel.techniques.divided.boundary import CompiledForward
 from lightning_parallel.techniques.tensor_parallel import TensorParallel
 from lightning_parallel.techniques.tools.redirect import restore_forward
 from lightning_parallel.techniques.zero import Zero
+from tests.benchmarks.test_tensor_parallel import WIDTH, Block, divided, mesh_of_ranks
 from tests.curves import check_parity, compare_weights
 from tests.grounds import ground
 from tests.models import build, loaders, points
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.techniques.tensor_layouts import TWO_BLOCKS
+from tests.techniques.test_wire import world
 from tests.tiers import sampled
 from tests.trainers import trainer
+
+assert world  # a fixture
 
 COMPILED = Compile(backend="aot_eager")
 LAYOUTS: dict[str, tuple[str, Callable[[], list[Any]]]] = {
@@ -126,5 +131,18 @@ def test_blocks_share_one_graph() -> None:
     technique.divide(model, ground(model), None)
     model.loss(next(iter(loaders("llama", 4).train))).backward()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    for module in model.modules():
+        restore_forward(module)
+
+
+@pytest.mark.parametrize("world", [(2, 0)], indirect=True)
+def test_graphs_do_not_ask_for_what_the_project_itself_contains(world: None) -> None:
+    torch._dynamo.reset()
+    model = divided(mesh_of_ranks(), [Block()], COMPILED, sequence_parallel=False)
+    model(torch.randn(1, 8, WIDTH))
+    (graph,) = torch._dynamo.eval_frame._debug_get_cache_entry_list(CompiledForward._inside.__code__)
+    asked = [line for line in str(graph.guard_manager).splitlines() if "Manager: " not in line]
+    assert len(asked) > 100
+    assert not [line for line in asked if "lightning_parallel_dot_techniques_dot_divided_dot_rules" in line]
     for module in model.modules():
         restore_forward(module)
