@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -76,7 +76,7 @@ class Compile(Technique):
         of_mode = torch._inductor.list_mode_options(self.mode, self.dynamic) if self.mode else {}
         options = {"guard_filter_fn": _may_change, **of_mode}  # torch.compile takes a mode or options
         arguments = {"backend": self.backend, "fullgraph": self.fullgraph, "dynamic": self.dynamic, "options": options}
-        return cast(Forward, torch.compile(forward, **{**arguments, **further}))
+        return torch.compile(forward, **{**arguments, **further})
 
 
 def _may_change(guards: Sequence[Any]) -> list[bool]:
