@@ -104,15 +104,22 @@ def _takes_routes(module: nn.Module) -> bool:
 
 def _listed(name: str, module: nn.Module) -> list[Experts]:
     """The module, if it is a list of several modules that are alike."""
-    children = list(module.children())
-    if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) or len(children) < 2:
+    experts = listed_in(module) if isinstance(module, (nn.ModuleList, nn.ModuleDict)) else []
+    if len(experts) < 2:
         return []
     forms = {
-        (type(child), tuple((own, parameter.shape) for own, parameter in child.named_parameters()))
-        for child in children
+        (type(each), tuple((own, parameter.shape) for own, parameter in each.named_parameters())) for each in experts
     }
-    alike = len(forms) == 1 and any(True for _ in children[0].parameters())
-    return [Experts(name, "listed", len(children))] if alike else []
+    alike = len(forms) == 1 and any(True for _ in experts[0].parameters())
+    return [Experts(name, "listed", len(experts))] if alike else []
+
+
+def listed_in(module: nn.Module) -> list[nn.Module]:
+    """The experts in a list; where it has a forward of its own, nothing without parameters is one, as its dropout."""
+    children = list(module.children())
+    if type(module).forward is nn.Module.forward:
+        return children
+    return [child for child in children if any(True for _ in child.parameters())]
 
 
 def _beside_routers(model: nn.Module, plan: ParallelPlan) -> Iterator[Experts]:

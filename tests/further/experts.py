@@ -71,6 +71,35 @@ class Soft(nn.Module):
         return sum(expert(x) * weights[..., n, None] for n, expert in enumerate(self.experts.values()))
 
 
+class Gathering(nn.ModuleDict):
+    """Experts that are called as one module, which has what is no expert beside them, as NLLB's have."""
+
+    def __init__(self, experts: int) -> None:
+        super().__init__({f"e{number}": Expert() for number in range(experts)})
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, x: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
+        result = torch.zeros_like(x)
+        for number in mask.any(0).nonzero().flatten().tolist():
+            row = mask[:, number].nonzero().flatten()
+            result.index_add_(0, row, self.dropout(self[f"e{number}"](x[row])) * weights[row, number, None])
+        return result
+
+
+class Gathered(nn.Module):
+    """A router that tells of every expert, and experts called once."""
+
+    def __init__(self, experts: int = 4, k: int = 2) -> None:
+        super().__init__()
+        self.router, self.k, self.experts = nn.Linear(WIDTH, experts), k, Gathering(experts)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        x = hidden.flatten(0, 1)
+        weights = self.router(x).softmax(-1)
+        mask = weights >= weights.topk(self.k).values[:, -1:]
+        return self.experts(x, mask, weights).view_as(hidden)
+
+
 class Bank(nn.Module):
     """Stacked experts with biases, a norm that all share, and a gain for each."""
 
@@ -325,6 +354,7 @@ class Named(Mixture):
 MODELS = {
     "looped_experts": partial(Mixture, Looped),
     "soft_experts": partial(Mixture, Soft),
+    "gathered_experts": partial(Mixture, Gathered),
     "followed_experts": partial(Mixture, Followed),
     "tied_experts": Tied,
     "sharing_experts": TiedWeights,

@@ -59,7 +59,7 @@ COLUMNS = {
     "moe bias": {},
 }
 
-OTHERS = ("soft_experts", "mixing_experts", "dense_experts", "sorted_experts")
+OTHERS = ("soft_experts", "gathered_experts", "mixing_experts", "dense_experts", "sorted_experts")
 
 
 @covering(keep=7, layout=LAYOUTS, column=COLUMNS)
@@ -72,7 +72,7 @@ def test_trains_as_one_process_does(layout: str, column: str) -> None:
     )
 
 
-@covering(keep=4, layout=("ep2", "zero3", "tp2", "cp2"), column=OTHERS)
+@covering(keep=5, layout=("ep2", "zero3", "tp2", "cp2"), column=OTHERS)
 def test_calls_of_other_forms(layout: str, column: str) -> None:
     check(column, *LAYOUTS[layout], max_epochs=1, precision="64-true", rtol=1e-9)
 

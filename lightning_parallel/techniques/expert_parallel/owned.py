@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
-from lightning_parallel.plan.experts import Experts
+from lightning_parallel.plan.experts import Experts, listed_in
 
 Owner = tuple[str, int]
 """An expert of a list, by the name of the list and its number; all stacked experts are one owner."""
@@ -38,7 +38,7 @@ def _owners(model: nn.Module, found: Sequence[Experts]) -> Iterator[tuple[nn.Mod
         if each.form == "stacked":
             yield module, STACKED
             continue
-        for number, member in enumerate(module.children()):
+        for number, member in enumerate(listed_in(module)):
             if member in lists:
                 raise ValueError(
                     f"an expert stands in {lists[member]} and in {each.name}, whose ranks would divide it differently; "

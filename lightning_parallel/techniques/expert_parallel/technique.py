@@ -23,7 +23,7 @@ from lightning_parallel.arguments import true_or_false, whole_number
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.collectives.spans import Runs
 from lightning_parallel.mesh import AXES, Axis, ParallelMesh, Size, expert_sizes
-from lightning_parallel.plan.experts import Experts, find_experts
+from lightning_parallel.plan.experts import Experts, find_experts, listed_in
 from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.expert_parallel.ahead import SharedExperts
 from lightning_parallel.techniques.expert_parallel.calls import Calls
@@ -266,7 +266,7 @@ class _Dividing:
         redirect_forward(module, stacked.wrap)
 
     def _divide_listed(self, experts: Experts, module: nn.Module, model: nn.Module) -> None:
-        members, ranks = list(module.children()), self._experts.size()
+        members, ranks = listed_in(module), self._experts.size()
         skeleton = _on_meta(members[0])
         for number, member in enumerate(members):
             holder = number * ranks // len(members)
