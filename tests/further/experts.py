@@ -351,7 +351,16 @@ class Named(Mixture):
         return ParallelPlan(blocks="network.blocks.*", experts="network.blocks.*.mixture.experts")
 
 
+class Penalized(Mixture):
+    """A penalty on all weights, in the step."""
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return super().loss(batch) + 1e-3 * sum(parameter.square().sum() for parameter in self.parameters())
+
+
 MODELS = {
+    "penalized_experts": partial(Penalized, Looped),
+    "penalized_banks": partial(Penalized, Banked),
     "looped_experts": partial(Mixture, Looped),
     "soft_experts": partial(Mixture, Soft),
     "gathered_experts": partial(Mixture, Gathered),

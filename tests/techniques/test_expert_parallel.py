@@ -29,6 +29,7 @@ LAYOUTS = {
     "zero1": (2, hybrid(Zero(2, stage=1), EP2), 2),
     "zero2, two copies": (4, hybrid(Zero(4, stage=2), EP2), 4),
     "zero3": (2, hybrid(Zero(2), EP2), 2),
+    "zero3, offloaded": (2, hybrid(Zero(2, offload=True), EP2), 2),
     "zero3, two copies": (4, hybrid(Zero(4), EP2), 4),
     "hsdp": (4, hybrid(Zero(2, replicate=2), EP2), 4),
     "hsdp, ep4": (4, hybrid(Zero(2, replicate=2), ExpertParallel(4)), 4),
@@ -59,7 +60,15 @@ COLUMNS = {
     "moe bias": {},
 }
 
-OTHERS = ("soft_experts", "gathered_experts", "mixing_experts", "dense_experts", "sorted_experts")
+OTHERS = (
+    "soft_experts",
+    "gathered_experts",
+    "mixing_experts",
+    "dense_experts",
+    "sorted_experts",
+    "penalized_experts",
+    "penalized_banks",
+)
 
 
 @covering(keep=7, layout=LAYOUTS, column=COLUMNS)
@@ -72,7 +81,7 @@ def test_trains_as_one_process_does(layout: str, column: str) -> None:
     )
 
 
-@covering(keep=5, layout=("ep2", "zero3", "tp2", "cp2"), column=OTHERS)
+@covering(keep=7, layout=("ep2", "zero3", "zero3, offloaded", "tp2", "cp2"), column=OTHERS)
 def test_calls_of_other_forms(layout: str, column: str) -> None:
     check(column, *LAYOUTS[layout], max_epochs=1, precision="64-true", rtol=1e-9)
 
