@@ -15,6 +15,9 @@ Piece = tuple[tuple[int, ...], tuple[int, ...], Read]
 
 Span = tuple[int, int]
 
+IN_ORDER = (None, torch.contiguous_format, torch.preserve_format)
+"""The forms of memory in which a tensor is read."""
+
 
 class StoredTensor(Tensor):
     """A tensor of a checkpoint, or a box of one.
@@ -54,7 +57,7 @@ class StoredTensor(Tensor):
         """An ordinary tensor with the values, in memory of its own unless this one has been changed."""
         if self._of._whole is not None:
             return self._of._whole[self._slices()]
-        made = torch.zeros(self.shape, dtype=self.dtype)
+        made: Tensor | None = None
         for offset, shape, read in self._of._pieces:
             here = [
                 (max(start, first), min(stop, first + size))
@@ -63,8 +66,12 @@ class StoredTensor(Tensor):
             if all(start < stop for start, stop in here):
                 into = tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(here, self._box, strict=True))
                 out = tuple(slice(a - first, b - first) for (a, b), first in zip(here, offset, strict=True))
-                made[into] = read()[out]
-        return made
+                found = read()[out]
+                if found.shape == self.shape:  # most boxes lie in one piece
+                    return found.clone(memory_format=torch.contiguous_format)
+                made = torch.zeros(self.shape, dtype=self.dtype) if made is None else made
+                made[into] = found
+        return torch.zeros(self.shape, dtype=self.dtype) if made is None else made
 
     def keep(self) -> Tensor:
         """The values as a part of a tensor that is the same for all who use it from now on."""
@@ -94,6 +101,8 @@ class StoredTensor(Tensor):
                 return first._sliced(*args[1:])
             if func is aten.detach.default:
                 return StoredTensor(first.dtype, first.shape, of=first._of, box=first._box)
+            if func is aten.clone.default and len(args) == 1 and (kwargs or {}).get("memory_format") in IN_ORDER:
+                return first.read()
         known = func._schema.arguments  # those with an alias are changed, or live on in the result
         args = [_given(value, argument) for value, argument in zip(args, known, strict=False)]
         named = {it.name: it for it in known}

@@ -327,8 +327,14 @@ class StoredOptimizer:
 
     def _parts(self, values: Any, index: Any) -> Any:
         stored = self._stored_of(index)
-        # A checkpoint's tensors may be pages of its file: nothing of them may stay in the optimizer.
-        return _mapped(lambda value: (self._part(value, stored) if self._elementwise else value).clone(), values)
+
+        def own(value: Tensor) -> Tensor:
+            part = self._part(value, stored) if self._elementwise else value
+            is_copy = part is not value and not isinstance(value, DTensor)
+            # A checkpoint's tensors may be pages of its file: nothing of them may stay in the optimizer.
+            return part if is_copy else part.clone()
+
+        return _mapped(own, values)
 
     def _is_held(self, index: Any) -> bool:
         return not isinstance(index, int) or self._parameters()[index] not in self._elsewhere
