@@ -57,15 +57,19 @@ def infer(module: nn.Module) -> ParallelPlan:
     largest = mixed if alike is None or (mixed is not None and 2 * alike[1] < mixed[1]) else alike
     if largest is None:
         return ParallelPlan(source=source, inferred=True)
-    return ParallelPlan(blocks=(_blocks_in(module, largest[0]),), source=source, inferred=True)
+    return ParallelPlan(blocks=_blocks_in(module, largest[0]), source=source, inferred=True)
 
 
-def _blocks_in(module: nn.Module, layers: str) -> str:
-    """The pattern of the blocks in a list of layers."""
+def _blocks_in(module: nn.Module, layers: str) -> tuple[str, ...]:
+    """The pattern of the blocks in a list of layers, or their names where some stand in a list before this one too."""
     blocks = f"{layers}.*" if layers else "*"
+    first = {part: name for name, part in module.named_modules()}
+    names = tuple(first[part] for part in module.get_submodule(layers).children())
+    if not {*names} <= {name for name, _ in matching(module, blocks)}:
+        return names
     while any(isinstance(block, (nn.ModuleList, nn.ModuleDict)) for _, block in matching(module, blocks)):
         blocks += ".*"  # a list of layers, each a list of parts: those are what is called
-    return blocks
+    return (blocks,)
 
 
 def running_blocks(plan: ParallelPlan, module: nn.Module, called: Collection[str]) -> dict[str, nn.Module]:
@@ -85,7 +89,8 @@ def running_blocks(plan: ParallelPlan, module: nn.Module, called: Collection[str
     lists = [dict(matching(module, pattern)) for pattern in plan.blocks]
     if not any(name in called for blocks in lists for name in blocks):
         sized = [(_parameters(part), name) for name, part in module.named_modules() if _is_list_of_blocks(part)]
-        others = [dict(matching(module, _blocks_in(module, name))) for _, name in sorted(sized, reverse=True)]
+        plans = [ParallelPlan(blocks=_blocks_in(module, name)) for _, name in sorted(sized, reverse=True)]
+        others = [other.find_blocks(module) for other in plans]
         return next((blocks for blocks in others if all(name in called for name in blocks)), {})
     running = [blocks for blocks in lists if any(name in called for name in blocks)]
     whole = all(name in called for blocks in running for name in blocks)

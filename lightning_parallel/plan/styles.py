@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_parallel.plan.plan import ParallelPlan, starred
+from lightning_parallel.plan.plan import ParallelPlan, matching, starred
 from lightning_parallel.plan.regions import fused_style, styles_in_blocks
 
 # What Hugging Face's plans call the styles; those that are not here leave a module as it is on every rank.
@@ -90,7 +90,10 @@ def _vocabulary(model: nn.Module, plan: ParallelPlan, styles: Mapping[str, str])
         for name, module in embeddings.items()
         if id(module.weight) in weights or (module.weight.shape in shapes and module.num_embeddings > 1)
     }
-    return {starred(name): "vocabulary" for name in (*sorted(chosen), *sorted(heads))}  # alike on all ranks
+    found = (*sorted(chosen), *sorted(heads))  # alike on all ranks
+    siblings = {name: {other for other, _ in matching(model, starred(name))} for name in found}
+    # An nn.Sequential has its embedding and its head among other layers.
+    return {starred(name) if siblings[name] <= {*found} else name: "vocabulary" for name in found}
 
 
 def _embeddings(model: nn.Module) -> Iterator[tuple[str, nn.Embedding]]:

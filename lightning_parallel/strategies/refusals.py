@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_parallel.mesh import ParallelMesh
@@ -88,6 +89,7 @@ def memory_of_host() -> int | None:
 def refuse_module(module: LightningModule, mesh: ParallelMesh) -> None:
     """Raises for a module that cannot be divided on this mesh, whatever its plan."""
     _refuse_divided(module)
+    _refuse_lazy(module)
     _refuse_manual_optimization(module, mesh)
 
 
@@ -98,6 +100,16 @@ def _refuse_divided(module: LightningModule) -> None:
             f"{type(module).__name__} is divided already: a run before failed, or the host had no room for the whole "
             "model; build it anew, and go on from a checkpoint"
         )
+
+
+def _refuse_lazy(module: LightningModule) -> None:
+    """Raises for parameters and buffers that get their shape from the first batch: ranks divide what has one."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise ValueError(
+                f"{name} has no shape before the module of torch.nn.Lazy… around it has run; run it once on a batch, "
+                "as in __init__ or configure_model, or give its layer the number of features"
+            )
 
 
 def _refuse_manual_optimization(module: LightningModule, mesh: ParallelMesh) -> None:

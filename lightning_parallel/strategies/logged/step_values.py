@@ -52,9 +52,9 @@ class StepValue:
 
     def summed(self, share: float, ranks: int) -> Summed:
         """This rank's part of the value."""
-        if self.how == "sum":
-            return Summed(torch.as_tensor(self.value), float(share != 0.0), {})
-        return Summed(torch.as_tensor(self.value), share / ranks, self.parts)
+        # a number of Python's has more digits than the dtype that it would get here
+        value = torch.as_tensor(self.value, dtype=torch.float64 if isinstance(self.value, float) else None)
+        return Summed(value, float(share != 0.0), {}) if self.how == "sum" else Summed(value, share / ranks, self.parts)
 
     def extreme(self, share: float) -> Tensor:
         """Its value, or one that leaves the others as they are."""

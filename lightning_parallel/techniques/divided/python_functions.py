@@ -19,19 +19,24 @@ OF_FUNCTIONS = frozenset(
 """The frames below the forward and the backward of such a function."""
 
 
+def running_function() -> type | None:
+    """The function of autograd, written in Python, in whose forward or backward this is called."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in OF_FUNCTIONS:
+            return frame.f_locals.get("cls") or type(frame.f_locals["self"])
+        frame = frame.f_back
+    return None
+
+
 def in_function() -> bool:
     """Whether a function of autograd written in Python runs: what it returns must not be divided.
 
     Such a function may use tensors that it was not given, as a parameter of the module in whose forward it is written.
     Gradients are off in it, so nobody asks on the usual way. A reentrant checkpoint only runs a layer.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code in OF_FUNCTIONS:
-            cls = frame.f_locals.get("cls") or type(frame.f_locals["self"])
-            return not cls.__name__.startswith("CheckpointFunction")
-        frame = frame.f_back
-    return False
+    function = running_function()
+    return function is not None and not function.__name__.startswith("CheckpointFunction")
 
 
 @functools.cache

@@ -173,8 +173,8 @@ class _Recorder(Watch):
             raise _Unexpected(f"the block {name} runs inside the block {self._order[-1]}; name one of the two only")
         if name in self._order:
             raise _Unexpected(refusals.runs_twice(name))
-        if torch._C._are_functorch_transforms_active():
-            raise _Unexpected(refusals.runs_transformed(name))
+        if said := refusals.runs_within(name):
+            raise _Unexpected(said)
 
     def _note_returned(self, output: Any, made: Made, call: Call) -> Any:
         def mark(number: int) -> Made:

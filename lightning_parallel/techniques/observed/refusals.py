@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+import torch
+
 from lightning_parallel.plan.plan import starred
+from lightning_parallel.techniques.divided.python_functions import running_function
 
 UNDIVIDED = "use ZeroStrategy, which divides any model"
+
+
+REENTRANT = ("CheckpointFunction", "CheckpointFunctionBackward")
+"""What `torch.utils.checkpoint` is with use_reentrant=True."""
 
 
 class BlocksMissingError(ValueError):
@@ -49,11 +56,20 @@ def runs_twice(block: str) -> str:
     )
 
 
-def runs_transformed(block: str) -> str:
-    """Why a step is refused that calls a block inside a transform of torch.func."""
+def runs_within(block: str) -> str | None:
+    """Why a step is refused that calls a block where gradients do not come the usual way; None where they do."""
+    if torch._C._are_functorch_transforms_active():
+        return (
+            f"the block {block} runs inside a transform of torch.func, which would have to go through all stages; "
+            f"transform what lies inside one block or follows the last one, or {UNDIVIDED}"
+        )
+    function = running_function()
+    if function is None:
+        return None
+    remedy = "checkpoint it with use_reentrant=False" if function.__name__ in REENTRANT else "call it outside"
     return (
-        f"the block {block} runs inside a transform of torch.func, which would have to go through all stages; "
-        f"transform what lies inside one block or follows the last one, or {UNDIVIDED}"
+        f"the block {block} runs inside {function.__name__}, a torch.autograd.Function, whose backward would have to "
+        f"go through all stages; {remedy}, or {UNDIVIDED}"
     )
 
 

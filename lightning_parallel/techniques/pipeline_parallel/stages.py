@@ -244,7 +244,8 @@ class Stages:
         if self.cut.stage_at(now.position) == now.stage and is_elsewhere(module):
             raise RuntimeError(
                 f"{name} was called on stage {now.stage}, but in the sample that was looked at only on another one, "
-                "which has its parameters; a pipeline needs steps that run the model once, in the order of that sample"
+                "which has its parameters; a pipeline needs steps that run the model once, in the order of that "
+                f"sample: use what the first run returned again, or {UNDIVIDED}"
             )
 
     def _part_here(

@@ -1,0 +1,139 @@
+"""Models that few write: in one nn.Sequential, without shapes, with two names for layers or reentrant checkpoints."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_parallel import (
+    ContextParallelStrategy,
+    DataParallelStrategy,
+    PipelineParallelStrategy,
+    TensorParallelStrategy,
+    ZeroStrategy,
+)
+from tests.curves import compare_weights
+from tests.ranks import begun_on_one, run_on_ranks
+from tests.trainers import trainer
+
+WORDS, WIDTH, RATE = 16, 8, 0.01
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class InSequence(LightningModule):
+    """Embedding, layers and head are members of one list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = [Layer() for _ in range(4)]
+        self.net = nn.Sequential(nn.Embedding(WORDS, WIDTH), *layers, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.net(ids)  # type: ignore[no-any-return]
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = F.cross_entropy(self(batch[0]).flatten(0, 1), batch[0].roll(-1, 1).flatten())
+        self.log_dict({"loss": loss, "rate": RATE, "step": float(self.global_step)})
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class WithoutShape(InSequence):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[-1] = nn.LazyLinear(WORDS)
+
+
+class TwoNames(InSequence):
+    """A list of layers that stand in another one before."""
+
+    reentrant = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = self.net[1:5]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.net[0](ids)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True) if self.reentrant else layer(x)
+        return self.net[6](self.net[5](x))  # type: ignore[no-any-return]
+
+
+class Recomputed(TwoNames):
+    reentrant = True
+
+
+def fit(
+    make: Callable[[], LightningModule], make_strategy: Callable[[], Strategy] | None, readers: int = 1
+) -> tuple[dict[str, float], dict[str, Tensor]]:
+    module, ids = make(), torch.randint(WORDS, (8, 6), generator=torch.Generator().manual_seed(1))
+    run = trainer(make_strategy() if make_strategy else "auto", precision="64-true", max_epochs=1, limit_val_batches=0)
+    run.fit(module, DataLoader(TensorDataset(ids), 4 // readers))
+    logged = {name: float(value) for name, value in run.callback_metrics.items()}
+    return logged, {name: value.clone() for name, value in module.state_dict().items()}
+
+
+PIPELINE = partial(PipelineParallelStrategy, microbatches=2)
+
+
+@pytest.mark.parametrize(
+    ("make", "make_strategy", "readers"),
+    [
+        (InSequence, TensorParallelStrategy, 1),
+        (InSequence, ContextParallelStrategy, 1),
+        (InSequence, DataParallelStrategy, 2),
+        (InSequence, ZeroStrategy, 2),
+        (TwoNames, TensorParallelStrategy, 1),
+        (TwoNames, ZeroStrategy, 2),
+        (TwoNames, PIPELINE, 1),
+    ],
+)
+def test_models_in_a_list(make: Any, make_strategy: Callable[[], Strategy], readers: int) -> None:
+    expected = begun_on_one(fit, make, None)
+    for logged, weights in run_on_ranks(2, fit, make, make_strategy, readers):
+        assert logged["rate"] == expected.result()[0]["rate"] == RATE
+        assert logged == pytest.approx(expected.result()[0], rel=1e-10)
+        compare_weights(expected.result()[1], weights, 1e-10)
+
+
+def refused(make: Callable[[], LightningModule], make_strategy: Callable[[], Strategy]) -> str:
+    with pytest.raises(ValueError, match=r".") as error, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # in the step that is looked at
+        fit(make, make_strategy)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "make_strategy", "said"),
+    [
+        (WithoutShape, DataParallelStrategy, "net.6.weight has no shape before"),
+        (WithoutShape, ZeroStrategy, "run it once on a batch, as in __init__ or configure_model"),
+        (Recomputed, PIPELINE, "checkpoint it with use_reentrant=False, or"),
+    ],
+)
+def test_refusals(make: Any, make_strategy: Any, said: str) -> None:
+    for message in run_on_ranks(2, refused, make, make_strategy):
+        assert said in message
