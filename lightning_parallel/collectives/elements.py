@@ -91,6 +91,8 @@ class Ranks:
         """What was gathered for want of a rule: module, operation and shape, and how often and how many bytes."""
         self.told: set[tuple[str, torch.Size]] = set()
         """The operations and shapes of which this was said."""
+        self.viewed: list[Any] = []
+        """Views of which a step made views of wholes: when it is over, nothing may have changed them."""
         self.met: dict[int, Tensor] = {}
         """Parameters that met divided tensors, by their `id`, which nobody else gets while they are held here."""
         self.last_entered: tuple[Any, Any, Tensor] | None = None

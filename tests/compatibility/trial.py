@@ -30,7 +30,7 @@ from lightning_parallel import (
     ZeroStrategy,
 )
 from lightning_parallel.techniques.divided.rules import single  # noqa: F401  (enters the rules in the table)
-from lightning_parallel.techniques.divided.tensor import NAMES, RULES
+from lightning_parallel.techniques.divided.table import NAMES, RULES
 from lightning_parallel.techniques.tools.elsewhere import unshown
 from tests.compatibility.architectures import IGNORED, Architecture
 from tests.curves import Curve, curve

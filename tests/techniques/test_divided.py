@@ -12,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from lightning_parallel.collectives.by_elements import complete
 from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.techniques.divided import rules  # noqa: F401
+from lightning_parallel.techniques.divided.boundary import InGraph
 from lightning_parallel.techniques.divided.functions import functions_get_wholes
-from lightning_parallel.techniques.divided.tensor import Divided, InGraph, alike
+from lightning_parallel.techniques.divided.tensor import Divided, alike
 from tests.ranks import ranks
 from tests.tiers import sampled
 

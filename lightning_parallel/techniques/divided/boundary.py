@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from lightning_parallel.collectives.elements import Ranks
-from lightning_parallel.techniques.divided.tensor import Divided, InGraph, alike
+from lightning_parallel.techniques.divided.tensor import Divided, alike
 from lightning_parallel.techniques.divided.watched import watched
 from lightning_parallel.techniques.tools.redirect import Redirected, redirect_forward
 
@@ -142,6 +143,15 @@ def _said(error: TorchDynamoException) -> str:
     """The message of a break on purpose, else the first line."""
     lines = str(error).strip().splitlines()
     return next((line.partition("Message: ")[2] for line in lines if "Message: " in line), lines[0])
+
+
+class InGraph(TorchFunctionMode):
+    """Asks for rules in place of compilers, which do not look for divided tensors in tuples: `torch.cat((a, b))`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(leaf, Divided) for leaf in tree_leaves((args, kwargs))):
+            return Divided.__torch_function__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -54,9 +54,13 @@ class DividedStep(WrappedStep):
     def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
         """See `Step.forward`."""
         self._in_forward, self._went_back = True, False
+        self._ranks.viewed.clear()
         with functions_get_wholes(), _reducing_later(self._ranks, True):
             output = self.inner.forward(OfTheUser(run, self._ranks), *args, **kwargs)
         self._in_forward = False  # not where it raised: the run is over
+        for view in self._ranks.viewed:
+            view.require_known()
+        self._ranks.viewed.clear()
         if self._went_back or not torch.is_grad_enabled():
             self._leave()
         return output

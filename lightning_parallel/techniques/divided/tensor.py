@@ -19,13 +19,14 @@ from typing import Any, ClassVar, TypeGuard, cast
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, handle_torch_function
+from torch.overrides import handle_torch_function
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_parallel.collectives.by_elements import completed, joined, part, shared_out
 from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.techniques.divided.gathered import note
 from lightning_parallel.techniques.divided.python_functions import body_of, called_below, in_function
+from lightning_parallel.techniques.divided.table import RULES, is_in_place
 from lightning_parallel.techniques.tools.losses import original
 from lightning_parallel.techniques.tools.shards import as_gradient, local
 
@@ -33,29 +34,6 @@ aten = torch.ops.aten
 
 Cuts = Mapping[int, Elements]
 """Which dimensions are divided, by their number from the left, and which elements ranks have of them."""
-
-Rule = Callable[..., Any]
-RULES: dict[Any, Rule] = {}
-"""What each operation does with divided tensors: `rule(func, args, kwargs)` returns the result, or NotImplemented for a
-form of the arguments in which the operation gets the whole. The folder `rules/` fills the table."""
-
-NAMES: dict[Any, str] = {}
-"""The name of each of these operations. (A compiler that reads the rules can look a name up, but not ask for it.)"""
-
-
-def rule(*operations: Any) -> Callable[[Rule], Rule]:
-    """Enters a rule in the table.
-
-    Args:
-        operations: functions and methods of torch that the rule is for.
-    """
-
-    def enter(function: Rule) -> Rule:
-        RULES.update(dict.fromkeys(operations, function))
-        NAMES.update({operation: getattr(operation, "__name__", "") for operation in operations})
-        return function
-
-    return enter
 
 
 class Divided(Tensor):
@@ -251,6 +229,46 @@ class Wrapper(Divided):
         return called_below(func, args, kwargs, Divided, lambda each: each.whole(str(func)), what, remedy)
 
 
+class Viewed(Wrapper):
+    """One of which code has views that are plain tensors: what changes in one place in place changes in the other.
+
+    A view that no rule knows is one of the gathered whole, which this keeps, and keeps up to date.
+    """
+
+    _shown: tuple[Tensor, int, int]
+    """The whole, its version and that of the own elements when they were the same."""
+
+    @property
+    def own(self) -> Tensor:  # type: ignore[override]
+        """This rank's elements, as they are after changes of views."""
+        whole, version, _ = self._shown
+        own: Tensor = vars(self)["own"]
+        if whole._version != version:
+            if own._is_view():
+                raise _view_of_view(self)
+            own.copy_(own_of(whole, self.cuts))
+            self._shown = whole, whole._version, own._version
+        return own
+
+    def whole(self, reader: str = "") -> Tensor:
+        """See `Divided.whole`: the one of which there are views."""
+        own, whole = self.own, self._shown[0]
+        if own._version != self._shown[2]:
+            whole.copy_(super().whole(reader))
+            self._shown = whole, whole._version, own._version
+        return whole
+
+    def forget(self) -> None:
+        """See `Divided.forget`."""
+        super().forget()
+        self.whole("views")
+
+    def require_known(self) -> None:
+        """Raises ValueError if views changed elements that are a view themselves: nobody would tell what that is of."""
+        if self._shown[0]._version != self._shown[1] and vars(self)["own"]._is_view():
+            raise _view_of_view(self)
+
+
 class _Traced(Divided):
     """The form within graphs: a name for the rank's own elements that tells the shape of the whole.
 
@@ -286,15 +304,6 @@ class _Traced(Divided):
         return iter(torch.unbind(self))
 
 
-class InGraph(TorchFunctionMode):
-    """Asks for rules in place of compilers, which do not look for divided tensors in tuples: `torch.cat((a, b))`."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(isinstance(leaf, Divided) for leaf in tree_leaves((args, kwargs))):
-            return Divided.__torch_function__(func, types, args, kwargs)
-        return func(*args, **(kwargs or {}))
-
-
 def _told(question: Callable[..., Any], tensor: Divided, *args: Any) -> Any:
     """The answer to a question about a whole, with a word to modes of torch that look at what a step asks."""
     return handle_torch_function(question, (tensor,), tensor, *args)
@@ -328,8 +337,15 @@ def of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
     changed = [leaf for leaf in tree_leaves(args[:1]) if isinstance(leaf, Divided) and is_in_place(name)]
     changed += [leaf for leaf in tree_leaves(kwargs.get("out")) if isinstance(leaf, Divided)]
     if not changed:
-        args, kwargs = tree_map_only(Divided, lambda each: each.whole(name), (tuple(args), kwargs))
-        return func(*args, **kwargs)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if is_divided(leaf)]
+        result = _on_wholes(func, args, kwargs, name)
+        viewed = [] if torch.compiler.is_compiling() else [each for each in given if _has_view(result, each)]
+        for each in viewed:
+            whole = each.whole().clone()  # what a collective made may not be changed in place
+            vars(each)["_shown"], each.__class__ = (whole, whole._version, each.own._version), Viewed
+            if each.own._is_view():
+                each.only.ranks.viewed.append(each)
+        return _on_wholes(func, args, kwargs, name) if viewed else result
     wholes = {id(each): each.whole(name).clone() for each in changed}
     args, kwargs = tree_map_only(
         Divided, lambda each: wholes[id(each)] if id(each) in wholes else each.whole(name), (tuple(args), kwargs)
@@ -341,6 +357,26 @@ def of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
     return tree_map_only(
         Tensor, lambda leaf: next((each for each in changed if wholes[id(each)] is leaf), leaf), result
     )
+
+
+def _view_of_view(divided: Divided) -> ValueError:
+    return ValueError(
+        f"a view of a view of a tensor that ranks have divided, of the shape {tuple(divided.shape)}, was changed in "
+        "place, which does not reach that tensor; write to it itself, as in x[:, 2:5] = 0, or use torch.where"
+    )
+
+
+def _on_wholes(func: Any, args: Any, kwargs: Any, name: str) -> Any:
+    args, kwargs = tree_map_only(Divided, lambda each: each.whole(name), (tuple(args), kwargs))
+    return func(*args, **kwargs)
+
+
+def _has_view(result: Any, divided: Divided) -> bool:
+    """Whether a result has the memory of a gathered tensor, and may be changed in place."""
+    if isinstance(divided, Viewed):
+        return False
+    whole = divided.whole().untyped_storage().data_ptr()
+    return any(isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() == whole for leaf in tree_leaves(result))
 
 
 def own_of(tensor: Tensor, cuts: Cuts) -> Tensor:
@@ -362,16 +398,3 @@ def version_of(tensor: Tensor) -> int:
 def same_cuts(one: Cuts, other: Cuts) -> bool:
     """Whether ranks have the same elements."""
     return len(one) == len(other) and all(elements.same(other.get(dim)) for dim, elements in one.items())
-
-
-def is_in_place(name: str) -> bool:
-    """Whether an operation of this name changes its first argument."""
-    operator = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
-    return name == "__setitem__" or operator or (name.endswith("_") and not name.endswith("__"))
-
-
-def operations(*names: str) -> list[Any]:
-    """The functions and methods of torch with these names, as far as this version of torch has them."""
-    owners = (torch, Tensor, torch.nn.functional, torch.special)
-    found = [getattr(owner, name, None) for owner in owners for name in names]
-    return [each for each in found if callable(each)]  # torch.float and the like are none

@@ -23,7 +23,8 @@ from lightning_parallel.techniques.divided import rules  # noqa: F401  (enters t
 from lightning_parallel.techniques.divided.functions import functions_get_wholes
 from lightning_parallel.techniques.divided.python_functions import called_below
 from lightning_parallel.techniques.divided.rules.single import IN_PLACE, ONE_BY_ONE
-from lightning_parallel.techniques.divided.tensor import RULES, Wrapper, of_wholes, operations, same_cuts
+from lightning_parallel.techniques.divided.table import RULES, operations
+from lightning_parallel.techniques.divided.tensor import Wrapper, of_wholes, same_cuts
 from lightning_parallel.techniques.expert_parallel.calls import Calls
 from lightning_parallel.techniques.expert_parallel.own_experts import OF_EXPERTS
 from lightning_parallel.techniques.tools.leaves import leaf_of

@@ -13,7 +13,8 @@ from lightning_parallel.collectives.made_of import Made
 from lightning_parallel.techniques.divided.meeting import as_divided, brought_together, learns, own_part
 from lightning_parallel.techniques.divided.randomness import drawn_apart
 from lightning_parallel.techniques.divided.repeats import without_repeats
-from lightning_parallel.techniques.divided.tensor import Cuts, Divided, is_divided, rule, same_cuts
+from lightning_parallel.techniques.divided.table import rule
+from lightning_parallel.techniques.divided.tensor import Cuts, Divided, is_divided, same_cuts
 
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 

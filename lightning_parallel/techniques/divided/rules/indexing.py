@@ -9,7 +9,8 @@ from torch import Tensor
 
 from lightning_parallel.techniques.divided.meeting import as_divided, brought_together
 from lightning_parallel.techniques.divided.rules.shapes import sliced
-from lightning_parallel.techniques.divided.tensor import NAMES, Divided, is_divided, operations, rule
+from lightning_parallel.techniques.divided.table import NAMES, operations, rule
+from lightning_parallel.techniques.divided.tensor import Divided, is_divided
 
 
 @rule(Tensor.__getitem__)

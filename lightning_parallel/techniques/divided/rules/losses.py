@@ -19,8 +19,9 @@ from lightning_parallel.collectives.by_elements import total
 from lightning_parallel.collectives.elements import Elements
 from lightning_parallel.techniques.divided.meeting import as_divided, brought_together, met
 from lightning_parallel.techniques.divided.rules.products import require_numbers
-from lightning_parallel.techniques.divided.tensor import NAMES as OPERATION_NAMES
-from lightning_parallel.techniques.divided.tensor import Divided, is_divided, operations, rule
+from lightning_parallel.techniques.divided.table import NAMES as OPERATION_NAMES
+from lightning_parallel.techniques.divided.table import operations, rule
+from lightning_parallel.techniques.divided.tensor import Divided, is_divided
 from lightning_parallel.techniques.tools.losses import mean_over
 
 NAMES = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.techniques.divided.tensor import Divided, own_of, rule
+from lightning_parallel.techniques.divided.table import rule
+from lightning_parallel.techniques.divided.tensor import Divided, own_of
 
 
 @rule(Tensor.data.__get__)  # type: ignore[attr-defined]

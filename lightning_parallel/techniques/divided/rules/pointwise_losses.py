@@ -10,7 +10,8 @@ from torch import Tensor
 from lightning_parallel.collectives.by_elements import total
 from lightning_parallel.techniques.divided.meeting import as_divided, brought_together, in_step
 from lightning_parallel.techniques.divided.rules.losses import at_labels, reduced
-from lightning_parallel.techniques.divided.tensor import is_divided, rule
+from lightning_parallel.techniques.divided.table import rule
+from lightning_parallel.techniques.divided.tensor import is_divided
 from lightning_parallel.techniques.tools.losses import LOSSES, MEAN, NONE, SUM, mean_over_elements, unwatched
 
 # What torch.nn.functional calls, by its place for the reduction; while a step runs, torch's names lead elsewhere.

@@ -19,7 +19,8 @@ from lightning_parallel.techniques.divided.meeting import (
     summed_up,
 )
 from lightning_parallel.techniques.divided.regather import lightly_kept
-from lightning_parallel.techniques.divided.tensor import Divided, is_divided, rule, version_of
+from lightning_parallel.techniques.divided.table import rule
+from lightning_parallel.techniques.divided.tensor import Divided, is_divided, version_of
 
 
 @rule(F.linear, torch._C._nn.linear)

@@ -14,7 +14,8 @@ from torch import Tensor
 from lightning_parallel.collectives.by_elements import total
 from lightning_parallel.collectives.elements import Elements
 from lightning_parallel.techniques.divided.meeting import as_divided, brought_together
-from lightning_parallel.techniques.divided.tensor import NAMES, Divided, is_divided, operations, rule
+from lightning_parallel.techniques.divided.table import NAMES, operations, rule
+from lightning_parallel.techniques.divided.tensor import Divided, is_divided
 from lightning_parallel.techniques.tools.losses import mean_of
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from lightning_parallel.collectives.elements import Elements
 from lightning_parallel.techniques.divided.meeting import as_divided, brought_together
 from lightning_parallel.techniques.divided.repeats import note_repeated, note_reshaped
-from lightning_parallel.techniques.divided.tensor import NAMES, Divided, is_divided, operations, rule
+from lightning_parallel.techniques.divided.table import NAMES, operations, rule
+from lightning_parallel.techniques.divided.tensor import Divided, is_divided
 
 # ---------------------------------------------------------------- one shape into another
 

@@ -10,14 +10,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_parallel.techniques.divided.meeting import as_divided, in_step
 from lightning_parallel.techniques.divided.randomness import drawn_apart
-from lightning_parallel.techniques.divided.tensor import (
-    Divided,
-    is_divided,
-    is_in_place,
-    operations,
-    rule,
-    same_cuts,
-)
+from lightning_parallel.techniques.divided.table import is_in_place, operations, rule
+from lightning_parallel.techniques.divided.tensor import Divided, is_divided, same_cuts
 
 ARITHMETIC = ("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "floor_divide",
               "remainder", "fmod", "pow", "rsub", "maximum", "minimum", "fmax", "fmin", "atan2", "lerp", "addcmul",

@@ -1,0 +1,100 @@
+"""Views of divided tensors that are changed in place change what they are views of, and the other way round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_parallel.collectives.elements import Ranks
+from lightning_parallel.techniques.divided.tensor import Divided
+from tests.ranks import run_on_ranks
+
+SHAPE = 2, 6, 8
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "itself": lambda y: y.contiguous(),
+    "features": lambda y: y[..., :5],
+    "one feature": lambda y: y[..., 2],
+    "positions": lambda y: y[:, 1:4],
+    "one position": lambda y: y[:, 2],
+    "last positions": lambda y: y[:, -2:, 1:],
+    "every other": lambda y: y[:, ::2, 1::2],
+    "narrow features": lambda y: y.narrow(-1, 3, 4),
+    "narrow positions": lambda y: torch.narrow(y, 1, 1, 3),
+    "select": lambda y: y.select(1, 4),
+    "select of features": lambda y: y.select(2, 1),
+    "view": lambda y: y.view(12, 8)[3:7],
+    "flatten": lambda y: y.flatten(1)[:, 5:20],
+    "unflatten": lambda y: y.unflatten(-1, (2, 4))[..., 1, 1:],
+    "transpose": lambda y: y.transpose(1, 2)[:, 3],
+    "permute": lambda y: y.permute(2, 0, 1)[1:4],
+    "mT": lambda y: y.mT[:, :3],
+    "unsqueeze": lambda y: y.unsqueeze(1)[:, 0, 2],
+    "diagonal": lambda y: y.diagonal(0, 1, 2),
+    "unfold": lambda y: y.unfold(1, 2, 2)[:, 1],
+    "view_as": lambda y: y.view_as(torch.zeros(2, 48))[:, 10:30],
+    "movedim": lambda y: y.movedim(1, 0)[2],
+}
+REFUSED = {("transpose", 2), ("unflatten", 2), ("unsqueeze", 1), ("movedim", 1)}
+"""Views, of the divided dimension, of another view: what was changed is not told to the tensor."""
+
+CHANGES: dict[str, Callable[[Tensor], Any]] = {
+    "mul_": lambda v: v.mul_(2.0).add_(1.0),
+    "zero_": lambda v: v.zero_(),
+    "set": lambda v: v.__setitem__(..., v * 3),
+    "+=": lambda v: v.__iadd__(0.5),
+    "masked_fill_": lambda v: v.masked_fill_(v > 0, -1.0),
+}
+
+
+def used(y: Tensor, view: str, change: str) -> Tensor:
+    """What is computed from a tensor, changed through a view, and from a view of a tensor that is changed."""
+    CHANGES[change](VIEWS[view](y))
+    first = (y * y.detach().cos()).tanh()
+    seen = VIEWS[view](y)
+    y.mul_(1.5)
+    CHANGES[change](seen)
+    return first.square().sum() + (y.sin() * 2).sum() + (seen * 3).cos().mean()
+
+
+def on_ranks(view: str, dim: int) -> list[tuple[str, float, float]]:
+    ranks = Ranks(dist.group.WORLD, "sequence")
+    return [(change, *differences(view, change, dim, ranks)) for change in CHANGES]
+
+
+def differences(view: str, change: str, dim: int, ranks: Ranks) -> tuple[float, float]:
+    torch.manual_seed(0)
+    whole = torch.randn(SHAPE, dtype=torch.float64)
+    elements = ranks.zigzag(6) if dim == 1 else ranks.elements(8, [[(0, 4)], [(4, 8)]])
+    plain, source = whole.clone().requires_grad_(), whole.clone().requires_grad_()
+    expected = used(plain * 1.0, view, change)
+    own = source.index_select(dim, elements.index(source.device))
+    try:
+        found = used(Divided(own, {dim: elements}) * 1.0, view, change)
+        for each in ranks.viewed:
+            each.require_known()
+    except ValueError as error:
+        assert (view, dim) in REFUSED
+        assert "or use torch.where" in str(error)  # noqa: PT017
+        return 0.0, 0.0
+    finally:
+        ranks.viewed.clear()
+    assert (view, dim) not in REFUSED
+    found = found.whole() if isinstance(found, Divided) else found
+    expected.backward()
+    found.backward()
+    assert plain.grad is not None
+    assert source.grad is not None
+    dist.all_reduce(source.grad)
+    return float((found - expected).detach().abs()), float((source.grad - plain.grad).abs().max())
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_is_one(view: str, dim: int) -> None:
+    for found in run_on_ranks(2, on_ranks, view, dim):
+        assert [each for each in found if max(each[1:]) > 1e-10] == []
