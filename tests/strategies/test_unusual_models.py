@@ -1,4 +1,4 @@
-"""Models that few write: in one nn.Sequential, without shapes, with two names for layers or reentrant checkpoints."""
+"""Models that few write: in one nn.Sequential, without shapes, with two names, transforms or reentrant checkpoints."""
 
 from __future__ import annotations
 
@@ -60,6 +60,16 @@ class InSequence(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+class Transformed(InSequence):
+    """Transforms of torch.func in a layer, on its parameters, and on what it makes."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = torch.func.vmap(self.net[:3])(ids)
+        y = self.net[3:](x)
+        sharpness = torch.func.grad(lambda logits: logits.square().mean())(y)
+        return y + 0.1 * sharpness + 0.1 * torch.func.vjp(torch.sin, y)[1](torch.ones_like(y))[0]
+
+
 class WithoutShape(InSequence):
     def __init__(self) -> None:
         super().__init__()
@@ -106,6 +116,8 @@ PIPELINE = partial(PipelineParallelStrategy, microbatches=2)
         (InSequence, ContextParallelStrategy, 1),
         (InSequence, DataParallelStrategy, 2),
         (InSequence, ZeroStrategy, 2),
+        (Transformed, TensorParallelStrategy, 1),
+        (Transformed, ContextParallelStrategy, 1),
         (TwoNames, TensorParallelStrategy, 1),
         (TwoNames, ZeroStrategy, 2),
         (TwoNames, PIPELINE, 1),

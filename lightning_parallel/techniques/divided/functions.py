@@ -1,7 +1,8 @@
 """Functions of autograd that are written in Python, with tensors that ranks have divided.
 
 `Function.apply` asks no tensor for its rules, and would take a divided one for a tensor without history: gradients
-would be lost without a word. So for the time of a step such functions get the whole, with its history.
+would be lost without a word. So for the time of a step such functions get the whole, with its history. So do
+transforms of `torch.func`, which act below Python: what they are given, and what functions that they call find.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch._functorch import apis, eager_transforms
 from torch._functorch import utils as of_functions
 from torch.utils._pytree import tree_map_only
 
@@ -19,15 +21,24 @@ from lightning_parallel.techniques.divided.tensor import Divided
 KEEPS_ARGUMENTS = "_NoopSaveInputs"
 """The function by which `torch.utils.checkpoint` keeps what a recomputation starts from: it computes nothing."""
 
+TRANSFORMS = (
+    (apis, "vmap_impl"),
+    (eager_transforms, "grad_and_value_impl"),
+    (eager_transforms, "_vjp_with_argnums"),
+    (eager_transforms, "_jvp_with_argnums"),
+)
+"""Through which all transforms of `torch.func` go, which look them up at each call."""
+
 
 @contextmanager
 def functions_get_wholes() -> Iterator[None]:
-    """Inside, functions of autograd get whole tensors.
+    """Inside, functions of autograd and transforms get whole tensors.
 
     `Function.apply` looks up one function of torch at each call, and leads its arguments through it; that one is
     replaced. To replace `apply` would miss code that took it earlier, as in `norm = MyNorm.apply`.
     """
     before = of_functions.unwrap_dead_wrappers
+    transforms = [(module, name, getattr(module, name)) for module, name in TRANSFORMS]
 
     def unwrapped(args: tuple[Any, ...]) -> tuple[Any, ...]:
         if any(isinstance(each, Divided) or _is_called(each) for each in args):
@@ -37,10 +48,22 @@ def functions_get_wholes() -> Iterator[None]:
         return before(args)
 
     of_functions.unwrap_dead_wrappers = unwrapped
+    for module, name, transform in transforms:
+        setattr(module, name, _of_wholes(transform))
     try:
         yield
     finally:
         of_functions.unwrap_dead_wrappers = before
+        for module, name, transform in transforms:
+            setattr(module, name, transform)
+
+
+def _of_wholes(transform: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(Divided, lambda each: each.whole("torch.func"), (args, kwargs))
+        return transform(*args, **kwargs)
+
+    return run
 
 
 class GivesWholes:

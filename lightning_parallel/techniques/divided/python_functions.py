@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType, FunctionType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.function import BackwardCFunction, Function
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -37,6 +39,17 @@ def in_function() -> bool:
     """
     function = running_function()
     return function is not None and not function.__name__.startswith("CheckpointFunction")
+
+
+def takes_wholes() -> bool:
+    """Whether what runs takes no divided tensors: a function of autograd, or a transform of `torch.func`."""
+    return torch._C._are_functorch_transforms_active() or (not torch.is_grad_enabled() and in_function())
+
+
+def outside_of_transforms() -> AbstractContextManager[Any]:
+    """Inside, no transform of `torch.func` acts: they take no function of autograd as those of collectives."""
+    active = torch._C._are_functorch_transforms_active()
+    return temporarily_clear_interpreter_stack() if active else nullcontext()
 
 
 @functools.cache

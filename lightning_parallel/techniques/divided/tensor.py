@@ -25,7 +25,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_parallel.collectives.by_elements import completed, joined, part, shared_out
 from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.techniques.divided.gathered import note
-from lightning_parallel.techniques.divided.python_functions import body_of, called_below, in_function
+from lightning_parallel.techniques.divided.python_functions import (
+    body_of,
+    called_below,
+    outside_of_transforms,
+    takes_wholes,
+)
 from lightning_parallel.techniques.divided.table import RULES, is_in_place
 from lightning_parallel.techniques.tools.losses import original
 from lightning_parallel.techniques.tools.shards import as_gradient, local
@@ -202,7 +207,7 @@ class Divided(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func, kwargs = original(func), kwargs or {}
-        if not torch.compiler.is_compiling() and not torch.is_grad_enabled() and in_function():
+        if not torch.compiler.is_compiling() and takes_wholes():
             return of_wholes(func, args, kwargs)
         known = RULES.get(func)
         if known is not None:
@@ -230,10 +235,7 @@ class Wrapper(Divided):
 
 
 class Viewed(Wrapper):
-    """One of which code has views that are plain tensors: what changes in one place in place changes in the other.
-
-    A view that no rule knows is one of the gathered whole, which this keeps, and keeps up to date.
-    """
+    """One of which code has views of the gathered whole: what changes in one of both in place changes in the other."""
 
     _shown: tuple[Tensor, int, int]
     """The whole, its version and that of the own elements when they were the same."""
@@ -244,8 +246,7 @@ class Viewed(Wrapper):
         whole, version, _ = self._shown
         own: Tensor = vars(self)["own"]
         if whole._version != version:
-            if own._is_view():
-                raise _view_of_view(self)
+            self.require_known()
             own.copy_(own_of(whole, self.cuts))
             self._shown = whole, whole._version, own._version
         return own
@@ -266,7 +267,10 @@ class Viewed(Wrapper):
     def require_known(self) -> None:
         """Raises ValueError if views changed elements that are a view themselves: nobody would tell what that is of."""
         if self._shown[0]._version != self._shown[1] and vars(self)["own"]._is_view():
-            raise _view_of_view(self)
+            raise ValueError(
+                f"a view, {tuple(self.shape)}, of a view of a tensor that ranks have divided was changed in place, and "
+                "that does not reach the tensor; write to it itself, as in x[:, 2:5] = 0, or use torch.where"
+            )
 
 
 class _Traced(Divided):
@@ -337,9 +341,10 @@ def of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
     changed = [leaf for leaf in tree_leaves(args[:1]) if isinstance(leaf, Divided) and is_in_place(name)]
     changed += [leaf for leaf in tree_leaves(kwargs.get("out")) if isinstance(leaf, Divided)]
     if not changed:
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if is_divided(leaf)]
         result = _on_wholes(func, args, kwargs, name)
-        viewed = [] if torch.compiler.is_compiling() else [each for each in given if _has_view(result, each)]
+        compiled = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+        given = [] if compiled else filter(is_divided, tree_leaves((args, kwargs)))
+        viewed = [each for each in given if _has_view(result, each)]
         for each in viewed:
             whole = each.whole().clone()  # what a collective made may not be changed in place
             vars(each)["_shown"], each.__class__ = (whole, whole._version, each.own._version), Viewed
@@ -359,24 +364,18 @@ def of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
     )
 
 
-def _view_of_view(divided: Divided) -> ValueError:
-    return ValueError(
-        f"a view of a view of a tensor that ranks have divided, of the shape {tuple(divided.shape)}, was changed in "
-        "place, which does not reach that tensor; write to it itself, as in x[:, 2:5] = 0, or use torch.where"
-    )
-
-
 def _on_wholes(func: Any, args: Any, kwargs: Any, name: str) -> Any:
-    args, kwargs = tree_map_only(Divided, lambda each: each.whole(name), (tuple(args), kwargs))
+    with outside_of_transforms():
+        args, kwargs = tree_map_only(Divided, lambda each: each.whole(name), (tuple(args), kwargs))
     return func(*args, **kwargs)
 
 
 def _has_view(result: Any, divided: Divided) -> bool:
-    """Whether a result has the memory of a gathered tensor, and may be changed in place."""
-    if isinstance(divided, Viewed):
-        return False
-    whole = divided.whole().untyped_storage().data_ptr()
-    return any(isinstance(leaf, Tensor) and leaf.untyped_storage().data_ptr() == whole for leaf in tree_leaves(result))
+    """Whether a result is a gathered tensor, or a view of it, which may be changed in place."""
+    whole = divided.whole()
+    base = whole if whole._base is None else whole._base
+    found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    return not isinstance(divided, Viewed) and any(leaf is base or leaf._base is base for leaf in found)
 
 
 def own_of(tensor: Tensor, cuts: Cuts) -> Tensor:
