@@ -42,10 +42,12 @@ class Layer(nn.Module):
 class InSequence(LightningModule):
     """Embedding, layers and head are members of one list."""
 
+    layer: type[nn.Module] = Layer
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        layers = [Layer() for _ in range(4)]
+        layers = [self.layer() for _ in range(4)]
         self.net = nn.Sequential(nn.Embedding(WORDS, WIDTH), *layers, nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS))
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -68,6 +70,24 @@ class Transformed(InSequence):
         y = self.net[3:](x)
         sharpness = torch.func.grad(lambda logits: logits.square().mean())(y)
         return y + 0.1 * sharpness + 0.1 * torch.func.vjp(torch.sin, y)[1](torch.ones_like(y))[0]
+
+
+class Shrinking(Layer):
+    """Changes its weights through views; the last change follows their last use."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.down.weight.narrow(1, 3, 9).mul_(0.9)
+            self.up.weight.diagonal().mul_(1.1)
+        x = super().forward(x)
+        with torch.no_grad():
+            self.down.bias.narrow(0, 2, 4).mul_(0.9)
+            self.up.bias.narrow(0, 2, 11).mul_(0.9)
+        return x
+
+
+class Shrunk(InSequence):
+    layer = Shrinking
 
 
 class WithoutShape(InSequence):
@@ -118,6 +138,7 @@ PIPELINE = partial(PipelineParallelStrategy, microbatches=2)
         (InSequence, ZeroStrategy, 2),
         (Transformed, TensorParallelStrategy, 1),
         (Transformed, ContextParallelStrategy, 1),
+        (Shrunk, TensorParallelStrategy, 1),
         (TwoNames, TensorParallelStrategy, 1),
         (TwoNames, ZeroStrategy, 2),
         (TwoNames, PIPELINE, 1),

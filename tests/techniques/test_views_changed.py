@@ -76,7 +76,7 @@ def differences(view: str, change: str, dim: int, ranks: Ranks) -> tuple[float, 
     try:
         found = used(Divided(own, {dim: elements}) * 1.0, view, change)
         for each in ranks.viewed:
-            each.require_known()
+            each.take_changes()
     except ValueError as error:
         assert (view, dim) in REFUSED
         assert "or use torch.where" in str(error)  # noqa: PT017

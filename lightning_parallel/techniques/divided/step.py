@@ -59,7 +59,7 @@ class DividedStep(WrappedStep):
             output = self.inner.forward(OfTheUser(run, self._ranks), *args, **kwargs)
         self._in_forward = False  # not where it raised: the run is over
         for view in self._ranks.viewed:
-            view.require_known()
+            view.take_changes()
         self._ranks.viewed.clear()
         if self._went_back or not torch.is_grad_enabled():
             self._leave()

@@ -237,19 +237,27 @@ class Wrapper(Divided):
 class Viewed(Wrapper):
     """One of which code has views of the gathered whole: what changes in one of both in place changes in the other."""
 
-    _shown: tuple[Tensor, int, int]
-    """The whole, its version and that of the own elements when they were the same."""
+    _shown: tuple[Tensor, int, int]  # the whole, and the versions of it and of the own elements when they agreed
 
     @property
     def own(self) -> Tensor:  # type: ignore[override]
         """This rank's elements, as they are after changes of views."""
-        whole, version, _ = self._shown
-        own: Tensor = vars(self)["own"]
+        self.take_changes()
+        return cast(Tensor, vars(self)["own"])
+
+    def take_changes(self) -> None:
+        """Writes what views changed to the own elements; raises ValueError if that does not reach what these are of."""
+        own, (whole, version, _) = vars(self)["own"], self._shown
+        if whole._version != version and own._is_view():
+            raise ValueError(
+                f"a view, {tuple(self.shape)}, of a view of a tensor that ranks divide was changed in place, which does "
+                "not reach the tensor; write to it itself, as in x[:, 2:5] = 0, or use torch.where"
+            )
         if whole._version != version:
-            self.require_known()
-            own.copy_(own_of(whole, self.cuts))
+            is_weight = own.is_leaf and own.requires_grad  # who changes a view of one does so without gradients
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not is_weight):
+                own.copy_(own_of(whole, self.cuts))
             self._shown = whole, whole._version, own._version
-        return own
 
     def whole(self, reader: str = "") -> Tensor:
         """See `Divided.whole`: the one of which there are views."""
@@ -263,14 +271,6 @@ class Viewed(Wrapper):
         """See `Divided.forget`."""
         super().forget()
         self.whole("views")
-
-    def require_known(self) -> None:
-        """Raises ValueError if views changed elements that are a view themselves: nobody would tell what that is of."""
-        if self._shown[0]._version != self._shown[1] and vars(self)["own"]._is_view():
-            raise ValueError(
-                f"a view, {tuple(self.shape)}, of a view of a tensor that ranks have divided was changed in place, and "
-                "that does not reach the tensor; write to it itself, as in x[:, 2:5] = 0, or use torch.where"
-            )
 
 
 class _Traced(Divided):
@@ -347,9 +347,10 @@ def of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
         viewed = [each for each in given if _has_view(result, each)]
         for each in viewed:
             whole = each.whole().clone()  # what a collective made may not be changed in place
-            vars(each)["_shown"], each.__class__ = (whole, whole._version, each.own._version), Viewed
-            if each.own._is_view():
+            each.gathers.clear()
+            if each.own._is_view() or each.stored is not None:
                 each.only.ranks.viewed.append(each)
+            vars(each)["_shown"], each.__class__ = (whole, whole._version, each.own._version), Viewed
         return _on_wholes(func, args, kwargs, name) if viewed else result
     wholes = {id(each): each.whole(name).clone() for each in changed}
     args, kwargs = tree_map_only(
