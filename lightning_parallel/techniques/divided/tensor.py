@@ -250,8 +250,8 @@ class Viewed(Wrapper):
         own, (whole, version, _) = vars(self)["own"], self._shown
         if whole._version != version and own._is_view():
             raise ValueError(
-                f"a view, {tuple(self.shape)}, of a view of a tensor that ranks divide was changed in place, which does "
-                "not reach the tensor; write to it itself, as in x[:, 2:5] = 0, or use torch.where"
+                f"a view, {tuple(self.shape)}, of a view of a tensor that ranks divide was changed in place, which "
+                "does not reach the tensor; write to it itself, as in x[:, 2:5] = 0, or use torch.where"
             )
         if whole._version != version:
             is_weight = own.is_leaf and own.requires_grad  # who changes a view of one does so without gradients
