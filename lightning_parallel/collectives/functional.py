@@ -10,6 +10,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as traceable
 from torch import Tensor
 
+from lightning_parallel.collectives import messages
+
 # torch 2.13 gave these two new names and deprecated the old ones, which are all that torch 2.11 has.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -187,8 +189,8 @@ class _SendsAndReceives:
 
     def __init__(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], group: dist.ProcessGroup) -> None:
         # The group's own calls: `dist.isend` and `irecv` spend as long on finding them as on sending a small tensor.
-        self._works = [group.recv([tensor], rank, 0) for rank, tensor in received.items()]
-        self._works += [group.send([tensor], rank, 0) for rank, tensor in sent.items()]
+        self._works: list[Waitable] = [messages.receive(tensor, rank, group) for rank, tensor in received.items()]
+        self._works += messages.send(sent, group)
 
     def wait(self) -> None:
         """Returns when everything has come and gone."""

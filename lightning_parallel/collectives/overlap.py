@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from lightning_parallel.collectives.by_elements import require_first_order
-from lightning_parallel.collectives.functional import parts_of_all, scattered
+from lightning_parallel.collectives.functional import parts_of_all, scattered, uses_exchange
 
 
 def gather_and_multiply(part: Tensor, weight: Tensor, dim: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
@@ -73,7 +73,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _gathered_product(part: Tensor, matrix: Tensor, dim: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    if reaches_memory(part):
+    if reaches_memory(part, group):
         fused = symmetric("fused_all_gather_matmul")
         whole, (product,) = fused(part.contiguous(), [matrix], dim, group.group_name)
         return whole, product
@@ -82,7 +82,7 @@ def _gathered_product(part: Tensor, matrix: Tensor, dim: int, group: dist.Proces
 
 
 def _scattered_product(x: Tensor, matrix: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    if reaches_memory(x):
+    if reaches_memory(x, group):
         fused = symmetric("fused_matmul_reduce_scatter")
         result: Tensor = fused(x.contiguous(), matrix, "sum", dim, group.group_name)
         return result
@@ -98,9 +98,9 @@ def _part_of_sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     return scattered(parts.movedim(dim, 0), group)
 
 
-def reaches_memory(tensor: Tensor) -> bool:
-    """Whether products of this tensor may read other ranks' memory."""
-    return tensor.is_cuda
+def reaches_memory(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether products of this tensor may read other ranks' memory: over gloo several may share one GPU."""
+    return tensor.is_cuda and not uses_exchange(group)
 
 
 def symmetric(name: str) -> Callable[..., Any]:

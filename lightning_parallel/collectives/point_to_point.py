@@ -11,6 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_parallel.collectives import messages
+from lightning_parallel.collectives.functional import Waitable, exchange, uses_exchange
+
 T = TypeVar("T")
 
 
@@ -30,15 +33,24 @@ class Lane:
         """Starts to send a tensor, which must not change until `finish`."""
         tensor = tensor.detach().contiguous()
         if tensor.numel():
-            work = dist.isend(tensor, group=self.group, group_dst=to, tag=tag)
-            assert work is not None  # this rank is in the group
-            self._sending.append((work, tensor))
+            self._sending.append((self._send(tensor, to, tag), tensor))
         self._sending = [(work, tensor) for work, tensor in self._sending if not work.is_completed()]
+
+    def _send(self, tensor: Tensor, to: int, tag: int) -> dist.Work:
+        if uses_exchange(self.group):
+            return messages.send({to: tensor}, self.group, tag)[0]
+        work = dist.isend(tensor, group=self.group, group_dst=to, tag=tag)
+        assert work is not None  # this rank is in the group
+        return work
 
     def receive(self, tensor: Tensor, source: int, tag: int = 0) -> Arriving:
         """Starts to fill a tensor with what a rank sends."""
-        work = dist.irecv(tensor, group=self.group, group_src=source, tag=tag) if tensor.numel() else None
-        return Arriving(work, tensor)
+        return Arriving(self._receive(tensor, source, tag) if tensor.numel() else None, tensor)
+
+    def _receive(self, tensor: Tensor, source: int, tag: int) -> Waitable | None:
+        if uses_exchange(self.group):
+            return messages.receive(tensor, source, self.group, tag)
+        return dist.irecv(tensor, group=self.group, group_src=source, tag=tag)
 
     def send_object(self, value: Any, to: int, tag: int = 0) -> None:
         """Starts to send anything that can be pickled."""
@@ -57,13 +69,8 @@ class Lane:
 
         One after the other, each of two ranks that send to each other could wait for the other to receive.
         """
-        sent = sent.detach().contiguous()
-        sends = [dist.P2POp(dist.isend, sent, group=self.group, group_peer=rank) for rank in received]
-        receives = [
-            dist.P2POp(dist.irecv, tensor, group=self.group, group_peer=rank) for rank, tensor in received.items()
-        ]
-        for work in dist.batch_isend_irecv(sends + receives) if sent.numel() and received else ():
-            work.wait()
+        if sent.numel():
+            exchange(dict.fromkeys(received, sent.detach().contiguous()), received, self.group).wait()
 
     def finish(self) -> None:
         """Waits until everything was sent."""
@@ -75,7 +82,7 @@ class Lane:
 class Arriving:
     """A tensor under way."""
 
-    def __init__(self, work: dist.Work | None, tensor: Tensor) -> None:
+    def __init__(self, work: Waitable | None, tensor: Tensor) -> None:
         self._work, self._tensor = work, tensor
 
     def wait(self) -> Tensor:

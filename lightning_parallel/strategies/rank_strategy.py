@@ -13,10 +13,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities import rank_zero as fabric_rank_zero
-from lightning.fabric.utilities.distributed import (
-    _get_default_process_group_backend_for_device,
-    _init_dist_connection,
-)
+from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
@@ -39,6 +36,7 @@ from lightning_parallel.strategies.data.shares import Readers
 from lightning_parallel.strategies.logged.logging import reduce_tensor
 from lightning_parallel.strategies.model.nonfinite import Policy
 from lightning_parallel.strategies.ranks.agreement import gather_objects
+from lightning_parallel.strategies.ranks.backends import backend_for
 from lightning_parallel.strategies.ranks.failures import Failure, Failures, said_of
 from lightning_parallel.strategies.ranks.launchers import Launcher, make_launcher
 from lightning_parallel.strategies.ranks.signals import die_with_parent, end_children, is_launched_child
@@ -69,12 +67,14 @@ class RankStrategy(ParallelStrategy):
         nonfinite: what follows a loss or gradient that is nan or infinite, before the optimizer would step by it:
             "stop" raises on all ranks, "skip" leaves the step out, "continue" does not look.
         precision_plugin: in what precision the model computes.
-        process_group_backend: "nccl" on GPUs and "gloo" on CPUs unless given.
+        process_group_backend: unless given "nccl" on GPUs, and "gloo" on CPUs and where ranks share a GPU, as they do
+            with `parallel_devices=[torch.device("cuda", 0)] * 2`.
         timeout: how long a collective may wait.
         start_method: how processes are started where the environment has not started them.
 
     Raises:
-        ValueError: sizes that do not fit each other or the world, raised when the Trainer is made.
+        ValueError: sizes that do not fit each other or the world, or a backend that does not fit the devices, raised
+            when the Trainer is made.
     """
 
     def __init__(
@@ -154,6 +154,7 @@ class RankStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         self._resolve_sizes(self.num_nodes * self.num_processes)
+        backend_for(self.parallel_devices or (), self._backend)
         self._checkpoints.require_own_io(self._checkpoint_io)
         environment, method = self._environment(), self._start_method
         self._launcher = make_launcher(self, environment, method, self.num_processes, self.num_nodes)
@@ -178,8 +179,8 @@ class RankStrategy(ParallelStrategy):
         self.set_world_ranks()
         self._require_world_size()
         device = self.root_device
-        backend = self._backend or _get_default_process_group_backend_for_device(device)
-        bound = device if device.type == "cuda" else None
+        backend = backend_for(self.parallel_devices or (), self._backend)
+        bound = device if device.type == "cuda" and "nccl" in backend else None
         _init_dist_connection(self._environment(), backend, timeout=self._timeout, device_id=bound)
         if self._world is not world_group():
             self.mesh = ParallelMesh(self._resolve_sizes(dist.get_world_size()), device.type)

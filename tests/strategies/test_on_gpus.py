@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gpu import on_gpu
 from tests.strategies.on_gpus import STRATEGIES
 
 SCRIPT = Path(__file__).with_name("on_gpus.py")
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@on_gpu
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_gpus_train_as_the_host_does(strategy: str, tmp_path: Path) -> None:
     devices = str(min(2, torch.cuda.device_count()))

@@ -96,7 +96,7 @@ def overlapping(column: str, fused: bool, **options: Any) -> tuple[Curve, int]:
         calls.append(name)
         return BY_REFERENCE[name]
 
-    with mock.patch.multiple(overlap, reaches_memory=lambda _: fused, symmetric=symmetric):
+    with mock.patch.multiple(overlap, reaches_memory=lambda *_: fused, symmetric=symmetric):
         return train(column, partial(TensorParallelStrategy, 2, overlap=True), **options), len(calls)
 
 

@@ -1,0 +1,100 @@
+"""A run from its first step to its predictions, with a stop on the way, on one of several places.
+
+The places are the host, a pretended device whose messages go through the host, and one GPU that all ranks share.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch import Trainer
+
+from tests.curves import Curve, Recorder, compare, compare_series, whole
+from tests.models import build, loaders
+from tests.pretended import Device, pretended_device
+from tests.ranks import begun_on_one, run_on_ranks
+from tests.trainers import PoolEnvironment, trainer
+
+Place = Literal["host", "pretended", "gpu"]
+Make = Callable[..., Any]
+RUN: dict[str, Any] = {"precision": "64-true", "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+
+
+@dataclass(frozen=True)
+class Journey:
+    """What a run showed: two curves, before and after it stopped, the metrics of a validation, and predictions.
+
+    Attributes:
+        predicted: the sums of this rank's predictions and of their squares.
+        copied: how many tensors messages took to the host, where the device is a pretended one.
+    """
+
+    first: Curve
+    second: Curve
+    validated: dict[str, float]
+    predicted: tuple[float, float]
+    copied: int
+
+
+def journey(
+    make: Make | None, readers: int, place: Place, column: str = "gpt", run: Mapping[str, Any] = RUN, **model: Any
+) -> Journey:
+    """Fits for an epoch, goes on from its checkpoint in a new model, validates and predicts."""
+    with around(place) as device:
+        data = loaders(column, 8 // readers)
+        file = Path(os.environ["RANKS_SCRATCH"]) / "stopped.ckpt"
+        on_the_way = made(make, place, run, max_epochs=1)
+        first = curve(on_the_way, build(column, **model), data)
+        on_the_way.save_checkpoint(file)
+        going_on, module = made(make, place, run, max_epochs=2), build(column, seed=1, **model)
+        second = curve(going_on, module, data, ckpt_path=file)
+        (metrics,) = going_on.validate(module, data.val, verbose=False)
+        predictions = torch.cat([part.double().cpu().flatten() for part in going_on.predict(module, data.val) or []])
+    return Journey(
+        first, second, metrics, (predictions.sum().item(), predictions.square().sum().item()), device.to_host
+    )
+
+
+def around(place: Place) -> AbstractContextManager[Device]:
+    return pretended_device() if place == "pretended" else nullcontext(Device())
+
+
+def made(make: Make | None, place: Place, run: Mapping[str, Any], **more: Any) -> Trainer:
+    if place != "gpu":
+        return trainer("auto" if make is None else make(), **run, **more)
+    shared = [torch.device("cuda", 0)] * PoolEnvironment().world_size()
+    strategy = "auto" if make is None else make(parallel_devices=shared)
+    return trainer(strategy, 1, accelerator="cuda", **run, **more)
+
+
+def curve(trainer: Trainer, module: Any, data: Any, **fit: Any) -> Curve:
+    recorder = Recorder()
+    trainer.callbacks.append(recorder)
+    torch.manual_seed(0)
+    module.predict_step = lambda batch, batch_idx: module(batch["input_ids"])
+    trainer.fit(module, *data, **fit)
+    recorder.curve.weights.update({name: whole(name, value) for name, value in module.state_dict().items()})
+    return recorder.curve
+
+
+def check_journey(n: int, make: Make, readers: int, place: Place, *, rtol: float, **options: Any) -> list[Journey]:
+    """Makes the journey on `n` ranks and in one process on the host, and holds every rank to the latter's.
+
+    Metrics of an evaluation are in single precision, whatever the model computes in.
+    """
+    expected = begun_on_one(journey, None, 1, "host", **options)
+    found: list[Journey] = run_on_ranks(n, journey, make, readers, place, **options)
+    wanted: Journey = expected.result()
+    for rank, got in enumerate(found):
+        compare(wanted.first, got.first, rtol, f"rank {rank}, first: ")
+        compare(wanted.second, got.second, rtol, f"rank {rank}, second: ")
+        compare_series(f"rank {rank}: validation", [wanted.validated], [got.validated], max(rtol, 1e-6))
+    totals = torch.tensor([got.predicted for got in found]).sum(0) * readers / n  # others predict the same samples
+    torch.testing.assert_close(totals, torch.tensor(wanted.predicted), rtol=max(rtol, 1e-5), atol=1e-3)
+    return found

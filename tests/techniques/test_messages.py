@@ -1,0 +1,238 @@
+"""Messages that go through the host: those of tensors that lie there, and nothing is sent before its time."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_parallel.collectives import messages
+from lightning_parallel.collectives.circle import Circle
+from lightning_parallel.collectives.functional import (
+    all_gather,
+    all_gather_rows,
+    broadcast_tensors,
+    parts_of_all,
+    reduce_scatter,
+    scattered,
+    summed,
+)
+from lightning_parallel.collectives.point_to_point import Lane, share_object
+from lightning_parallel.collectives.rows import exchanged, told
+from lightning_parallel.strategies.ranks.backends import backend_for
+from tests.pretended import WRONG, pretended_device
+from tests.ranks import ranks, run_on_ranks
+
+HOST = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
+
+
+def group() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world
+
+
+def values(*shape: int, of: int | None = None) -> Tensor:
+    """Other ones on each rank, the same in each call."""
+    random = torch.Generator().manual_seed(group().rank() if of is None else of)
+    return torch.randn(*shape, generator=random)
+
+
+# ---------------------------------------------------------------- everything that goes from rank to rank
+
+
+def gathered() -> Any:
+    output = torch.zeros(group().size() * 5)
+    pending = all_gather(output, values(5), group())
+    pending.wait()
+    return output
+
+
+def gathered_in_place() -> Any:
+    output = torch.zeros(group().size(), 5)
+    output[group().rank()] = values(5)
+    all_gather(output.view(-1), output[group().rank()], group()).wait()
+    return output
+
+
+def gathered_rows() -> Any:
+    flat, chunk = torch.zeros(3 * group().size() - 1), 3
+    own = slice(group().rank() * chunk, (group().rank() + 1) * chunk)
+    flat[own] = values(flat[own].numel())
+    all_gather_rows(flat, chunk, group()).wait()
+    return flat
+
+
+def reduced() -> Any:
+    output = torch.zeros(4)
+    reduce_scatter(output, values(4 * group().size()), group()).wait()
+    return output
+
+
+def of_all_kinds() -> Any:
+    return [parts_of_all(values(2, 3).to(dtype), group()) for dtype in DTYPES]
+
+
+def sums() -> Any:
+    return [scattered(values(group().size(), 2, 3), group()), summed(values(3), group())]
+
+
+def rows() -> Any:
+    n, own = group().size(), group().rank()
+    sent = [(own + rank) % 3 for rank in range(n)]  # to some ranks none
+    return [exchanged(values(sum(sent), 2), sent, sent, group()), told(values(n), group())]
+
+
+def round_the_circle() -> Any:
+    circle = Circle(group(), tuple(reversed(range(group().size()))))
+    received = torch.zeros(3)
+    circle.exchange({circle.at(1): values(3)}, {circle.at(-1): received}).wait()
+    return [received, circle.told(values(2))]
+
+
+def to_all_at_once() -> Any:
+    """In one message for each pair, in both directions."""
+    others = [rank for rank in range(group().size()) if rank != group().rank()]
+    received = {rank: torch.zeros(4) for rank in others}
+    Lane(group(), HOST).exchange(values(4), received)
+    return received
+
+
+def with_tags() -> Any:
+    """The one that is asked for second was sent first."""
+    lane, n, own = Lane(group(), HOST), group().size(), group().rank()
+    for tag in (1, 2):
+        lane.send(values(3) + tag, (own + 1) % n, tag)
+    found = [lane.receive(torch.zeros(3), (own - 1) % n, tag).wait() for tag in (2, 1)]
+    lane.finish()
+    return found
+
+
+def objects() -> Any:
+    lane, n, own = Lane(group(), HOST), group().size(), group().rank()
+    lane.send_object({"rank": own, "tensor": values(2)}, (own + 1) % n)
+    found = lane.receive_object((own - 1) % n)
+    lane.finish()
+    return [found, share_object(("said", own), 1, group(), HOST)]
+
+
+def broadcast() -> Any:
+    tensors = [values(3), values(2).to(torch.int64)]
+    broadcast_tensors(tensors, group(), HOST, source=1)
+    return tensors
+
+
+ALL = {act.__name__: act for act in (gathered, gathered_in_place, gathered_rows, reduced, of_all_kinds, sums, rows,
+                                     round_the_circle, to_all_at_once, with_tags, objects, broadcast)}  # fmt: skip
+
+
+def flat(found: Any) -> list[Any]:
+    return torch.utils._pytree.tree_leaves(found)
+
+
+def compare_all() -> None:
+    for name, act in ALL.items():
+        plain = act()
+        with pretended_device() as device:
+            through_host = act()
+        assert not device.late, name
+        for wanted, got in zip(flat(plain), flat(through_host), strict=True):
+            same = torch.equal(got, wanted) if isinstance(wanted, Tensor) else got == wanted
+            assert same, f"{name} on rank {group().rank()}: {got}, not {wanted}"
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_all_that_goes_from_rank_to_rank_is_the_same_through_the_host(n: int) -> None:
+    run_on_ranks(n, compare_all)
+
+
+# ---------------------------------------------------------------- when
+
+
+@ranks(2)
+def test_a_tensor_is_filled_when_it_is_waited_for_and_then_left_alone() -> None:
+    other = 1 - group().rank()
+    received, sent = torch.full((3,), -1.0), values(3)
+    with pretended_device() as device:
+        arrival = messages.receive(received, other, group())
+        (sending,) = messages.send({other: sent}, group())
+        sent.fill_(WRONG)  # it was copied: the user may go on
+        sending.wait()
+        dist.barrier()
+        assert received.eq(-1).all(), "before somebody waited"
+        arrival.wait()
+        assert torch.equal(received, values(3, of=other))
+        received.zero_()
+        arrival.wait()
+    assert not received.any(), "the message came again"
+    assert (device.to_host, device.to_device) == (1, 1)
+
+
+@ranks(4)
+def test_what_goes_to_several_ranks_is_copied_once() -> None:
+    with pretended_device() as device:
+        gathered()
+    assert (device.to_host, device.to_device) == (1, 3)
+
+
+@ranks(2)
+def test_tensors_of_the_host_are_not_copied() -> None:
+    tensor = values(3)
+    assert messages.on_host([tensor, tensor])[1] is tensor
+
+
+def test_the_pretended_device_tells_who_sends_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretended_device():
+        monkeypatch.setattr(messages, "finish", lambda _: None)
+        assert messages.on_host([torch.ones(2)])[0].eq(WRONG).all()
+
+
+class Lost:
+    """A group of which nothing comes."""
+
+    def recv(self, *_: Any) -> Any:
+        return self
+
+    def wait(self) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_a_message_that_is_lost_raises_and_leaves_the_tensor() -> None:
+    tensor = torch.ones(2)
+    with pretended_device() as device:
+        arrival = messages.receive(tensor, 1, Lost())  # type: ignore[arg-type]
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="closed by peer"):
+                arrival.wait()
+    assert tensor.eq(1).all()
+    assert not device.to_device
+
+
+# ---------------------------------------------------------------- who talks by what
+
+GPU, OTHER = torch.device("cuda", 0), torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize(
+    ("devices", "chosen", "backend"),
+    [
+        ([HOST, HOST], None, "gloo"),
+        ([GPU, OTHER], None, "nccl"),
+        ([GPU], None, "nccl"),
+        ([GPU, GPU], None, "gloo"),
+        ([GPU, GPU], "gloo", "gloo"),
+        ([GPU, OTHER], "gloo", "gloo"),
+    ],
+)
+def test_ranks_that_share_a_gpu_talk_through_the_host(
+    devices: list[torch.device], chosen: str | None, backend: str
+) -> None:
+    assert backend_for(devices, chosen) == backend
+
+
+@pytest.mark.parametrize("chosen", ["nccl", "cpu:gloo,cuda:nccl"])
+def test_nccl_does_not_talk_between_ranks_that_share_a_gpu(chosen: str) -> None:
+    with pytest.raises(ValueError, match=r"nccl' does not talk .* 3 ranks have 2; leave it out, or pass 'gloo'"):
+        backend_for([GPU, GPU, OTHER], chosen)
