@@ -20,8 +20,7 @@ from torchmetrics import MeanMetric
 
 from lightning_parallel.checkpoint.hub.folder import HubState
 from recipes import checks, hub
-
-IGNORED = -100  # the label of a position that has no target
+from recipes.losses import IGNORED, cross_entropy
 
 
 @dataclass(frozen=True)
@@ -221,11 +220,16 @@ class GPT(nn.Module):
         ``position_ids`` (T) or (B, T) default to 0, 1, 2, …. ``documents`` (B, T) numbers the documents that are packed
         into a sequence: no token looks at another one's.
         """
+        logits: Tensor = self.head(self.hidden(input_ids, position_ids, documents))  # (B, T, V)
+        return logits
+
+    def hidden(self, input_ids: Tensor, position_ids: Tensor | None, documents: Tensor | None) -> Tensor:
+        """Return what the head maps to logits, (B, T, C)."""
         x, *places = self.enter(input_ids, position_ids, documents)
         for block in self.blocks:
             x = block(x, *places)
-        logits: Tensor = self.head(self.norm(x))  # (B, T, V)
-        return logits
+        normalised: Tensor = self.norm(x)
+        return normalised
 
     def enter(
         self, input_ids: Tensor, position_ids: Tensor | None, documents: Tensor | None
@@ -281,6 +285,7 @@ class GPTModule(LightningModule):
         warmup_steps: Optimizer steps until the peak.
         final_lr: The last learning rate, as a share of the peak.
         fused: Whether AdamW runs its fused kernel.
+        loss_chunks: Into how many parts tokens are divided, whose logits do not exist at once; see ``cross_entropy``.
     """
 
     config_class: type[GPTConfig] = GPTConfig
@@ -296,11 +301,13 @@ class GPTModule(LightningModule):
         warmup_steps: int = 100,
         final_lr: float = 0.1,
         fused: bool = False,
+        loss_chunks: int = 1,
     ) -> None:
         super().__init__()
         checks.number(0, learning_rate=learning_rate, weight_decay=weight_decay, final_lr=final_lr)
         checks.number(0, 1, **{f"betas__{place}": beta for place, beta in enumerate(betas)})
         checks.whole(0, warmup_steps=warmup_steps)
+        checks.whole(1, loss_chunks=loss_chunks)
         checks.flag(fused=fused)
         self.config = config if isinstance(config, GPTConfig) else self.config_class(**config)
         self.save_hyperparameters(ignore="config")
@@ -327,11 +334,12 @@ class GPTModule(LightningModule):
         return logits
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
-        return self._cross_entropy(self(*inputs_of(batch)), batch)
+        assert self.network is not None, "configure_model has not run"
+        return self._cross_entropy(self.network.hidden(*inputs_of(batch)), batch)
 
-    def _cross_entropy(self, logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        exact = torch.promote_types(logits.dtype, torch.float32)
-        return F.cross_entropy(logits.flatten(0, 1).to(exact), batch["labels"].flatten(), ignore_index=IGNORED)
+    def _cross_entropy(self, x: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        assert self.network is not None, "configure_model has not run"
+        return cross_entropy(x, self.network.head, batch["labels"], self.hparams["loss_chunks"])
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the mean loss of the batch's tokens."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -291,10 +291,12 @@ class MoEGPT(GPT):
         """Return block number ``layer``."""
         return super().make_block(layer) if layer < self.config.dense_layers else MoEBlock(self.config)
 
-    def forward(  # type: ignore[override]
-        self, input_ids: Tensor, position_ids: Tensor | None = None, documents: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return logits (B, T, V) for ids (B, T), and what `Routing` tells of; see ``GPT.forward``."""
+    def hidden(self, input_ids: Tensor, position_ids: Tensor | None, documents: Tensor | None) -> Tensor:
+        """Return what the head maps to logits, (B, T, C)."""
+        return self.routed(input_ids, position_ids, documents)[0]
+
+    def routed(self, input_ids: Tensor, position_ids: Tensor | None, documents: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return what the head maps to logits, (B, T, C), and what `Routing` tells of; see ``GPT.forward``."""
         x, *places = self.enter(input_ids, position_ids, documents)
         exact = torch.promote_types(x.dtype, torch.float32)
         routing = torch.zeros(len(x), 0, 2 * self.config.n_experts + 3, dtype=exact, device=x.device)
@@ -303,7 +305,7 @@ class MoEGPT(GPT):
                 x = block(x, *places)
             else:
                 x, routing = block(x, *places, routing)
-        return self.head(self.norm(x)), routing
+        return self.norm(x), routing
 
 
 class Pairs(Metric):
@@ -354,16 +356,11 @@ class MoEModule(GPTModule):
         super().configure_model()
         self.routers = [module for module in self.modules() if isinstance(module, Router)]
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
-        """Return the logits (B, T, V)."""
-        assert self.network is not None, "configure_model has not run"
-        return cast(Tensor, self.network(input_ids, position_ids, documents)[0])
-
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the mean loss of the batch's tokens, with the losses on routers."""
         assert self.network is not None, "configure_model has not run"
-        logits, noted = self.network(*inputs_of(batch))
-        loss, routing = self._cross_entropy(logits, batch), Routing(noted)
+        x, noted = self.network.routed(*inputs_of(batch))
+        loss, routing = self._cross_entropy(x, batch), Routing(noted)
         self.fraction = routing.fraction.detach()
         self.log("train_loss", loss, prog_bar=True)
         self.log("router_entropy", routing.entropy.mean())

@@ -168,10 +168,11 @@ OWN = {"vocab_size": VOCABULARY, "context": 64, "dim": 32, "n_layers": 4, "n_hea
        "hidden_dim": 64}  # fmt: skip
 
 
-def own_gpt(optimizer: MakeOptimizer | None = None, **overrides: Any) -> LightningModule:
+def own_gpt(optimizer: MakeOptimizer | None = None, loss_chunks: int = 1, **overrides: Any) -> LightningModule:
     from recipes.gpt import GPTConfig, GPTModule
 
-    return owned(GPTModule, optimizer)(GPTConfig(**(OWN | overrides)), learning_rate=1e-2, warmup_steps=2)
+    config, training = GPTConfig(**(OWN | overrides)), {"learning_rate": 1e-2, "warmup_steps": 2}
+    return owned(GPTModule, optimizer)(config, **training, loss_chunks=loss_chunks)
 
 
 def owned(kind: type[LightningModule], optimizer: MakeOptimizer | None) -> type[LightningModule]:

@@ -205,7 +205,7 @@ def test_losses_on_routers_are_those_of_the_papers():
         router.register_forward_hook(
             lambda router, inputs, outputs: seen.append((inputs[0] @ router.weight.T, outputs))
         )
-    noted = network(ids)[1]
+    noted = network.routed(ids, None, None)[1]
     routing, unequal = Routing(noted), BalanceLoss()(noted)
     assert len(seen) == len(routing.z) == 2
     for layer, (logits, (index, _, _)) in enumerate(seen):
