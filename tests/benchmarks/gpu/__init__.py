@@ -1,0 +1,5 @@
+"""What one GPU shows: the recipe beside a loop by hand and Lightning's own, and what strategies take on the host.
+
+`python -m tests.benchmarks.gpu` prints tables and writes them as JSON; `--device cpu --size nano` runs the same on the
+CPU.
+"""

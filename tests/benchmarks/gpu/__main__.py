@@ -1,0 +1,140 @@
+"""The command: see `python -m tests.benchmarks.gpu --help`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from tests.benchmarks.gpu import host, variants
+from tests.benchmarks.gpu.device import Device, multiplication_rates
+from tests.benchmarks.gpu.host import WAYS
+from tests.benchmarks.gpu.job import SIZES
+from tests.benchmarks.gpu.variants import VARIANTS, Measured, Setting, Variant
+from tests.benchmarks.interleaved import Cost, markdown, spread
+
+T = TypeVar("T")
+Rounds = list[dict[str, T]]
+PROFILED = (variants.BASE, variants.LIGHTNING, variants.RECIPE)
+TRAINING = 0.85
+"""The share of the time that the training may take; what is left is for the host."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    chosen = parsed(arguments)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    setting = Setting(SIZES[chosen.size], Device(chosen.device), chosen.backend)
+    start, limit = time.monotonic(), 60 * chosen.minutes
+    rates = multiplication_rates(setting.device, setting.job.products, seconds=limit / 200)
+    training = rounds_of(VARIANTS, lambda variant: measure(variant, setting), start + TRAINING * limit, chosen.rounds)
+    strategies = rounds_of(
+        WAYS, lambda way: host.cost_of(way, setting.device, chosen.host_steps), start + limit, chosen.rounds
+    )
+    found = report(setting, rates, training, strategies)
+    print(document(found))
+    chosen.results.parent.mkdir(parents=True, exist_ok=True)
+    chosen.results.write_text(json.dumps(found, indent=1))
+    if chosen.profile is not None:
+        chosen.profile.write_text("\n\n".join(f"{name}\n{profile_of(name, setting)}" for name in PROFILED))
+
+
+def parsed(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.gpu", description=__doc__)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--size", choices=SIZES, default="gpt-1b")
+    parser.add_argument("--backend", default="inductor", help="of torch.compile")
+    parser.add_argument("--minutes", type=float, default=7.5, help="but for the first round, which is always whole")
+    parser.add_argument("--rounds", type=int, default=5, help="at most")
+    parser.add_argument("--host-steps", type=int, default=100, help="of a tiny model, for the time of the host")
+    parser.add_argument("--profile", type=Path, help="a file for what the device did in the steps of some, afterwards")
+    parser.add_argument("--results", type=Path, default=Path("outputs/gpu.json"))
+    return parser.parse_args(arguments)
+
+
+def measure(variant: Variant, setting: Setting) -> Measured:
+    setting.device.let_go()
+    return variant(setting)
+
+
+def rounds_of(variants: Mapping[str, T], run: Callable[[T], Any], end: float, most: int) -> Rounds[Any]:
+    """Each round runs all once, every other one in reverse, as long as one more round ends in time."""
+    rounds: Rounds[Any] = []
+    took = 0.0
+    while not rounds or (len(rounds) < most and time.monotonic() + took < end):
+        begun = time.monotonic()
+        order = list(variants)[:: -1 if len(rounds) % 2 else 1]
+        found = {name: run(variants[name]) for name in order}
+        rounds.append({name: found[name] for name in variants})
+        took = time.monotonic() - begun
+    return rounds
+
+
+def profile_of(name: str, setting: Setting) -> str:
+    """Where the time of the measured steps goes."""
+    profiler = torch.profiler.profile()
+    measure(VARIANTS[name], replace(setting, profiler=profiler))
+    order = "self_device_time_total" if setting.device.is_gpu else "self_cpu_time_total"
+    return profiler.key_averages().table(sort_by=order, row_limit=30)
+
+
+# ---------------------------------------------------------------- what is told
+
+
+def report(
+    setting: Setting, rates: Mapping[str, float], training: Rounds[Measured], strategies: Rounds[Cost]
+) -> dict[str, Any]:
+    rate = max(rates.values())
+    return {
+        "device": setting.device.name,
+        "torch": torch.__version__,
+        "model": setting.job.model,
+        "tokens": setting.job.tokens,
+        "flops": setting.job.flops,
+        "products": rates,
+        "training": {name: told_of([found[name] for found in training], setting, rate) for name in training[0]},
+        "ratios": {
+            name: [found[name].seconds / found[variants.BASE].seconds for found in training] for name in training[0]
+        },
+        "host": {name: [1000 * found[name].host for found in strategies] for name in strategies[0]},
+        "host_over": {
+            name: [1000 * (found[name].host - found[way.base].host) for found in strategies]
+            for name, way in WAYS.items()
+        },
+    }
+
+
+def told_of(fits: list[Measured], setting: Setting, rate: float) -> dict[str, Any]:
+    seconds = statistics.median(fit.seconds for fit in fits)
+    return {
+        "ms": [1000 * fit.seconds for fit in fits],
+        "tokens_per_second": setting.job.tokens / seconds,
+        "utilisation": setting.job.flops / seconds / rate,
+        "peak": max((fit.peak for fit in fits if fit.peak is not None), default=None),
+    }
+
+
+def document(found: Mapping[str, Any]) -> str:
+    products = ", ".join(f"{shape}: {rate / 1e12:.1f}" for shape, rate in found["products"].items())
+    rows = [["variant", f"step / {variants.BASE}", "ms a step", "tokens a second", "of the rate", "peak, GiB"]]
+    for name, told in found["training"].items():
+        peak = "" if told["peak"] is None else f"{told['peak'] / 2**30:.2f}"
+        speed = [f"{told['tokens_per_second']:,.0f}", f"{100 * told['utilisation']:.1f} %", peak]
+        rows.append([name, spread(found["ratios"][name]), f"{statistics.median(told['ms']):.1f}", *speed])
+    hosts = [["strategy, world size 1", "ms over Lightning's", "ms a step"]]
+    for name, milliseconds in found["host"].items():
+        hosts.append([name, spread(found["host_over"][name]), f"{statistics.median(milliseconds):.3f}"])
+    head = f"{found['device']}, torch {found['torch']}; {found['model']}, {found['tokens']} tokens a step"
+    counts = f"{len(found['ratios'][variants.BASE])} rounds of training, {len(milliseconds)} of the host"
+    return "\n\n".join([f"{head}; {counts}", f"products, TFLOP/s: {products}", markdown(rows), markdown(hosts)])
+
+
+if __name__ == "__main__":
+    main()
