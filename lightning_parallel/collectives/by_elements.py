@@ -99,7 +99,11 @@ def total_part(x: Tensor, dim: int, elements: Elements) -> Tensor:
 
 
 def _apply(function: Any, *args: Any) -> Tensor:
-    result: Tensor = function.apply(*args)
+    if torch.compiler.is_compiling():
+        traced: Tensor = function.apply(*args)
+        return traced
+    # Without what `Function.apply` looks for first, for it is not here: defaults of a `setup_context`, and transforms.
+    result: Tensor = super(Function, function).apply(*args)
     return result
 
 

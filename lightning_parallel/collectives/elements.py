@@ -6,9 +6,9 @@ rank 0 and 16-31 on rank 1; `shrunk(8)` gives those of the heads, 0-1 and 2-3, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from lightning_parallel.collectives.made_of import Made, MadeOf
 from lightning_parallel.collectives.spans import Runs, Span, bounds, indices, joined, places, without
+
+T = TypeVar("T")
 
 KEPT = 1000
 """How many forms of a division are remembered: lengths of sequences may change with every batch."""
@@ -169,6 +171,7 @@ class Elements:
         self.even = self.even and self.disjoint
         """Whether each rank has one chunk, all of the same length, in the order of the ranks."""
         self._derived: dict[tuple[str, int, int], Elements] = {}
+        self._remembered: dict[Hashable, Any] = {}
         self._index: dict[tuple[str, torch.device], Tensor] = {}
 
     def same(self, other: Elements | None) -> bool:
@@ -236,6 +239,23 @@ class Elements:
                 self._derived.clear()
             self._derived[key] = self.ranks.elements(size, [change(runs) for runs in self.runs])
         return self._derived[key]
+
+    def remembered(self, key: Hashable, find: Callable[..., T], *args: Any) -> T:
+        """What `find(*args)` gave for a key at first: rules decide the same for the same shapes in every step.
+
+        Args:
+            key: all that decides, of which numbers are integers (1, 1.0 and True are one key).
+            find: a function of what the key tells.
+            args: for it.
+        """
+        if torch.compiler.is_compiling():
+            return find(*args)
+        if key not in self._remembered:
+            if len(self._remembered) > KEPT:
+                self._remembered.clear()
+            self._remembered[key] = find(*args)
+        found: T = self._remembered[key]
+        return found
 
     # ---------------------------------------------------------------- in tensors
 

@@ -74,6 +74,12 @@ def brought_together(
     Returns:
         What stands for each tensor, and the elements by the names of dimensions; None if they cannot meet.
     """
+    return _along_one(tensors, names) or _brought(tensors, names, dtype)
+
+
+def _brought(
+    tensors: Sequence[Any], names: Sequence[Sequence[Label]], dtype: torch.dtype | None
+) -> tuple[list[Any], dict[Any, Elements]] | None:
     cuts: dict[Any, Elements] = {}
     divides: dict[Ranks, Label] = {}
     unlike = False
@@ -93,6 +99,35 @@ def brought_together(
         cuts = _narrowest(tensors, names)
     found = [own_part(t, n, cuts, dtype) if isinstance(t, Tensor) else t for t, n in zip(tensors, names, strict=True)]
     return found, cuts
+
+
+def _along_one(
+    tensors: Sequence[Any], names: Sequence[Sequence[Label]]
+) -> tuple[list[Any], dict[Any, Elements]] | None:
+    """The usual case, in which nothing has to be brought: all that is divided is so alike, along one name.
+
+    A plain tensor does not have this name, and does not learn, as a mask.
+    """
+    name = elements = None
+    found = []
+    for tensor, own in zip(tensors, names, strict=True):
+        if not isinstance(tensor, Tensor):
+            found.append(tensor)
+        elif isinstance(tensor, Divided) and len(tensor.cuts) == 1:
+            ((dim, mine),) = tensor.cuts.items()
+            if own[dim] is None or (elements is not None and (mine is not elements or own[dim] != name)):
+                return None
+            name, elements = own[dim], mine
+            found.append(tensor.own)
+        elif isinstance(tensor, Divided) or learns(tensor):
+            return None
+        else:
+            found.append(tensor)
+    if elements is None or elements.everywhere or elements.ranks.averages is not None:
+        return None
+    if any(name in own for tensor, own in zip(tensors, names, strict=True) if not is_divided(tensor)):
+        return None
+    return found, {name: elements}
 
 
 def _narrowest(tensors: Sequence[Any], names: Sequence[Sequence[Label]]) -> dict[Any, Elements]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +24,9 @@ T = TypeVar("T")
 
 OF_TORCH = frozenset(vars(nn.Module()))
 """The attributes that every module has."""
+
+HOLD = (Divided, list, deque, dict, tuple)
+"""Divided tensors, and what may hold them."""
 
 DEPTH = 5
 """How far within containers is looked: they may contain each other."""
@@ -48,7 +52,9 @@ class DividedStep(WrappedStep):
         super().__init__(inner)
         _refuse_compiled(model)
         self._model, self._ranks = model, ranks
-        self._tables = [vars(module) for module in model.modules()]
+        self._tables = [(vars(module), _first_own(vars(module))) for module in model.modules()]
+        self._hold_nothing: set[type] = set()
+        """Types of which values are no divided tensors, and hold none: most modules have no other ones."""
         self._in_forward = self._went_back = False
 
     def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
@@ -75,10 +81,15 @@ class DividedStep(WrappedStep):
 
     def _leave(self) -> None:
         tell(self._ranks, self._model)
-        for table in self._tables:
-            for name, value in table.items():
-                if name not in OF_TORCH and (made := _whole(value)) is not value:
-                    table[name] = made
+        for table, own in self._tables:
+            if not self._hold_nothing.issuperset(map(type, islice(table.values(), own, None))):
+                self._make_whole(table, own)
+
+    def _make_whole(self, table: dict[str, Any], own: int) -> None:
+        for name, value in islice(table.items(), own, None):
+            if name not in OF_TORCH and (made := _whole(value)) is not value:
+                table[name] = made
+        self._hold_nothing |= {kind for kind in set(map(type, table.values())) if not issubclass(kind, HOLD)}
 
 
 def _refuse_compiled(model: nn.Module) -> None:
@@ -113,11 +124,16 @@ def _reducing_later(ranks: Ranks, now: bool) -> Iterator[None]:
         ranks.reduces_later = before
 
 
+def _first_own(table: dict[str, Any]) -> int:
+    """The place of a module's first attribute of its own: those of every module come first, and stay there."""
+    return len(OF_TORCH) if OF_TORCH.issuperset(islice(table, len(OF_TORCH))) else 0
+
+
 def _whole(value: Any, depth: int = DEPTH) -> Any:
     """The value without divided tensors: lists and dicts stay the same ones."""
     if isinstance(value, Divided):
         return value.whole("what the module keeps")
-    if not depth or not isinstance(value, (list, deque, dict, tuple)):
+    if not depth or not isinstance(value, HOLD):
         return value
     items: Any = value
     places: Any = list(value) if isinstance(value, dict) else range(len(value))

@@ -206,10 +206,10 @@ class Divided(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        func, kwargs = original(func), kwargs or {}
+        kwargs = kwargs or {}
         if not torch.compiler.is_compiling() and takes_wholes():
-            return of_wholes(func, args, kwargs)
-        known = RULES.get(func)
+            return of_wholes(original(func), args, kwargs)
+        known = RULES.get(func) or RULES.get(func := original(func))
         if known is not None:
             result = known(func, args, kwargs)
             if result is not NotImplemented:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.techniques.divided import rules  # noqa: F401  (enters them in the table)
-from lightning_parallel.techniques.divided.tensor import Cuts, Divided, alike
+from lightning_parallel.techniques.divided.tensor import Cuts, Divided, Wrapper, alike
 from lightning_parallel.techniques.tools.leaves import leaf_of
 from lightning_parallel.techniques.tools.redirect import Forward, redirect_forward
 from lightning_parallel.techniques.tools.shards import divides, pieces
@@ -104,6 +104,7 @@ class Unit:
         self.met: set[str] = set()
         """Names of those that met divided tensors since the batch began."""
         self._divided: list[tuple[dict[str, Any], str, Cuts, torch.Size]] = []
+        self._wholes: dict[int, Divided] = {}
         self.alike: dict[str, Slot] = {}
         """Where the parameters are that all ranks have alike."""
         for own, parameter in module._parameters.items():
@@ -148,16 +149,24 @@ class Unit:
         """Keeps the names of parameters that met divided tensors in this forward."""
         self.met |= {name for name, (table, own) in self.alike.items() if id(table[own]) in self.ranks.met}
 
+    def _looking_whole(self, place: int, kept: DTensor, cuts: Cuts) -> Divided:
+        """The parameter as modules find it: the same tensor in each forward, as long as what is stored is the same."""
+        leaf, shown = leaf_of(kept), self._wholes.get(place)
+        if torch.compiler.is_compiling() or not (type(shown) is Wrapper and shown.stored is kept and shown.own is leaf):
+            shown = self._wholes[place] = Divided(leaf, cuts)
+            shown.stored = kept
+        shown.gathers.clear()
+        return shown
+
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Inside, the module's tables hold divided and alike parameters in place of what is stored."""
         before: list[tuple[dict[str, Any], str, Any]] = []
-        for table, own, cuts, shape in self._divided:
+        for place, (table, own, cuts, shape) in enumerate(self._divided):
             kept = table[own]
             if isinstance(kept, DTensor) and kept._local_tensor.shape == shape:  # else ZeRO has sharded it again
                 before.append((table, own, kept))
-                table[own] = shown = Divided(leaf_of(kept), cuts)
-                shown.stored = kept
+                table[own] = self._looking_whole(place, kept, cuts)
         for name in self.summands:
             table, own = self.alike[name]
             if not isinstance(kept := table[own], Divided) and not isinstance(kept, DTensor):

@@ -16,6 +16,9 @@ from lightning_parallel.techniques.divided.repeats import without_repeats
 from lightning_parallel.techniques.divided.table import rule
 from lightning_parallel.techniques.divided.tensor import Cuts, Divided, is_divided, same_cuts
 
+ENDS = (("query", "in"), ("key", "in"), ("key", "out"))
+"""The names of the last two dimensions of queries, keys and values."""
+
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
@@ -29,16 +32,11 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Any:
     along = _along_the_sequence(query, key, value, mask, given)
     if along is not NotImplemented:
         return along
-    lead: list[Any] = list(range(query.dim() - 2))
     if given.get("enable_gqa") and query.shape[-3] != key.shape[-3]:
         query, key, value = _alike_in_heads(query, key, value)
         given["enable_gqa"] = False
-    tensors = [query, key, value]
-    wide = [max(each.shape[k] for each in tensors) for k in lead]
-    leads = [[k if each.shape[k] == wide[k] else None for k in lead] for each in tensors]
-    names: list[Any] = [
-        [*of, *last] for of, last in zip(leads, (("query", "in"), ("key", "in"), ("key", "out")), strict=True)
-    ]
+    tensors, lead = [query, key, value], range(query.dim() - 2)
+    names = _names(*(each.shape[:-2] for each in tensors))
     if mask is not None:
         over = [*lead, "query", "key"][len(lead) + 2 - mask.dim() :]
         tensors.append(mask)
@@ -56,6 +54,15 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Any:
         return as_divided(func(*own[:3], **given), cuts)
 
 
+def _names(*leads: torch.Size) -> list[list[Any]]:
+    """Of the dimensions of queries, keys and values, which have these before their last two."""
+    if leads[0] == leads[1] == leads[2]:
+        return [[*range(len(leads[0])), *end] for end in ENDS]
+    wide = list(map(max, *leads))
+    of_leads = [[k if size == wide[k] else None for k, size in enumerate(lead)] for lead in leads]
+    return [[*lead, *end] for lead, end in zip(of_leads, ENDS, strict=True)]
+
+
 def _alike_in_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values with as many heads: those of keys and values are repeated."""
     times = query.shape[-3] // key.shape[-3]
@@ -67,10 +74,13 @@ def _alike_in_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
 
 def _along_the_sequence(query: Any, key: Any, value: Any, mask: Tensor | None, given: dict[str, Any]) -> Any:
     """Attention of this rank's queries to the keys and values of all, by whom their ranks have for that."""
-    if not all(map(is_divided, (query, key, value))):
+    dim = query.dim() - 2
+    if not _is_along(query, dim) or not is_divided(key) or not is_divided(value):
         return NotImplemented
     if torch.compiler.is_compiling():
-        return _not_in_a_graph(query)
+        # The whole is exact, but no use: the graph ends where messages along the sequence would be sent in it.
+        torch._dynamo.graph_break(msg="attention over a divided sequence sends messages, which no graph has")
+        return NotImplemented
     one_key, one_value = _each_head_once(key, value)
     cuts = _cuts_of_all(query, one_key, one_value, one_key is not key or bool(given.get("enable_gqa")))
     if cuts is not None:
@@ -79,7 +89,7 @@ def _along_the_sequence(query: Any, key: Any, value: Any, mask: Tensor | None, g
         cuts = _cuts_of_all(query, key, value, bool(given.get("enable_gqa")))
     if cuts is None:
         return NotImplemented
-    dim, causal = query.dim() - 2, bool(given.get("is_causal"))
+    causal = bool(given.get("is_causal"))
     if mask is not None and (causal or mask.dim() > query.dim() or mask.dim() < 2):
         return NotImplemented  # torch says what is wrong
     elements, drops = cuts[dim], given.get("dropout_p", 0.0)
@@ -105,26 +115,24 @@ def _along_the_sequence(query: Any, key: Any, value: Any, mask: Tensor | None, g
     return own if own is NotImplemented else as_divided(own, cuts)
 
 
+def _is_along(query: Any, dim: int) -> bool:
+    return is_divided(query) and dim in query.cuts and query.cuts[dim].ranks.attention is not None
+
+
 def _each_head_once(key: Divided, value: Divided) -> tuple[Divided, Divided]:
     """Keys and values as they were before the model repeated their heads for those of queries."""
     (one_key, times), (one_value, others) = without_repeats(key), without_repeats(value)
     return (one_key, one_value) if times == others > 1 else (key, value)
 
 
-def _not_in_a_graph(query: Divided) -> Any:
-    """Ends the graph where messages along the sequence would be sent in it; the whole is exact, but no use."""
-    along = query.cuts.get(query.dim() - 2)
-    if along is not None and along.ranks.attention is not None:
-        torch._dynamo.graph_break(msg="attention over a divided sequence sends messages, which no graph has")
-    return NotImplemented
-
-
 def _cuts_of_all(query: Divided, key: Divided, value: Divided, grouped: bool) -> Cuts | None:
     """The cuts of queries where keys and values are divided alike, the sequence by ranks that know what to do."""
     dim, heads = query.dim() - 2, query.dim() - 3
-    if dim not in query.cuts or query.cuts[dim].ranks.attention is None or not same_cuts(key.cuts, value.cuts):
-        return None
-    if query.shape[:heads] != key.shape[:heads] or key.shape[:dim] != value.shape[:dim]:
+    if (
+        not same_cuts(key.cuts, value.cuts)
+        or query.shape[:heads] != key.shape[:heads]
+        or key.shape[:dim] != value.shape[:dim]
+    ):
         return None
     times = query.shape[heads] // key.shape[heads] if grouped else 1
     if query.shape[heads] != key.shape[heads] * times or query.shape[-1] != key.shape[-1]:

@@ -31,22 +31,25 @@ def _linear(func: Any, args: Any, kwargs: Any) -> Any:
     if is_divided(weight):
         if is_divided(x) and weight.only.ranks.overlaps and (made := _overlapping(x, weight)) is not None:
             return made if bias is None else made + bias
-        if bias is None and (made := _known(x, weight)) is not None:
+        if (made := _known(x, weight, bias)) is not None:
             return made
     lead = list(range(x.dim() - 1))
     return _product(F.linear, (x, weight), ([*lead, "in"], ["out", "in"]), [*lead, "out"], bias)
 
 
-def _known(x: Tensor, weight: Divided) -> Tensor | None:
+def _known(x: Tensor, weight: Divided, bias: Tensor | None) -> Tensor | None:
     """The usual maps, as `_product` would compute them: into features, from the whole, and out of the same features."""
-    (dim, rows), *more = weight.cuts.items()
-    dtype, last = autocast_dtype(x), x.dim() - 1
-    if more:
+    if len(weight.cuts) > 1:
         return None
+    ((dim, rows),) = weight.cuts.items()
+    dtype, last = autocast_dtype(x), x.dim() - 1
     if dim == 0 and not isinstance(x, Divided):
-        return Divided(F.linear(met(x, rows.ranks, dtype), weight.own), {last: rows})
-    if dim == 1 and is_divided(x) and len(x.cuts) == 1 and rows.disjoint and rows.same(x.cuts.get(last)):
-        return summed_up(F.linear(in_dtype(x.own, dtype), weight.own), rows.ranks, {})
+        own = bias.own if is_divided(bias) and rows.same(bias.cuts.get(0)) else bias
+        if own is None or own is not bias:
+            return Divided(F.linear(met(x, rows.ranks, dtype), weight.own, own), {last: rows})
+    elif dim == 1 and is_divided(x) and len(x.cuts) == 1 and rows.disjoint and rows.same(x.cuts.get(last)):
+        made = summed_up(F.linear(in_dtype(x.own, dtype), weight.own), rows.ranks, {})
+        return made if bias is None else made + bias
     return None
 
 

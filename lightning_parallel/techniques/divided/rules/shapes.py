@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from lightning_parallel.collectives.elements import Elements
 from lightning_parallel.techniques.divided.meeting import as_divided, brought_together
 from lightning_parallel.techniques.divided.repeats import note_repeated, note_reshaped
 from lightning_parallel.techniques.divided.table import NAMES, operations, rule
-from lightning_parallel.techniques.divided.tensor import Divided, is_divided
+from lightning_parallel.techniques.divided.tensor import Cuts, Divided, is_divided
 
 # ---------------------------------------------------------------- one shape into another
 
@@ -23,41 +23,52 @@ SHAPED = frozenset((Tensor.view, Tensor.reshape))
 
 @rule(*operations("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "_unsafe_view"))
 def _reshaped(func: Any, args: Any, kwargs: Any) -> Any:
-    divided = args[0]
-    if not is_divided(divided) or (len(args) > 1 and isinstance(args[1], torch.dtype)):
+    divided, *sizes = args
+    if not is_divided(divided) or (sizes and isinstance(sizes[0], torch.dtype)):
         return NotImplemented
-    given = args[1] if len(args) == 2 and isinstance(args[1], tuple) else args[1:]
-    if func in SHAPED and not kwargs and math.prod(given) == divided.numel() and -1 not in given:
-        return reshaped(divided, given)
-    # Torch itself says what shape comes out, and what is wrong with the arguments.
-    return reshaped(divided, func(torch.empty(divided.shape, device="meta"), *map(_like, args[1:]), **kwargs).shape)
+    if kwargs or not all(map(_is_size, sizes)):
+        placed = _placed(func, args, kwargs)
+    else:
+        key = func, divided._shape, *divided.cuts.items(), *sizes
+        placed = divided.only.remembered(key, _placed, func, args, kwargs)
+    if placed is None:
+        return NotImplemented
+    own, cuts = placed
+    made = Divided(divided.own.reshape(own), cuts)
+    note_reshaped(divided, made)
+    return made
 
 
-def _like(value: Any) -> Any:
-    return torch.empty(value.shape, device="meta") if isinstance(value, Tensor) else value
+def _is_size(value: Any) -> bool:
+    return type(value) is int or (isinstance(value, tuple) and all(type(each) is int for each in value))
 
 
-def reshaped(divided: Divided, shape: Sequence[int]) -> Any:
-    """The tensor with another shape of the whole.
+def _placed(func: Any, args: Any, kwargs: Any) -> tuple[list[int], Cuts] | None:
+    """The new shape of what a rank has, and its cuts.
 
-    Args:
-        divided: the tensor.
-        shape: of the whole.
-
-    Returns:
-        The tensor, or NotImplemented where what a rank has would not be some elements of one new dimension, as where
-        ranks have parts of heads.
+    None where what a rank has would not be some elements of one new dimension, as where ranks have parts of heads.
     """
+    divided, shape = args[0], _shape_of_whole(func, args, kwargs)
     cuts: dict[int, Elements] = {}
     for dim, elements in divided.cuts.items():
         found = _moved(divided.shape, dim, elements, shape)
         if found is None or found[0] in cuts:
-            return NotImplemented
+            return None
         cuts[found[0]] = found[1]
-    own = [cuts[dim].length if dim in cuts else size for dim, size in enumerate(shape)]
-    made = Divided(divided.own.reshape(own), cuts)
-    note_reshaped(divided, made)
-    return made
+    return [cuts[dim].length if dim in cuts else size for dim, size in enumerate(shape)], cuts
+
+
+def _shape_of_whole(func: Any, args: Any, kwargs: Any) -> Sequence[int]:
+    divided, *sizes = args
+    given = sizes[0] if len(sizes) == 1 and isinstance(sizes[0], tuple) else sizes
+    if func in SHAPED and not kwargs and math.prod(given) == divided.numel() and -1 not in given:
+        return cast(Sequence[int], given)
+    # Torch itself says what shape comes out, and what is wrong with the arguments.
+    return cast(Tensor, func(torch.empty(divided.shape, device="meta"), *map(_like, sizes), **kwargs)).shape
+
+
+def _like(value: Any) -> Any:
+    return torch.empty(value.shape, device="meta") if isinstance(value, Tensor) else value
 
 
 def _moved(old: Sequence[int], dim: int, elements: Elements, new: Sequence[int]) -> tuple[int, Elements] | None:
@@ -118,13 +129,22 @@ def _ordered(func: Any, args: Any, kwargs: Any) -> Any:
     divided = args[0]
     if not is_divided(divided):
         return NotImplemented
-    # In a tensor of the same number of dimensions, each of another size, one sees where they go.
-    sizes = [dim + 2 if size != 1 or dim in divided.cuts else 1 for dim, size in enumerate(divided.shape)]
-    places = list(func(torch.empty(sizes, device="meta"), *args[1:], **kwargs).shape)
-    cuts = {places.index(dim + 2): elements for dim, elements in divided.cuts.items()}
+    if kwargs or not all(map(_is_size, args[1:])):
+        cuts = _cuts_in_order(func, args, kwargs)
+    else:
+        key = func, divided._shape, *divided.cuts.items(), *args[1:]
+        cuts = divided.only.remembered(key, _cuts_in_order, func, args, kwargs)
     if any(elements.size == 1 or elements.length == 1 for elements in cuts.values()) and "squeeze" in NAMES[func]:
         return _squeezed(func, divided, args, kwargs, cuts)
     return Divided(func(divided.own, *args[1:], **kwargs), cuts)
+
+
+def _cuts_in_order(func: Any, args: Any, kwargs: Any) -> dict[int, Elements]:
+    """In a tensor of the same number of dimensions, each of another size, one sees where they go."""
+    divided = args[0]
+    sizes = [dim + 2 if size != 1 or dim in divided.cuts else 1 for dim, size in enumerate(divided.shape)]
+    places = list(func(torch.empty(sizes, device="meta"), *args[1:], **kwargs).shape)
+    return {places.index(dim + 2): elements for dim, elements in divided.cuts.items()}
 
 
 def _squeezed(func: Any, divided: Divided, args: Any, kwargs: Any, cuts: dict[int, Elements]) -> Any:

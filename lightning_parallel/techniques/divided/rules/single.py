@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lightning_parallel.techniques.divided.meeting import as_divided, in_step
+from lightning_parallel.techniques.divided.meeting import as_divided, in_step, learns
 from lightning_parallel.techniques.divided.randomness import drawn_apart
 from lightning_parallel.techniques.divided.table import is_in_place, operations, rule
-from lightning_parallel.techniques.divided.tensor import Divided, is_divided, same_cuts
+from lightning_parallel.techniques.divided.tensor import Cuts, Divided, is_divided, same_cuts
 
 ARITHMETIC = ("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "floor_divide",
               "remainder", "fmod", "pow", "rsub", "maximum", "minimum", "fmax", "fmin", "atan2", "lerp", "addcmul",
@@ -44,11 +44,14 @@ IN_PLACE = frozenset(each for each in (*ONE_BY_ONE, *DRAWN) if is_in_place(each.
 
 @rule(*ONE_BY_ONE)
 def _element_by_element(func: Any, args: Any, kwargs: Any) -> Any:
-    first = args[0]
-    if len(args) == 1 and not kwargs and is_divided(first):
-        return NotImplemented if func is torch.where else _of_one(func, first)
-    if len(args) == 2 and not kwargs and (made := _of_two(func, *args)) is not None:
-        return made
+    first, *rest = args
+    if is_divided(first) and not any(isinstance(each, Tensor) for each in (*rest, *kwargs.values())):
+        if func is torch.where and not rest:
+            return NotImplemented
+        return _result(func, first, func(first.own, *rest, **kwargs), first.cuts, func in IN_PLACE)
+    if len(rest) == 1 and not kwargs and (usual := _of_two(first, rest[0])) is not None:
+        one, other, cuts = usual
+        return _result(func, first, func(one, other), cuts, func in IN_PLACE)
     leaves, form = tree_flatten((args, kwargs))
     if "out" in kwargs:
         return NotImplemented
@@ -64,17 +67,29 @@ def _element_by_element(func: Any, args: Any, kwargs: Any) -> Any:
     return _result(func, first, func(*own_args, **own_kwargs), cuts, changes)
 
 
-def _of_one(func: Any, divided: Divided) -> Any:
-    return _result(func, divided, func(divided.own), divided.cuts, func in IN_PLACE)
+def _of_two(one: Any, other: Any) -> tuple[Any, Any, Cuts] | None:
+    """What `in_step` gives for two tensors where nothing has to be brought; None for the rest.
+
+    Both are divided alike, or the second, as a mask, has none of the dimensions that are, and does not learn.
+    """
+    if not is_divided(one):
+        return None
+    if is_divided(other):
+        return (
+            (one.own, other.own, one.cuts) if one._shape == other._shape and same_cuts(one.cuts, other.cuts) else None
+        )
+    if not isinstance(other, Tensor) or isinstance(other, Divided) or learns(other):
+        return None
+    key = "apart", one._shape, other.shape, *one.cuts.items()
+    return (one.own, other, one.cuts) if one.only.remembered(key, _meets_apart, one, other.shape) else None
 
 
-def _of_two(func: Any, one: Any, other: Any) -> Any:
-    """Of two that are divided alike, or of one and a number; None for the rest."""
-    if is_divided(one) and isinstance(other, (int, float)):
-        return _result(func, one, func(one.own, other), one.cuts, func in IN_PLACE)
-    if is_divided(one) and is_divided(other) and one.shape == other.shape and same_cuts(one.cuts, other.cuts):
-        return _result(func, one, func(one.own, other.own), one.cuts, func in IN_PLACE)
-    return None
+def _meets_apart(divided: Divided, other: torch.Size) -> bool:
+    """Whether a tensor that meets a divided one has none of the dimensions that are divided, and no further ones."""
+    added = divided.dim() - len(other)
+    sizes = [other[dim - added] if dim >= added else 1 for dim in divided.cuts]
+    one_each = all(each.size > 1 and not each.everywhere for each in divided.cuts.values())
+    return added >= 0 and one_each and all(size == 1 for size in sizes)
 
 
 def _result(func: Any, first: Any, made: Any, cuts: Any, changes: bool) -> Any:
