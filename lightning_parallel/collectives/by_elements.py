@@ -48,14 +48,14 @@ def reduced_later(x: Tensor, ranks: Ranks, factor: float = 1) -> Tensor:
     """
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
-    if torch.compiler.is_compiling():  # whose graphs are the same for all backward passes
+    if torch.compiler.is_dynamo_compiling():  # whose graphs are the same for all backward passes
         return x if factor == 1 else _apply(_Count, x, factor)
     return _apply(_Later, x, ranks, factor)
 
 
 def shared_out(x: Tensor, ranks: Ranks) -> Tensor:
     """A parameter that all ranks use alike, while others of its uses are reduced later: each has its share."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return _apply(_Count, x, 1 / ranks.count)
     return _apply(_Share, x, ranks)
 
@@ -99,7 +99,7 @@ def total_part(x: Tensor, dim: int, elements: Elements) -> Tensor:
 
 
 def _apply(function: Any, *args: Any) -> Tensor:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         traced: Tensor = function.apply(*args)
         return traced
     # Without what `Function.apply` looks for first, for it is not here: defaults of a `setup_context`, and transforms.

@@ -248,7 +248,7 @@ class Elements:
             find: a function of what the key tells.
             args: for it.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return find(*args)
         if key not in self._remembered:
             if len(self._remembered) > KEPT:
@@ -293,7 +293,7 @@ class Elements:
         return max(self.lengths)
 
     def _kept(self, name: str, device: torch.device, make: Callable[[], Tensor]) -> Tensor:
-        if torch.compiler.is_compiling():  # where a function of autograd must not change anything else
+        if torch.compiler.is_dynamo_compiling():  # where a function of autograd must not change anything else
             return make().to(device)
         found = self._index.get((name, device))
         if found is None:

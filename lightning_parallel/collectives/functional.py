@@ -91,7 +91,7 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> 
 
 def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of the ranks' tensors."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return _traced(traceable.all_reduce(tensor, "sum", group))
     total = tensor.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
@@ -101,7 +101,7 @@ def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 def parts_of_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The ranks' tensors, (ranks, *shape)."""
     tensor = tensor.contiguous()
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return _traced(traceable.all_gather_tensor(tensor[None], 0, group))
     output = tensor.new_empty((group.size(), *tensor.shape))
     all_gather(output, tensor, group).wait()
@@ -111,7 +111,7 @@ def parts_of_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 def scattered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sums the ranks' tensors, (ranks, *shape), and returns the row of the sum that has this rank's number."""
     tensor = tensor.contiguous()
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return _traced(traceable.reduce_scatter_tensor(tensor, "sum", 0, group))[0]
     output = tensor.new_empty(tensor.shape[1:])
     reduce_scatter(output, tensor, group).wait()

@@ -46,7 +46,9 @@ class MadeOf:
 
     def plain(self, tensor: Tensor) -> Made:
         """What was made of a tensor that all ranks have alike. Views are known by the tensor that they look into."""
-        if torch.compiler.is_compiling() or tensor.is_inference():  # such a tensor tells nobody that it was changed
+        if (
+            torch.compiler.is_dynamo_compiling() or tensor.is_inference()
+        ):  # such a tensor tells nobody that it was changed
             return Made()
         base = tensor if tensor._base is None else tensor._base
         key = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
@@ -59,7 +61,7 @@ class MadeOf:
             tensor: the same object for the user's code on all ranks.
             own: this rank's elements.
         """
-        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+        if torch.compiler.is_dynamo_compiling() or torch.is_inference_mode_enabled():
             return Made()
         return self._entry(tensor, version(own)).made(None)
 
@@ -90,4 +92,4 @@ class _Entry:
 
 def version(tensor: Tensor) -> int:
     """How often a tensor's memory was changed; of one that was made for inference nobody knows."""
-    return 0 if torch.compiler.is_compiling() or tensor.is_inference() else tensor._version
+    return 0 if torch.compiler.is_dynamo_compiling() or tensor.is_inference() else tensor._version

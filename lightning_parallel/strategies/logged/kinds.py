@@ -84,7 +84,7 @@ class KindWatch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See `TorchFunctionMode`."""
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling() or self._paused:
+        if torch.compiler.is_dynamo_compiling() or self._paused:
             return func(*args, **kwargs)
         before = self._read(args, kwargs)
         result = func(*args, **kwargs)

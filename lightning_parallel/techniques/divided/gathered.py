@@ -28,7 +28,7 @@ def note(ranks: Ranks, operation: str, own: Tensor, shape: torch.Size) -> None:
         own: what this rank has of it.
         shape: of the whole.
     """
-    if torch.compiler.is_compiling() or (ranks.told and (operation, shape) in ranks.told):
+    if torch.compiler.is_dynamo_compiling() or (ranks.told and (operation, shape) in ranks.told):
         return
     received = (shape.numel() - own.numel()) * own.element_size()
     times, total = ranks.gathered.get((_module(), operation, shape), (0, 0))

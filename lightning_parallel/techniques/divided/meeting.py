@@ -231,7 +231,7 @@ def _part_of_whole(whole: Tensor, dim: int, elements: Elements, has_entered: boo
 
 def _note(tensor: Tensor, ranks: Ranks) -> None:
     """Notes that a parameter met divided tensors: from the next batch on its gradients travel once a step."""
-    if type(tensor) is nn.Parameter and not torch.compiler.is_compiling():
+    if type(tensor) is nn.Parameter and not torch.compiler.is_dynamo_compiling():
         ranks.met[id(tensor)] = tensor
 
 
@@ -255,7 +255,7 @@ def _is_averaged(tensor: Tensor, ranks: Ranks) -> bool:
         return False
     if isinstance(tensor, Divided):
         return tensor.stored is not None
-    return type(tensor) is nn.Parameter and (torch.compiler.is_compiling() or ranks.averages(tensor))
+    return type(tensor) is nn.Parameter and (torch.compiler.is_dynamo_compiling() or ranks.averages(tensor))
 
 
 def _own_use(own: Tensor, names: Sequence[Label], name: Label, elements: Elements) -> Tensor:
@@ -271,7 +271,7 @@ def _gathered(divided: Any, own: Tensor, dim: int, elements: Elements, dtype: to
     kept: dict[Any, Tensor] = divided.gathers
     key = dim, torch.is_grad_enabled(), dtype, version_of(own)
     if key not in kept:
-        again = elements.ranks.regathers and not torch.compiler.is_compiling()
+        again = elements.ranks.regathers and not torch.compiler.is_dynamo_compiling()
         made = gathered(in_dtype(own, dtype), dim, elements, keep=again)
         kept[key] = to_be_regathered(made) if again else made
     return kept[key]
@@ -295,7 +295,7 @@ def met(tensor: Tensor, ranks: Ranks, dtype: torch.dtype | None = None) -> Tenso
     """
     if not learns(tensor):
         return tensor
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return _met_in_graph(tensor, ranks, dtype)
     _note(tensor, ranks)
     last: Any = ranks.last_entered

@@ -62,6 +62,6 @@ def _note_of(tensor: Divided, ranks: Ranks, made: _Repeats | None) -> _Repeats |
 def _ranks_of(tensor: Divided) -> Ranks | None:
     """The ranks that divide positions of heads, (..., heads, positions, width), if they attend together."""
     elements = tensor.cuts.get(tensor.dim() - 2)
-    if torch.compiler.is_compiling() or elements is None or elements.ranks.attention is None:
+    if torch.compiler.is_dynamo_compiling() or elements is None or elements.ranks.attention is None:
         return None
     return elements.ranks

@@ -69,7 +69,7 @@ class Divided(Tensor):
         shape = list(own.shape)
         for dim, elements in cuts.items():
             shape[dim] = elements.size
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             made: Divided = own.as_subclass(_Traced)
         else:
             made = _make(Wrapper, shape, dtype=own.dtype, device=own.device)
@@ -207,7 +207,7 @@ class Divided(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not torch.compiler.is_compiling() and takes_wholes():
+        if not torch.compiler.is_dynamo_compiling() and takes_wholes():
             return of_wholes(original(func), args, kwargs)
         known = RULES.get(func) or RULES.get(func := original(func))
         if known is not None:
@@ -342,7 +342,7 @@ def of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
     changed += [leaf for leaf in tree_leaves(kwargs.get("out")) if isinstance(leaf, Divided)]
     if not changed:
         result = _on_wholes(func, args, kwargs, name)
-        compiled = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+        compiled = torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active()
         given = [] if compiled else filter(is_divided, tree_leaves((args, kwargs)))
         viewed = [each for each in given if _has_view(result, each)]
         for each in viewed:
@@ -392,7 +392,7 @@ def own_of(tensor: Tensor, cuts: Cuts) -> Tensor:
 
 def version_of(tensor: Tensor) -> int:
     """How often its memory was changed in place; within graphs, where versions are no constants, unknown."""
-    return 0 if torch.compiler.is_compiling() else tensor._version
+    return 0 if torch.compiler.is_dynamo_compiling() else tensor._version
 
 
 def same_cuts(one: Cuts, other: Cuts) -> bool:

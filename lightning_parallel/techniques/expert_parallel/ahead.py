@@ -65,7 +65,7 @@ class SharedExperts:
 
     def _owner(self, forward: Forward) -> Forward:
         def run(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_dynamo_compiling():
                 return forward(*args, **kwargs)
             inputs: Sequence[Any] = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
             self._entered, self._after_experts = inputs[0] if inputs else None, False
@@ -80,7 +80,7 @@ class SharedExperts:
 
     def _part(self, part: nn.Module, forward: Forward) -> Forward:
         def run(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or not self._after_experts:
+            if torch.compiler.is_dynamo_compiling() or not self._after_experts:
                 return forward(*args, **kwargs)
             alone = args[0] if len(args) == 1 and not kwargs else None
             if part in self._computed:

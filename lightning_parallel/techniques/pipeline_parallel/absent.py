@@ -99,7 +99,7 @@ class AbsentReads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See `TorchFunctionMode`."""
-        if torch.compiler.is_compiling():  # in a block, for which it should rest
+        if torch.compiler.is_dynamo_compiling():  # in a block, for which it should rest
             return func(*args, **(kwargs or {}))
         kwargs, name = kwargs or {}, func.__name__
         what = absent_in(_computed_with(name, args, kwargs))

@@ -104,7 +104,7 @@ class Unit:
         self.met: set[str] = set()
         """Names of those that met divided tensors since the batch began."""
         self._divided: list[tuple[dict[str, Any], str, Cuts, torch.Size]] = []
-        self._wholes: dict[int, Divided] = {}
+        self._wholes: dict[int, tuple[Divided, Tensor]] = {}
         self.alike: dict[str, Slot] = {}
         """Where the parameters are that all ranks have alike."""
         for own, parameter in module._parameters.items():
@@ -139,7 +139,7 @@ class Unit:
                 return forward(*args, **kwargs)
             with self.shown():
                 output = forward(*args, **kwargs)
-                if not torch.compiler.is_compiling() and self.ranks.met:
+                if not torch.compiler.is_dynamo_compiling() and self.ranks.met:
                     self._note()
             return output
 
@@ -151,32 +151,40 @@ class Unit:
 
     def _looking_whole(self, place: int, kept: DTensor, cuts: Cuts) -> Divided:
         """The parameter as modules find it: the same tensor in each forward, as long as what is stored is the same."""
-        leaf, shown = leaf_of(kept), self._wholes.get(place)
-        if torch.compiler.is_compiling() or not (type(shown) is Wrapper and shown.stored is kept and shown.own is leaf):
-            shown = self._wholes[place] = Divided(leaf, cuts)
+        shown, memory = self._wholes.get(place, (None, None))
+        if shown is None or not _is_of(shown, kept) or kept._local_tensor is not memory:
+            shown = Divided(leaf_of(kept), cuts)
             shown.stored = kept
-        shown.gathers.clear()
+            self._wholes[place] = shown, kept._local_tensor
         return shown
 
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Inside, the module's tables hold divided and alike parameters in place of what is stored."""
-        before: list[tuple[dict[str, Any], str, Any]] = []
+        before: list[tuple[dict[str, Any], str, Any, Divided]] = []
         for place, (table, own, cuts, shape) in enumerate(self._divided):
             kept = table[own]
             if isinstance(kept, DTensor) and kept._local_tensor.shape == shape:  # else ZeRO has sharded it again
-                before.append((table, own, kept))
-                table[own] = self._looking_whole(place, kept, cuts)
+                table[own] = shown = self._looking_whole(place, kept, cuts)
+                before.append((table, own, kept, shown))
         for name in self.summands:
             table, own = self.alike[name]
             if not isinstance(kept := table[own], Divided) and not isinstance(kept, DTensor):
-                before.append((table, own, kept))
-                table[own] = alike(kept, self.ranks)
+                table[own] = shown = alike(kept, self.ranks)
+                before.append((table, own, kept, shown))
         try:
             yield
         finally:
-            for table, own, kept in before:
+            for table, own, kept, shown in before:
                 table[own] = kept
+                shown.gathers.clear()
+
+
+def _is_of(shown: Divided, kept: DTensor) -> bool:
+    """Whether this is what modules find for a parameter; of one whose views were changed a step makes another."""
+    if torch.compiler.is_dynamo_compiling() or type(shown) is not Wrapper or shown.stored is not kept:
+        return False
+    return shown.own.requires_grad is kept.requires_grad
 
 
 def cuts_of(parameter: Tensor, ranks: Ranks) -> Cuts:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_parallel.collectives.by_elements import complete
 from lightning_parallel.collectives.elements import Elements, Ranks
-from lightning_parallel.techniques.tools.shards import ElementsShard, local
+from lightning_parallel.techniques.tools.shards import ElementsShard, local, with_spec
 
 
 def leaf_of(parameter: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ def leaf_of(parameter: Tensor) -> Tensor:
     """
     if not isinstance(parameter, DTensor):
         return parameter
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         # Gradients of a graph are DTensors, and torch cannot add up those in parts.
         in_parts = any(isinstance(placement, ElementsShard) for placement in parameter.placements)
         return _outside_of_graphs(parameter) if in_parts else parameter.to_local()
@@ -99,8 +99,7 @@ def _move_gradient(of: weakref.ref[_PlainPart], tensor: Tensor) -> None:
     if gradient is None:  # handed over by a pipeline for a parameter that no step used
         pass
     elif parameter.grad is None:
-        wrap = cast(Callable[..., Tensor], DTensor)
-        parameter.grad = wrap(gradient, parameter._spec, requires_grad=False)
+        parameter.grad = with_spec(gradient, parameter._spec)
     else:
         local(parameter.grad).add_(gradient.detach())
     for hook in (parameter._post_accumulate_grad_hooks or {}).values():

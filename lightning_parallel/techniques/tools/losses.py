@@ -159,7 +159,7 @@ def _counts(means: Means, total: Tensor, divisor: Any) -> bool:
 
 def mean_of(values: Tensor, count: int, average: Callable[[], Tensor]) -> Tensor:
     """An average of values over so many, noted where they were selected from others, as many as there were."""
-    means = None if torch.compiler.is_compiling() else WATCHING.get()
+    means = None if torch.compiler.is_dynamo_compiling() else WATCHING.get()
     if means is None:
         return average()
     with unwatched():
@@ -235,7 +235,7 @@ def unwatch(watched: Watched) -> None:
 def _watched(watch: Loss | ByHand, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Tensor:
-        means = None if torch.compiler.is_compiling() else WATCHING.get()
+        means = None if torch.compiler.is_dynamo_compiling() else WATCHING.get()
         return function(*args, **kwargs) if means is None else watch.watched(means, function, args, kwargs)
 
     return call

@@ -194,9 +194,16 @@ def dtensor_of(
 
     `DTensor.from_local` would move a shard that is kept on the host to the mesh's devices, and costs five times more.
     """
-    wrap = cast(Callable[..., DTensor], DTensor)
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, part.dtype))
-    return wrap(part.detach(), spec, requires_grad=False)
+    return with_spec(part.detach(), spec)
+
+
+def with_spec(part: Tensor, spec: DTensorSpec) -> DTensor:
+    """A local tensor as this rank's part of a whole that is told already, as that of a parameter.
+
+    `DTensor(...)` would pass an `__init__` that does nothing but tell compilers, which takes longer than all else.
+    """
+    return DTensor.__new__(DTensor, part, spec, requires_grad=False)
 
 
 def whole_tensor(value: Tensor) -> Tensor:

@@ -253,7 +253,7 @@ class Arrivals:
 
     def _entered_through(self, parameters: Sequence[nn.Parameter], forward: Forward) -> Forward:
         def entered(*args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling() and (self._pending or self._rehearsal is not None):
+            if not torch.compiler.is_dynamo_compiling() and (self._pending or self._rehearsal is not None):
                 self._enter(parameters)
             return forward(*args, **kwargs)
 

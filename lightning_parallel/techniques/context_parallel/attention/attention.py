@@ -99,7 +99,7 @@ class ContextAttention:
         dropout: float = 0.0,
     ) -> Any:
         """See `SequenceAttention`."""
-        if torch.compiler.is_compiling() or not elements.disjoint:
+        if torch.compiler.is_dynamo_compiling() or not elements.disjoint:
             return NotImplemented
         lead = query.shape[:-2]
         made = Made() if made is None else made

@@ -77,7 +77,7 @@ def _along_the_sequence(query: Any, key: Any, value: Any, mask: Tensor | None, g
     dim = query.dim() - 2
     if not _is_along(query, dim) or not is_divided(key) or not is_divided(value):
         return NotImplemented
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         # The whole is exact, but no use: the graph ends where messages along the sequence would be sent in it.
         torch._dynamo.graph_break(msg="attention over a divided sequence sends messages, which no graph has")
         return NotImplemented

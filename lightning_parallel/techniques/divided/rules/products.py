@@ -57,7 +57,7 @@ def _overlapping(x: Divided, weight: Divided) -> Tensor | None:
     """The product together with the collective before or after it, of a split sequence; None where it cannot be."""
     (dim, rows), *more = weight.cuts.items()
     ranks, sequence = rows.ranks, rows.ranks.sequence_dim
-    if more or not ranks.overlaps or sequence is None or x.dim() != 3 or torch.compiler.is_compiling():
+    if more or not ranks.overlaps or sequence is None or x.dim() != 3 or torch.compiler.is_dynamo_compiling():
         return None
     if set(x.cuts) == {sequence} and x.cuts[sequence].ranks is ranks and dim == 0:
         return _after_gathering(x, weight, sequence)
@@ -166,7 +166,7 @@ def _product(run: Any, tensors: Any, names: Any, out: list[Any], bias: Any = Non
         return NotImplemented
     cuts = {out.index(name): each for name, each in elements.items() if name in out}
     added = _bias_of(bias, cuts, len(out)) if run is F.linear and bias is not None and not over else None
-    with nullcontext() if torch.compiler.is_compiling() else lightly_kept(own):
+    with nullcontext() if torch.compiler.is_dynamo_compiling() else lightly_kept(own):
         made = run(*own) if added is None else F.linear(own[0], own[1], added)
     made = as_divided(made, cuts)
     for each in over:

@@ -118,7 +118,8 @@ def _regrouped(elements: Elements, before: int, after: int, first: int, size: in
 def _transposed(func: Any, args: Any, kwargs: Any) -> Any:
     if kwargs or len(args) != 3 or not is_divided(args[0]):
         return _ordered(func, args, kwargs)
-    divided, one, other = args[0], args[1] % args[0].dim(), args[2] % args[0].dim()
+    divided, dims = args[0], args[0].dim()
+    one, other = args[1] % dims, args[2] % dims
     places = {one: other, other: one}
     return Divided(func(divided.own, one, other), {places.get(dim, dim): each for dim, each in divided.cuts.items()})
 
