@@ -47,6 +47,7 @@ class CompiledForward:
     ) -> None:
         self._module, self._forward, self._must_compile = module, forward, must_compile
         self._tables: list[dict[str, Any]] = [part._parameters for part in module.modules()]
+        self._parts = [vars(part) for part in module.modules() if part is not module]
         self._told: list[Any] = []
         self._compiled = compiled
         self._plain, self._in_one_graph = compiled(forward), compiled(self._inside, fullgraph=True)
@@ -71,7 +72,7 @@ class CompiledForward:
         own = [leaf.own if isinstance(leaf, Divided) else leaf for leaf in leaves]
         divided = [(self._tables[number], name, self._tables[number][name]) for number, name, _ in places]
         try:
-            with _shown(attrgetter("own"), divided), _functions(self._module):
+            with _shown(attrgetter("own"), divided), _functions(self._parts):
                 output = self._in_one_graph(own, marks, form, places)
         except TorchDynamoException as error:  # nothing of the forward has run yet
             self._give_up(error)
@@ -167,13 +168,12 @@ def _shown(form: Callable[[Divided], Any], slots: list[tuple[dict[str, Any], str
 
 
 @contextmanager
-def _functions(module: nn.Module) -> Iterator[None]:
+def _functions(parts: list[dict[str, Any]]) -> Iterator[None]:
     """Inside, forwards of parts that a technique redirected are plain functions: graphs tell objects apart by identity.
 
     So blocks of a kind share a graph.
     """
-    redirected = [(vars(part), forward) for part in module.modules() if part is not module
-                  and isinstance(forward := vars(part).get("forward"), Redirected)]  # fmt: skip
+    redirected = [(table, forward) for table in parts if isinstance(forward := table.get("forward"), Redirected)]
     for table, forward in redirected:
         table["forward"] = forward.wrapped
     try:

@@ -29,7 +29,7 @@ def watched(outputs: Sequence[Any], ranks: Sequence[Ranks], parameters: Sequence
     learning = [number for number, each in enumerate(outputs) if isinstance(each, Tensor) and each.requires_grad]
     if not learning:
         return list(outputs)
-    seen: Any = _Watch.apply(ranks, parameters, *(outputs[number] for number in learning))  # type: ignore[no-untyped-call]
+    seen: Any = super(Function, _Watch).apply(ranks, parameters, *(outputs[number] for number in learning))
     made = list(outputs)
     for number, each in zip(learning, seen, strict=True):
         made[number] = each
