@@ -29,7 +29,8 @@ def watched(outputs: Sequence[Any], ranks: Sequence[Ranks], parameters: Sequence
     learning = [number for number, each in enumerate(outputs) if isinstance(each, Tensor) and each.requires_grad]
     if not learning:
         return list(outputs)
-    seen: Any = super(Function, _Watch).apply(ranks, parameters, *(outputs[number] for number in learning))
+    watch: Any = super(Function, _Watch)  # without the detours of `Function.apply`
+    seen = watch.apply(ranks, parameters, *(outputs[number] for number in learning))
     made = list(outputs)
     for number, each in zip(learning, seen, strict=True):
         made[number] = each
