@@ -1,13 +1,15 @@
-"""What a mixture of experts costs on two ranks, beside its share of the work on one."""
+"""What a mixture of experts costs: on two ranks beside its share on one, its products beside those of equal groups."""
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_parallel import DataParallel, ExpertParallel, ParallelPlan
@@ -51,3 +53,47 @@ def test_a_mixture_on_two_ranks_costs_little_more_than_its_share() -> None:
     one, two, again = least.tolist()
     print(f"{two / one:.2f} of its share of one process; the same again {again / one:.2f}")
     assert two / one < 1.25
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("sizes", [(256, 512, 8, 256), (512, 1024, 8, 128), (256, 512, 32, 32)], ids=str)
+def test_grouped_products_cost_no_more_than_batched_ones(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    """Experts with as many tokens each: groups that happen to be equal, for which one batched product would do."""
+    from recipes.moe import Experts, MoEConfig
+
+    dim, inner, count, tokens = sizes
+    shape = {"vocab_size": 64, "context": 256, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 4 * dim}
+    config = MoEConfig(**shape, dim=dim, n_experts=count, top_k=1, expert_dim=inner)
+    experts, x = Experts(config).to(dtype), torch.randn(count * tokens, dim).to(dtype).requires_grad_()
+    ends = torch.arange(1, count + 1, dtype=torch.int32) * tokens
+
+    def batched() -> Tensor:
+        gate, up = torch.bmm(x.view(count, tokens, dim), experts.gate_up_proj.transpose(1, 2)).chunk(2, dim=-1)
+        return torch.bmm(F.silu(gate) * up, experts.down_proj.transpose(1, 2)).flatten(0, 1)
+
+    torch.testing.assert_close(experts._grouped(x, ends), batched())
+    variants = {"grouped": lambda: experts._grouped(x, ends), "batched": batched, "batched again": batched}
+    there: dict[str, list[float]] = {name: [] for name in variants}
+    both: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(ROUNDS):
+        for name, forward in variants.items():
+            forth, back = took(forward)
+            there[name].append(forth)
+            both[name].append(forth + back)
+    for what, found in (("forward", there), ("forward and backward", both)):
+        grouped, again = (ratio(found[name], found["batched"]) for name in ("grouped", "batched again"))
+        print(f"{sizes} {dtype} {what}: {grouped:.2f} of one batched product; the same again {again:.2f}")
+
+
+def took(forward: Callable[[], Tensor]) -> tuple[float, float]:
+    """Seconds of CPU time, forward and backward."""
+    begin = time.process_time()
+    y = forward()
+    middle = time.process_time()
+    y.backward(torch.ones_like(y))
+    return middle - begin, time.process_time() - middle
+
+
+def ratio(found: list[float], base: list[float]) -> float:
+    """Within rounds, the first of which is not counted: the median."""
+    return statistics.median(one / other for one, other in zip(found[1:], base[1:], strict=True))
