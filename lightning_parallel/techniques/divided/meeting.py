@@ -106,28 +106,39 @@ def _along_one(
 ) -> tuple[list[Any], dict[Any, Elements]] | None:
     """The usual case, in which nothing has to be brought: all that is divided is so alike, along one name.
 
-    A plain tensor does not have this name, and does not learn, as a mask.
+    What is plain, as a mask, or alike, as a norm's weight, does not have this name; plain tensors do not learn.
     """
-    name = elements = None
+    name, elements = _only_one(tensors, names)
+    if elements is None or elements.everywhere or elements.ranks.averages is not None:
+        return None
     found = []
     for tensor, own in zip(tensors, names, strict=True):
-        if not isinstance(tensor, Tensor):
-            found.append(tensor)
-        elif isinstance(tensor, Divided) and len(tensor.cuts) == 1:
-            ((dim, mine),) = tensor.cuts.items()
-            if own[dim] is None or (elements is not None and (mine is not elements or own[dim] != name)):
-                return None
-            name, elements = own[dim], mine
+        if is_divided(tensor):
             found.append(tensor.own)
+        elif not isinstance(tensor, Tensor):
+            found.append(tensor)
+        elif name in own:
+            return None
+        elif isinstance(tensor, Divided) and tensor.ranks is elements.ranks:
+            found.append(reduced_later(tensor.own, elements.ranks))
         elif isinstance(tensor, Divided) or learns(tensor):
             return None
         else:
             found.append(tensor)
-    if elements is None or elements.everywhere or elements.ranks.averages is not None:
-        return None
-    if any(name in own for tensor, own in zip(tensors, names, strict=True) if not is_divided(tensor)):
-        return None
     return found, {name: elements}
+
+
+def _only_one(tensors: Sequence[Any], names: Sequence[Sequence[Label]]) -> tuple[Label, Elements | None]:
+    """The name along which all that is divided is so, and how; None if there are several."""
+    name, elements = None, None
+    for tensor, own in zip(tensors, names, strict=True):
+        if not is_divided(tensor):
+            continue
+        (dim, mine), *more = tensor.cuts.items()
+        if more or own[dim] is None or (elements is not None and (mine is not elements or own[dim] != name)):
+            return None, None
+        name, elements = own[dim], mine
+    return name, elements
 
 
 def _narrowest(tensors: Sequence[Any], names: Sequence[Sequence[Label]]) -> dict[Any, Elements]:
@@ -205,7 +216,7 @@ def _brought_along(
         elif meets and elements.everywhere:
             has_entered.add(ranks)
         elif meets and meets[0] not in names:
-            made = _gathered(tensor, made, dim, elements, dtype)
+            made = gathered_once(tensor, made, dim, elements, dtype)
             has_entered.add(ranks)
         else:
             made = joined(made, dim, elements)
@@ -264,7 +275,7 @@ def _own_use(own: Tensor, names: Sequence[Label], name: Label, elements: Element
     return elements.take(made, names.index(name)) if name in names else made
 
 
-def _gathered(divided: Any, own: Tensor, dim: int, elements: Elements, dtype: torch.dtype | None) -> Tensor:
+def gathered_once(divided: Any, own: Tensor, dim: int, elements: Elements, dtype: torch.dtype | None) -> Tensor:
     """The elements of all ranks, from which each computes another part; gathered once for all who read the tensor."""
     if own is not divided.own:
         return gathered(in_dtype(own, dtype), dim, elements)

@@ -9,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.collectives.overlap import gather_and_multiply, multiply_and_scatter
 from lightning_parallel.techniques.divided.meeting import (
     as_divided,
     brought_together,
+    gathered_once,
     in_dtype,
     met,
     own_part,
@@ -43,14 +45,29 @@ def _known(x: Tensor, weight: Divided, bias: Tensor | None) -> Tensor | None:
         return None
     ((dim, rows),) = weight.cuts.items()
     dtype, last = autocast_dtype(x), x.dim() - 1
-    if dim == 0 and not isinstance(x, Divided):
+    if dim == 0:
         own = bias.own if is_divided(bias) and rows.same(bias.cuts.get(0)) else bias
-        if own is None or own is not bias:
+        if bias is not None and own is bias:
+            return None
+        if not isinstance(x, Divided):
             return Divided(F.linear(met(x, rows.ranks, dtype), weight.own, own), {last: rows})
-    elif dim == 1 and is_divided(x) and len(x.cuts) == 1 and rows.disjoint and rows.same(x.cuts.get(last)):
+        if (whole := _gathered_for(x, rows.ranks, dtype)) is not None:
+            with lightly_kept([whole]):
+                return Divided(F.linear(whole, weight.own, own), {last: rows})
+    elif is_divided(x) and len(x.cuts) == 1 and rows.disjoint and rows.same(x.cuts.get(last)):
         made = summed_up(F.linear(in_dtype(x.own, dtype), weight.own), rows.ranks, {})
         return made if bias is None else made + bias
     return None
+
+
+def _gathered_for(x: Divided, ranks: Ranks, dtype: torch.dtype | None) -> Tensor | None:
+    """The whole of a sequence that the ranks split, of which each will make other features; None of anything else."""
+    if len(x.cuts) != 1 or x.dim() - 1 in x.cuts or x.known is not None or torch.compiler.is_dynamo_compiling():
+        return None
+    ((dim, elements),) = x.cuts.items()
+    if elements.ranks is not ranks or elements.everywhere or ranks.averages is not None:
+        return None
+    return gathered_once(x, x.own, dim, elements, dtype)
 
 
 def _overlapping(x: Divided, weight: Divided) -> Tensor | None:
