@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,6 +16,9 @@ from lightning_parallel.collectives.functional import Waitable, exchange, uses_e
 
 T = TypeVar("T")
 
+IN_FLIGHT = 4
+"""Of how many tags what was sent is kept over gloo, without asking whether it has arrived."""
+
 
 class Lane:
     """Point-to-point messages within a group. Ranks are those of the group.
@@ -27,14 +30,27 @@ class Lane:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group, self.device = group, device
-        self._sending: list[tuple[dist.Work, Tensor]] = []
+        self._sending: dict[tuple[int, int], list[tuple[dist.Work, Tensor]]] = {}
 
     def send(self, tensor: Tensor, to: int, tag: int = 0) -> None:
-        """Starts to send a tensor, which must not change until `finish`."""
+        """Starts to send a tensor, which must not change until `finish`.
+
+        It is kept until it was sent. Gloo does not tell before it is asked to wait: there the tensors of the oldest tag
+        are waited for, once those of more than `IN_FLIGHT` tags are kept. So ranks must meet their messages in an order
+        that allows every send to wait for its receiver.
+        """
         tensor = tensor.detach().contiguous()
         if tensor.numel():
-            self._sending.append((self._send(tensor, to, tag), tensor))
-        self._sending = [(work, tensor) for work, tensor in self._sending if not work.is_completed()]
+            self._sending.setdefault((to, tag), []).append((self._send(tensor, to, tag), tensor))
+        if uses_exchange(self.group):
+            while len(self._sending) > IN_FLIGHT:
+                self._wait_for_oldest()
+            return
+        self._sending = {key: left for key, sent in self._sending.items() if (left := _not_sent(sent))}
+
+    def _wait_for_oldest(self) -> None:
+        for work, _ in self._sending.pop(next(iter(self._sending))):
+            work.wait()
 
     def _send(self, tensor: Tensor, to: int, tag: int) -> dist.Work:
         if uses_exchange(self.group):
@@ -74,9 +90,12 @@ class Lane:
 
     def finish(self) -> None:
         """Waits until everything was sent."""
-        for work, _ in self._sending:
-            work.wait()
-        self._sending.clear()
+        while self._sending:
+            self._wait_for_oldest()
+
+
+def _not_sent(sent: Sequence[tuple[dist.Work, Tensor]]) -> list[tuple[dist.Work, Tensor]]:
+    return [(work, tensor) for work, tensor in sent if not work.is_completed()]
 
 
 class Arriving:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_parallel.collectives import messages
 from lightning_parallel.collectives.circle import Circle
@@ -18,7 +19,7 @@ from lightning_parallel.collectives.functional import (
     scattered,
     summed,
 )
-from lightning_parallel.collectives.point_to_point import Lane, share_object
+from lightning_parallel.collectives.point_to_point import IN_FLIGHT, Lane, share_object
 from lightning_parallel.collectives.rows import exchanged, told
 from lightning_parallel.strategies.ranks.backends import backend_for
 from tests.pretended import WRONG, pretended_device
@@ -187,6 +188,22 @@ def test_the_pretended_device_tells_who_sends_too_early(monkeypatch: pytest.Monk
     with pretended_device():
         monkeypatch.setattr(messages, "finish", lambda _: None)
         assert messages.on_host([torch.ones(2)])[0].eq(WRONG).all()
+
+
+@ranks(2)
+def test_what_was_sent_is_let_go_while_more_is_sent() -> None:
+    """Gloo says that a send is over only after somebody has waited for it."""
+    lane, storages = Lane(group(), HOST), []
+    arriving = [lane.receive(torch.zeros(3), 1 - group().rank(), tag) for tag in range(12)]
+    for tag in range(12):
+        tensor = values(3)
+        storages.append(StorageWeakRef(tensor.untyped_storage()))
+        lane.send(tensor, 1 - group().rank(), tag)
+        del tensor
+        assert sum(not storage.expired() for storage in storages) <= IN_FLIGHT
+    assert all(torch.equal(each.wait(), values(3, of=1 - group().rank())) for each in arriving)
+    lane.finish()
+    assert all(storage.expired() for storage in storages)
 
 
 class Lost:
