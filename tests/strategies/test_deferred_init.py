@@ -6,11 +6,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lightning_parallel.strategies.build.deferred_init import DeferredInit
+from tests.live import LiveBytes
 from tests.strategies.builds import CPU, assert_same, named_tensors, seed
 from tests.strategies.deferred_modules import BUILDS, Initialisers, Scaled, Seeds
 
@@ -144,25 +142,6 @@ def test_a_build_in_two_parts_is_one_build() -> None:
         parts.append(Scaled())
     assert_same(named_tensors(ordinary), made(record, nn.ModuleList(parts)))
     assert torch.equal(torch.get_rng_state(), after)
-
-
-class LiveBytes(TorchDispatchMode):
-    """The most bytes that were real at one time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self._live: dict[int, tuple[StorageWeakRef, int]] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and not tensor.is_meta:
-                storage = tensor.untyped_storage()
-                self._live[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self._live = {key: value for key, value in self._live.items() if not value[0].expired()}
-        self.peak = max(self.peak, sum(nbytes for _, nbytes in self._live.values()))
-        return out
 
 
 def linears() -> nn.Module:

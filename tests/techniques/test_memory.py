@@ -6,7 +6,6 @@ AdamW's states. "all" is everything that Python can reach, so also a message or 
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from lightning_parallel import DataParallel, HybridStrategy, Zero
 from lightning_parallel.techniques.technique import Technique
 from lightning_parallel.techniques.zero.parameters import UNIT_BYTES
+from tests.live import reachable
 from tests.models import build, loaders
 from tests.ranks import POOL, run_on_ranks
 from tests.tiers import covering, sampled
@@ -49,18 +49,12 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [p.grad for p in parameters if p.grad is not None]
 
 
-def reachable() -> int:
-    gc.collect()
-    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
-    return bytes_of(tensors + gradients_of(t for t in tensors if t.is_leaf))
-
-
 def in_all() -> int:
     """What is reachable; gloo's threads let go of a message a moment after it has arrived."""
     counts = []
     for _ in range(3):
         time.sleep(0.03)
-        counts.append(reachable())
+        counts.append(bytes_of(reachable()))
     return min(counts)
 
 

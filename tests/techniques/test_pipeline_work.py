@@ -23,9 +23,9 @@ from lightning_parallel.techniques.pipeline_parallel.gradients import HandOver
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import SCHEDULES, make_schedule
 from lightning_parallel.techniques.pipeline_parallel.schedule.simulate import simulate
 from lightning_parallel.techniques.tools.leaves import leaf_of
+from tests.live import LiveBytes
 from tests.models import PlainBlock
 from tests.ranks import ranks, run_on_ranks
-from tests.strategies.test_deferred_init import LiveBytes
 from tests.techniques.test_wire import group_size
 from tests.tiers import sampled
 from tests.trainers import trainer

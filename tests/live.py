@@ -1,0 +1,51 @@
+"""The bytes of storages that are alive while something runs."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes that were real at one time, of these tensors and of all that are made within."""
+
+    def __init__(self, held: Iterable[Tensor] = ()) -> None:
+        super().__init__()
+        self._live: dict[int, StorageWeakRef] = {}
+        for tensor in held:
+            self._follow(tensor)
+        self.peak = self.now()
+
+    def now(self) -> int:
+        alive = {key: torch.UntypedStorage._new_with_weak_ptr(reference.cdata) for key, reference in self._live.items()}
+        self._live = {key: self._live[key] for key, storage in alive.items() if storage is not None}
+        return sum(storage.nbytes() for storage in alive.values() if storage is not None)
+
+    def _follow(self, tensor: Tensor) -> None:
+        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if not own.is_meta:
+            storage = own.untyped_storage()
+            self._live[storage._cdata] = StorageWeakRef(storage)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor):
+                self._follow(tensor)
+        self.peak = max(self.peak, self.now())
+        return out
+
+
+def reachable() -> list[Tensor]:
+    """All tensors that Python can reach, gradients among them."""
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+    return tensors + [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]

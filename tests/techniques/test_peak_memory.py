@@ -1,0 +1,226 @@
+"""The most bytes that a rank holds at one time in a step, within five per cent of closed forms.
+
+A tower of equal layers without biases: each keeps its result for backward, which is the input of the next. Counted are
+all storages that live on the rank, in the fourth step, when there are states. AdamW is fused: it makes nothing beside.
+Lightning sets gradients to zero between a step's forward and its backward, so those of the step before count with the
+activations; in a pipeline, whose step has both, with the new ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_parallel import DataParallel, HybridStrategy, PipelineParallel, Zero
+from lightning_parallel.collectives.point_to_point import IN_FLIGHT as SENT
+from lightning_parallel.techniques.gradients.buckets import IN_FLIGHT
+from lightning_parallel.techniques.pipeline_parallel.schedule.actions import ActionKind
+from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import SCHEDULES, Schedule, make_schedule
+from lightning_parallel.techniques.technique import Technique
+from lightning_parallel.techniques.zero import parameters, rows, states
+from tests.benchmarks.interleaved import Repeated
+from tests.live import LiveBytes, reachable
+from tests.ranks import POOL, run_on_ranks
+from tests.tiers import sampled
+from tests.trainers import trainer
+
+STEP = 3
+BUCKET, UNIT = 4, 2  # layers
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fresh_ranks() -> None:
+    """What earlier tests left reachable on a rank must not count."""
+    POOL.kill()
+
+
+@dataclass(frozen=True)
+class Tower:
+    """So many layers, whose width gives the bytes of a parameter, and so many samples."""
+
+    layers: int
+    width: int
+    samples: int
+
+    @property
+    def layer(self) -> int:
+        return 4 * self.width**2
+
+    @property
+    def activation(self) -> int:
+        return 4 * self.samples * self.width
+
+    def module(self) -> LightningModule:
+        return Towering(self)
+
+
+class Layer(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).relu_()
+
+
+class Towering(LightningModule):
+    def __init__(self, tower: Tower) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Layer(tower.width) for _ in range(tower.layers))
+
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
+
+
+class Peak(Callback):
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == STEP:
+            self.live = LiveBytes(reachable())
+            self.live.__enter__()
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *rest: Any) -> None:
+        if rest[-1] == STEP:
+            self.live.__exit__(None, None, None)
+            self.bytes = self.live.peak
+
+
+def peak(tower: Tower, technique: Technique | None, readers: int) -> int:
+    peak, small = Peak(), {"BUCKET_BYTES": BUCKET * tower.layer}
+    run = {"barebones": True, "log_every_n_steps": None, "max_steps": STEP + 2, "callbacks": [peak]}
+    with (
+        mock.patch.multiple(states, **small),
+        mock.patch.object(parameters, "UNIT_BYTES", UNIT * tower.layer),
+        mock.patch.object(rows, "IN_PLACE_BYTES", tower.layer),
+    ):
+        strategy, devices = ("auto", 1) if technique is None else (HybridStrategy(technique), None)
+        data = Repeated((tower.width,), tower.samples * readers * (STEP + 2))
+        trainer(strategy, devices, **run).fit(tower.module(), DataLoader(data, tower.samples))
+    return peak.bytes
+
+
+# ---------------------------------------------------------------- ZeRO
+
+WIDE, LONG = Tower(16, 256, 16), Tower(16, 256, 1024)
+"""One in which parameters count most, and one in which activations do."""
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """The sizes in the closed forms: all parameters, all activations with the batch, one of each, a bucket, a unit."""
+
+    of_all: int
+    kept: int
+    layer: int
+    activation: int
+    bucket: int
+    unit: int
+
+    @classmethod
+    def of(cls, tower: Tower) -> Bytes:
+        kept = (tower.layers + 1) * tower.activation
+        bucket, unit = BUCKET * tower.layer, UNIT * tower.layer
+        return cls(tower.layers * tower.layer, kept, tower.layer, tower.activation, bucket, unit)
+
+
+def one_device(b: Bytes, d: int) -> float:
+    """Parameters, gradients of the step before, two states; and all activations, when the forward ends."""
+    return 4 * b.of_all + b.kept
+
+
+def data_parallel(b: Bytes, d: int) -> float:
+    """Gradients live in the messages. In backward comes one that is new, and the gradient of a layer's input."""
+    return one_device(b, d) + b.layer + b.activation
+
+
+def zero_1_and_2(b: Bytes, d: int) -> float:
+    """Shards of gradients and states. In backward messages come: one as it starts, then those that may be under way.
+
+    The last that may be is sent before the first is waited for. Over gloo a rank receives the parts of all others
+    beside its message.
+    """
+    starts, ends = b.kept + b.activation + b.bucket, (IN_FLIGHT + 1) * b.bucket * (2 - 1 / d)
+    return b.of_all * (1 + 3 / d) + max(starts, ends)
+
+
+def zero_3(b: Bytes, d: int) -> float:
+    """Everything in shards. As the forward ends, one unit whole and the next as it came and as it is taken apart.
+
+    As backward ends, one unit came ahead, one is a message of gradients, and what is received of it is almost a third.
+    """
+    return 4 * b.of_all / d + 3 * b.unit + max(b.kept, b.layer)
+
+
+Form = Callable[[Bytes, int], float]
+FORMS: dict[str, tuple[Callable[[int], Technique | None], Form]] = {
+    "one device": (lambda d: None, one_device),
+    "data parallel": (lambda d: DataParallel(), data_parallel),
+    "zero 1": (lambda d: Zero(stage=1), zero_1_and_2),
+    "zero 2": (lambda d: Zero(stage=2), zero_1_and_2),
+    "zero 3": (lambda d: Zero(stage=3), zero_3),
+}
+CELLS = [("one device", 1), *((name, d) for name in FORMS if name != "one device" for d in (2, 4))]
+
+
+@sampled(5, ("name", "d"), CELLS)
+@pytest.mark.parametrize("tower", [WIDE, LONG], ids=["wide", "long"])
+def test_a_step_holds_what_the_closed_form_says(name: str, d: int, tower: Tower) -> None:
+    technique, form = FORMS[name]
+    for found in run_on_ranks(d, peak, tower, technique(d), d):
+        assert found == pytest.approx(form(Bytes.of(tower), d), rel=0.05)
+
+
+# ---------------------------------------------------------------- pipelines
+
+RANKS, MICROBATCHES = 4, 8
+DEEP = Tower(64, 64, 1024 * MICROBATCHES)
+
+
+def most_kept(schedule: Schedule, rank: int) -> int:
+    """Of activations of a microbatch, the most that a rank keeps at one time: it works through its order.
+
+    A forward keeps the result of each layer and, but for the first stage, what it received. Half a backward adds the
+    gradient of each layer's result, which the other half needs; in the first stage only that of the stage's.
+    """
+    layers, kept, most = DEEP.layers // schedule.stages, 0, 0
+    for action in schedule.computations[rank]:
+        first = action.stage == 0
+        forward, half = layers + (not first), 1 if first else layers
+        kept += {ActionKind.F: forward, ActionKind.B: -forward, ActionKind.I: half, ActionKind.W: -half - forward}[
+            action.kind
+        ]
+        most = max(most, kept)
+    return most
+
+
+def pipeline(schedule: Schedule, rank: int) -> float:
+    """Parameters, states and gradients of its layers, the batch, and what it keeps; sent, and a gradient, besides."""
+    of_rank = DEEP.layers * DEEP.layer / RANKS
+    return 4 * of_rank + DEEP.activation + (most_kept(schedule, rank) + SENT + 1) * DEEP.activation / MICROBATCHES
+
+
+@sampled(3, "name", SCHEDULES)
+def test_a_step_of_a_pipeline_holds_what_its_order_says(name: str) -> None:
+    schedule = make_schedule(name, RANKS, MICROBATCHES)
+    technique = PipelineParallel(RANKS, schedule=name, microbatches=MICROBATCHES)
+    for rank, found in enumerate(run_on_ranks(RANKS, peak, DEEP, technique, 1)):
+        assert found == pytest.approx(pipeline(schedule, rank), rel=0.05), f"rank {rank}"
+
+
+@pytest.mark.parametrize(("name", "most"), [("1f1b", [64, 51, 34, 17]), ("gpipe", [128, 136, 136, 136])])
+def test_what_an_order_keeps_is_that_of_its_microbatches(name: str, most: list[int]) -> None:
+    """16 layers a rank: each microbatch that is alive keeps their results, and what the first of them received."""
+    schedule = make_schedule(name, RANKS, MICROBATCHES)
+    assert [most_kept(schedule, rank) for rank in range(RANKS)] == most
