@@ -1,10 +1,12 @@
 """A user's script that trains on GPUs and compares with one process: on_gpus.py STRATEGY ACCELERATOR DEVICES FOLDER.
 
+DEVICES is a number, or "shared" for two ranks on one GPU.
 The module makes tensors on `self.device`, counts in metrics, and logs numbers and tensors of the host, as users do.
 """
 
 import os
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,7 +79,9 @@ def loader(batch_size: int) -> DataLoader:
     return DataLoader(TensorDataset(features, labels), batch_size)
 
 
-def train(folder: Path, batch_size: int, **place: Any) -> dict[str, float]:
+def train(
+    folder: Path, batch_size: int, make_strategy: Callable[[], Any] = lambda: "auto", **place: Any
+) -> dict[str, float]:
     """Fits, goes on from the file in a new module, and says what was logged; the module must be back on the host."""
     torch.manual_seed(0)
     seen: dict[str, float] = {}
@@ -85,7 +89,8 @@ def train(folder: Path, batch_size: int, **place: Any) -> dict[str, float]:
     for epochs in (2, 3):
         module, saving = Classifier(), ModelCheckpoint(folder, monitor="val_loss", enable_version_counter=False)
         quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-        trainer = Trainer(max_epochs=epochs, gradient_clip_val=0.5, callbacks=[saving], **quiet, **place)
+        run = {"max_epochs": epochs, "gradient_clip_val": 0.5, "callbacks": [saving]}
+        trainer = Trainer(strategy=make_strategy(), **run, **quiet, **place)
         trainer.fit(module, loader(batch_size), loader(batch_size), ckpt_path=file)
         seen |= {f"{epochs} {name}": float(value) for name, value in trainer.callback_metrics.items()}
         file = saving.best_model_path
@@ -95,11 +100,13 @@ def train(folder: Path, batch_size: int, **place: Any) -> dict[str, float]:
 
 def main() -> None:
     name, accelerator, devices, folder = sys.argv[1:]
-    readers = 1 if name in ("tensor_parallel", "pipeline_parallel", "zbv") else int(devices)
+    shared = {"parallel_devices": [torch.device("cuda", 0)] * 2} if devices == "shared" else {}
+    ranks = 2 if shared else int(devices)
+    readers = 1 if name in ("tensor_parallel", "pipeline_parallel", "zbv") else ranks
     launched = "LOCAL_RANK" in os.environ
     expected = {} if launched else train(Path(folder) / "one", 8, accelerator="cpu", devices=1)
-    place = {"accelerator": accelerator, "devices": int(devices), "strategy": STRATEGIES[name]()}
-    found = train(Path(folder) / "ranks", 8 // readers, **place)
+    place = {"accelerator": accelerator, "devices": 1 if shared else ranks}
+    found = train(Path(folder) / "ranks", 8 // readers, partial(STRATEGIES[name], **shared), **place)
     if launched:
         return
     assert expected.keys() == found.keys(), (expected, found)

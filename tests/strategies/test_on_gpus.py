@@ -17,8 +17,22 @@ SCRIPT = Path(__file__).with_name("on_gpus.py")
 @on_gpu
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_gpus_train_as_the_host_does(strategy: str, tmp_path: Path) -> None:
-    devices = str(min(2, torch.cuda.device_count()))
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), strategy, "gpu", devices, str(tmp_path)]
+    require_equal(strategy, "gpu", str(min(2, torch.cuda.device_count())), tmp_path)
+
+
+@on_gpu
+@pytest.mark.parametrize("strategy", ["zero2_offload", "zbv"])
+def test_launched_ranks_share_a_gpu(strategy: str, tmp_path: Path) -> None:
+    require_equal(strategy, "gpu", "shared", tmp_path)
+
+
+@pytest.mark.launched
+def test_the_script_trains_on_the_host(tmp_path: Path) -> None:
+    require_equal("zbv", "cpu", "2", tmp_path)
+
+
+def require_equal(strategy: str, accelerator: str, devices: str, folder: Path) -> None:
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), strategy, accelerator, devices, str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(SCRIPT.parents[2])}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
