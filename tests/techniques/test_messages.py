@@ -1,6 +1,7 @@
 """Messages that go through the host: those of tensors that lie there, and nothing is sent before its time."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from lightning_parallel.collectives.functional import (
     scattered,
     summed,
 )
+from lightning_parallel.collectives.overlap import reaches_memory
 from lightning_parallel.collectives.point_to_point import IN_FLIGHT, Lane, share_object
 from lightning_parallel.collectives.rows import exchanged, told
 from lightning_parallel.strategies.ranks.backends import backend_for
@@ -225,6 +227,11 @@ def test_a_message_that_is_lost_raises_and_leaves_the_tensor() -> None:
                 arrival.wait()
     assert tensor.eq(1).all()
     assert not device.to_device
+
+
+@ranks(1)
+def test_products_do_not_read_the_memory_of_ranks_that_talk_through_the_host() -> None:
+    assert not reaches_memory(mock.Mock(is_cuda=True), group())
 
 
 # ---------------------------------------------------------------- who talks by what
