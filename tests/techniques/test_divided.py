@@ -1,5 +1,6 @@
 """Whatever is done with a divided tensor, ranks get the values and gradients of the whole one."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -83,6 +84,27 @@ def changed_in_place(x, w):
 
 def normed_by_hand(x, w):
     return w * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))
+
+
+def in_many_forms(x, w):
+    """What rules remember of one form of the arguments must not answer for another."""
+    made = 0
+    for _ in range(2):
+        for shape in ((2, 24, 8), (2, 6, 32), (12, 4, 8), (2, 6, -1), (2, 3, 2, 4, 8), (48, 8)):
+            y = (x * w).reshape(shape)
+            made = made + (y * y.view(shape)).sum() + y.transpose(0, -1).sum(0).square().sum() + y.mT[0].sum()
+        for dims in ((0, 1), (1, 2), (2, 3), (1, 3)):
+            y = x.flatten(*dims).unflatten(dims[0], (-1, 2))
+            made = made + y.transpose(0, -1).unsqueeze(1).cumsum(0)[-1].max() + x.transpose(*dims)[0, 0].sum()
+    return made * w
+
+
+def by_masks(x, w):
+    made = x * w
+    for shape in ((6, 4, 8), (6, 1, 8), (1, 4, 1), (4, 1), (8,), (1,), (), (2, 6, 1, 1), (3, 1, 1, 1, 8)):
+        mask = torch.arange(1.0, 1 + math.prod(shape)).double().view(shape) / math.prod(shape)
+        made = (made * mask + mask) - (mask - made).where(mask > 0.5, made) / 2
+    return made
 
 
 def attention_by_hand(x, w):
@@ -170,6 +192,8 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "linear of all": lambda x, w: F.linear((x * w).flatten(2), torch.arange(96.0).double().view(3, 32) / 96),
     "products": lambda x, w: x @ w.outer(w) + torch.matmul(x, w.outer(w) * 2),
     "einsum": lambda x, w: torch.einsum("bthd,de->bthe", x, w.outer(w)) + torch.einsum("bthd,bshd->bhts", x, x).sum(),
+    "many forms": in_many_forms,
+    "masks": by_masks,
     "attention by hand": attention_by_hand,
     "attention": lambda x, w: F.scaled_dot_product_attention(*(((x * w).transpose(1, 2),) * 3), is_causal=True),
     "masked attention": lambda x, w: F.scaled_dot_product_attention(
