@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -99,7 +100,11 @@ def parameters() -> Iterable[nn.Parameter]:
     return nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 2)).parameters()
 
 
-@pytest.mark.parametrize("kind", [OverAll, OnlyAboveOne, RunningNorm, ByWeights, SharpnessAware, optim.LBFGS])
+SEARCHING = partial(optim.LBFGS, line_search_fn="strong_wolfe", max_iter=3)
+KINDS = [OverAll, OnlyAboveOne, RunningNorm, ByWeights, SharpnessAware, optim.LBFGS, SEARCHING]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_one_norm_or_direction_for_all_is_found(kind: Any) -> None:
     assert couples(kind(parameters(), lr=0.1))
 

@@ -9,7 +9,7 @@ where the rest moves otherwise, parameters are coupled.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -43,9 +43,21 @@ def couples(optimizer: Optimizer) -> bool:
 
 def _couples(optimizer: Optimizer, asks_for_closure: bool) -> bool:
     few = [*_few(optimizer)]
-    as_ever = _stepped(optimizer, few, set(), asks_for_closure)
+    if _are_coupled(few, lambda changed: _stepped(optimizer, few, changed, asks_for_closure)):
+        return True
+    if not asks_for_closure:
+        return False
+    evaluations: list[None] = []
+    _stepped(optimizer, few, set(), True, evaluations)
+    # What looks for the best step, as LBFGS may along a line, takes none where all losses are alike.
+    searches = len(evaluations) > STEPS
+    return searches and _are_coupled(few, lambda changed: _stepped(optimizer, few, changed, True, evaluations, True))
+
+
+def _are_coupled(few: list[nn.Parameter], stepped: Callable[[set[int]], list[Tensor]]) -> bool:
+    as_ever = stepped(set())
     for changed in _halves(len(few)):
-        moved = _stepped(optimizer, few, changed, asks_for_closure)
+        moved = stepped(changed)
         if any(not torch.equal(as_ever[at], moved[at]) for at in range(len(few)) if at not in changed):
             return True
     return False
@@ -66,24 +78,48 @@ def _halves(count: int) -> Iterator[set[int]]:
             yield {number for number in range(count) if number >> bit & 1 == side}
 
 
-def _stepped(optimizer: Optimizer, few: list[nn.Parameter], changed: set[int], asks_for_closure: bool) -> list[Tensor]:
-    """The few after steps of a copy of the optimizer, from `OTHER` values and gradients of those that are changed."""
+def _stepped(
+    optimizer: Optimizer,
+    few: list[nn.Parameter],
+    changed: set[int],
+    asks_for_closure: bool,
+    evaluations: list[None] | None = None,
+    with_loss: bool = False,
+) -> list[Tensor]:
+    """The few after steps of a copy of the optimizer, from `OTHER` values and gradients of those that are changed.
+
+    Args:
+        optimizer: which is tried.
+        few: of its parameters.
+        changed: the numbers of those that start elsewhere.
+        asks_for_closure: whether its step does.
+        evaluations: gets an element for each time that a step evaluates it.
+        with_loss: whether the closure returns the loss whose gradients these are. Else it is always one, for the loss
+            is the same on all stages, and no way for one to learn of another.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         scales = [OTHER if at in changed else 1 for at in range(len(few))]
         copies = [
             nn.Parameter(torch.randn(each.shape, dtype=each.dtype) * x) for each, x in zip(few, scales, strict=True)
         ]
-        slopes = [torch.randn(each.shape, dtype=each.dtype) for each in few]
+        slopes = [torch.randn(each.shape, dtype=each.dtype) * scale for each, scale in zip(few, scales, strict=True)]
         twin = _twin(optimizer, dict(zip(map(id, few), copies, strict=True)))
 
+        def compute() -> Tensor:
+            loss = torch.zeros(())
+            for copy, slope in zip(copies, slopes, strict=True):
+                copy.grad = copy.detach() * CURVATURE + slope
+                loss = loss + (copy.detach() * (copy.detach() * CURVATURE / 2 + slope)).sum()
+            return loss if with_loss else torch.ones(())
+
         def closure() -> Tensor:
-            for copy, slope, scale in zip(copies, slopes, scales, strict=True):
-                copy.grad = copy.detach() * CURVATURE + slope * scale
-            return torch.ones(())  # the loss is the same on all stages, and no way for one to learn of another
+            if evaluations is not None:
+                evaluations.append(None)
+            return compute()
 
         for _ in range(STEPS):
-            closure()
+            compute()
             twin.step(*([closure] if asks_for_closure else []))
     return [copy.detach() for copy in copies]
 
