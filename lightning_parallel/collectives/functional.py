@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -241,6 +243,32 @@ def notes_under(name: str, within: Any = None) -> Any:
     """A torch store where ranks leave each other notes without a collective, while the process that keeps it lives."""
     store = dist.distributed_c10d._get_default_store() if within is None else within
     return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+
+
+def notes_at(name: str, address: str, port: int, keeps: bool, seconds: float) -> Any:
+    """Like `notes_under`, before there is a process group, at the address where the ranks will meet for it.
+
+    Args:
+        name: of the notes.
+        address: where the store is.
+        port: likewise.
+        keeps: whether this process keeps it, now and for the process group.
+        seconds: how long to look for it.
+
+    Raises:
+        DistNetworkError: nobody keeps one there, or this process cannot.
+    """
+    store = dist.TCPStore(  # type: ignore[attr-defined]
+        address,
+        port,
+        is_master=keeps,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=seconds),
+        multi_tenant=True,
+        use_libuv=os.environ.get("USE_LIBUV", "1") == "1",  # as torch makes it
+    )
+    store.set_timeout(timedelta(seconds=60))  # of one note
+    return notes_under(name, store)
 
 
 def begun_in(group: dist.ProcessGroup) -> int:

@@ -39,6 +39,7 @@ from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.strategies.ranks.backends import backend_for
 from lightning_parallel.strategies.ranks.failures import Failure, Failures, said_of
 from lightning_parallel.strategies.ranks.launchers import Launcher, make_launcher
+from lightning_parallel.strategies.ranks.roll_call import RollCall
 from lightning_parallel.strategies.ranks.signals import die_with_parent, end_children, is_launched_child
 from lightning_parallel.strategies.ranks.tracebacks import show_in_one_line, show_own_frames, tell_torchrun
 from lightning_parallel.strategies.ranks.watchdog import Watchdog
@@ -158,6 +159,9 @@ class RankStrategy(ParallelStrategy):
         self._checkpoints.require_own_io(self._checkpoint_io)
         environment, method = self._environment(), self._start_method
         self._launcher = make_launcher(self, environment, method, self.num_processes, self.num_nodes)
+        self._roll_call = RollCall(environment)
+        if environment.creates_processes_externally:
+            self._roll_call.tell_of_failures()
 
     def _resolve_sizes(self, world_size: int) -> dict[Axis, int]:
         sizes = resolve_sizes((technique.claim for technique in self.techniques), world_size)
@@ -181,10 +185,13 @@ class RankStrategy(ParallelStrategy):
         device = self.root_device
         backend = backend_for(self.parallel_devices or (), self._backend)
         bound = device if device.type == "cuda" and "nccl" in backend else None
+        if self.is_distributed and not dist.is_initialized():
+            self._roll_call.wait(self._timeout or default_pg_timeout)
         _init_dist_connection(self._environment(), backend, timeout=self._timeout, device_id=bound)
         if self._world is not world_group():
             self.mesh = ParallelMesh(self._resolve_sizes(dist.get_world_size()), device.type)
             self._world, self._control = world_group(), _host_group(self._timeout)
+            self._roll_call.close()
             self._saving = (
                 dist.new_group(backend="gloo", timeout=self._timeout) if self._checkpoints.async_save else None
             )

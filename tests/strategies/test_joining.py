@@ -1,0 +1,176 @@
+"""Ranks that somebody else starts, by hand or as a cluster does, and one that does not live to join the others.
+
+All others name it and end, long before the timeout; while they wait they say for whom.
+"""
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from lightning_parallel import DataParallelStrategy
+from lightning_parallel.strategies import rank_strategy
+from lightning_parallel.strategies.ranks import roll_call
+from tests.ranks import POOL, free_port
+
+pytestmark = pytest.mark.launched
+
+RANKS = 3
+TIMEOUT_SECONDS = 60.0
+SILENT_SECONDS = 4.0
+
+
+def fitted(before: Callable[[], Any], within: float) -> None:
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=RANKS,
+        strategy=DataParallelStrategy(timeout=timedelta(seconds=within)),
+        max_steps=1,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    before()
+    trainer.fit(BoringModel())
+
+
+def nothing() -> None:
+    pass
+
+
+def raises() -> None:
+    raise ValueError("a file of this rank is not there")
+
+
+def dies() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dies_when_it_has_come() -> None:
+    def look(self: roll_call.RollCall) -> Sequence[int]:
+        other = self._seen.get(1 - self._rank, (0, 0.0))
+        return dies() if other[0] > 2 else looks(self)
+
+    looks = roll_call.RollCall._look
+    roll_call.RollCall._look = look
+
+
+def dies_when_all_have_come() -> None:
+    rank_strategy._init_dist_connection = lambda *_, **__: dies()
+
+
+def comes_late() -> None:
+    time.sleep(2.5)
+
+
+def runs(event: Callable[[], Any], chosen: int, rank: int, port: int, folder: Path, within: float) -> None:
+    place = {"LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    roll_call.TELLS_SECONDS = 1.0
+    if event in (dies_when_it_has_come, dies_when_all_have_come):
+        roll_call.SILENT_SECONDS = SILENT_SECONDS
+    said = os.open(folder / str(rank), os.O_WRONLY | os.O_CREAT)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    try:
+        fitted(event if rank == chosen else nothing, within)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # as Python does for a script
+        os._exit(1)
+    os._exit(0)
+
+
+def started(
+    event: Callable[[], Any], chosen: int, folder: Path, without: int = -1, within: float = TIMEOUT_SECONDS
+) -> list[BaseProcess]:
+    POOL.warm_up()
+    port, context = free_port(), get_context("forkserver")
+    wanted = [rank for rank in range(RANKS) if rank != without]
+    made = [context.Process(target=runs, args=(event, chosen, rank, port, folder, within)) for rank in wanted]
+    for each in made:
+        each.start()
+    return made
+
+
+def said_in(folder: Path) -> list[str]:
+    """What each rank has said so far."""
+    files = [folder / str(rank) for rank in range(RANKS)]
+    return [file.read_text() if file.exists() else "" for file in files]
+
+
+def ended(ranks: list[BaseProcess], folder: Path) -> list[str]:
+    """What each rank said; they end by themselves, and do not wait for the timeout."""
+    try:
+        for each in ranks:
+            each.join(TIMEOUT_SECONDS - 10)
+        said = said_in(folder)
+        assert all(each.exitcode is not None for each in ranks), said
+        return said
+    finally:
+        for each in ranks:
+            each.kill()
+
+
+@pytest.mark.parametrize("event", [nothing, comes_late])
+def test_ranks_that_come_sooner_or_later_train(event: Callable[[], Any], tmp_path: Path) -> None:
+    ranks = started(event, 1, tmp_path)
+    said = ended(ranks, tmp_path)
+    assert [each.exitcode for each in ranks] == [0, 0, 0], said
+    assert ("rank 1 of 3 did not come to 127.0.0.1:" in said[0]) == (event is comes_late)
+
+
+@pytest.mark.parametrize("chosen", [0, 1])
+def test_a_rank_that_raises_before_it_joins_is_named_with_its_error(chosen: int, tmp_path: Path) -> None:
+    said = ended(started(raises, chosen, tmp_path), tmp_path)
+    told = f"RuntimeError: rank {chosen} failed before it could join the others: ValueError: a file of this rank"
+    for rank in range(RANKS):
+        assert "Traceback" in said[rank], said
+        assert (told in said[rank]) == (rank != chosen), said
+
+
+@pytest.mark.parametrize("chosen", [0, 1])
+def test_a_rank_that_is_killed_while_it_waits_is_named(chosen: int, tmp_path: Path) -> None:
+    """Both wait for a third."""
+    ranks = started(dies_when_it_has_come, chosen, tmp_path, without=2)
+    said = ended(ranks, tmp_path)
+    assert ranks[chosen].exitcode == -signal.SIGKILL
+    told = (
+        r"RuntimeError: rank 1 came to .*, and has been silent for"
+        if chosen
+        else "ended while ranks joined: that is rank 0"
+    )
+    assert re.search(told, said[1 - chosen]), said
+
+
+def test_a_rank_that_is_killed_while_the_group_is_formed_is_named(tmp_path: Path) -> None:
+    """The others are within the backend then, which ends at the timeout."""
+    ranks, deadline = started(dies_when_all_have_come, 1, tmp_path), time.monotonic() + TIMEOUT_SECONDS - 10
+    try:
+        while any("] rank 1 came to " not in said_in(tmp_path)[rank] for rank in (0, 2)):
+            assert time.monotonic() < deadline, said_in(tmp_path)
+            time.sleep(0.1)
+    finally:
+        for each in ranks:
+            each.kill()
+
+
+def test_a_rank_that_does_not_come_is_named_when_the_time_is_up(tmp_path: Path) -> None:
+    ranks = started(nothing, 0, tmp_path, without=2, within=3.0)
+    for rank, said in enumerate(ended(ranks, tmp_path)[:2]):
+        assert f"[rank{rank}] rank 2 of 3 did not come to 127.0.0.1:" in said
+        assert re.search(
+            r"RuntimeError: rank 2 of 3 did not come .* within \d+ s, the strategy's timeout; look at", said
+        )
