@@ -189,7 +189,7 @@ class Experts(nn.Module):
         dtype = _computed_in(x)
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return False
-        if torch.compiler.is_dynamo_compiling() and dtype != torch.bfloat16:  # no other has a rule for shapes
+        if torch.compiler.is_compiling() and dtype != torch.bfloat16:  # no other has a rule for shapes
             return False
         widths = self.down_proj.shape[1:]
         # Tensors without values are on neither device; the loop finds their shapes and work for any dtype.
