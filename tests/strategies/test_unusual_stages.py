@@ -78,6 +78,17 @@ class NothingAtTheEnd(Parameterless):
         self.log("val_loss", x.abs().mean())
 
 
+class Unused(Plain):
+    """A layer that no step uses; AdamW would draw it to zero if it had a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(7, 7)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.05, weight_decay=0.5)
+
+
 class Skipping(Plain):
     """Skips a batch before its blocks."""
 
@@ -91,11 +102,14 @@ MODELS: dict[str, Callable[[], Plain]] = {
     "parameterless": Parameterless,
     "nothing at the end": NothingAtTheEnd,
     "recomputed": Plain,
+    "unused": Unused,
 }
 PIPELINES: dict[str, Callable[[], Any]] = {
     "1f1b": partial(PipelineParallelStrategy, 2, microbatches=2),
     "zbv": partial(PipelineParallelStrategy, 2, schedule="zbv", microbatches=4),
     "recomputed": lambda: HybridStrategy(PipelineParallel(2, microbatches=2), ActivationCheckpoint()),
+    "zero 1": lambda: HybridStrategy(PipelineParallel(2, microbatches=2), Zero(2, stage=1)),
+    "zero 2": lambda: HybridStrategy(PipelineParallel(2, microbatches=2), Zero(2, stage=2)),
     "zero 3": lambda: HybridStrategy(PipelineParallel(2, microbatches=2), Zero(2)),
 }
 
@@ -137,6 +151,11 @@ def test_so_do_other_pipelines(model: str, layout: str) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_so_does_one_whose_parameters_are_sharded(model: str) -> None:
     compared(model, "zero 3", n=4, data_ranks=2)
+
+
+@sampled(1, "layout", ["zero 1", "zero 2"])
+def test_what_no_step_uses_does_not_move(layout: str) -> None:
+    compared("unused", layout, n=4, data_ranks=2)
 
 
 @pytest.mark.exhaustive

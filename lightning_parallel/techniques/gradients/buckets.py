@@ -183,7 +183,9 @@ class BucketedStep(WrappedStep):
             wider = [dtype for dtype, count in zip(WIDER, ranks, strict=True) if count > 0]
             bucket.agree(reduce(torch.promote_types, wider, bucket.dtype))
 
-    def _on_gradient(self, bucket: Bucket, index: int, _: Tensor) -> None:
+    def _on_gradient(self, bucket: Bucket, index: int, parameter: Tensor) -> None:
+        if parameter.grad is None:  # a function of autograd, as that of a pipeline, had none to give
+            return
         if not self._running:
             if not self.synced:
                 bucket.keep(index)
