@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import stat
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -34,6 +36,8 @@ class HashedFile:
     """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
+        self._failure: OSError | None = None
         self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb")
         self._digest, self._size = hashlib.sha256(), 0
         self._hasher = ThreadPoolExecutor(1)
@@ -45,13 +49,20 @@ class HashedFile:
             part = view[start : start + CHUNK]
             if len(part) < 2**16:  # handing it over would take longer
                 self._digest.update(part)
-                self._file.write(part)
+                self._put(part)
             else:
                 hashing = self._hasher.submit(self._digest.update, part)
-                self._file.write(part)
+                self._put(part)
                 hashing.result()
         self._size += len(view)
         return len(view)
+
+    def _put(self, part: memoryview) -> None:
+        try:
+            self._file.write(part)
+        except OSError as error:
+            self._failure = error
+            raise
 
     def flush(self) -> None:
         """Nothing: all is flushed at the end."""
@@ -73,9 +84,22 @@ class HashedFile:
                 self.end()
                 self._file.flush()
                 os.fsync(self._file.fileno())
+        except OSError as failure:
+            self._failure = failure
         finally:
-            self._file.close()
             self._hasher.shutdown()
+            with suppress(OSError):  # of what could not be written before
+                self._file.close()
+        if self._failure is not None:  # torch's writer of archives hides it behind an error of its own
+            raise self._explained(self._failure) from None
+
+    def _explained(self, failure: OSError) -> OSError:
+        free = shutil.disk_usage(self._path.parent).free
+        return OSError(
+            failure.errno,
+            f"{failure.strerror}, after {self._size:,} bytes of {self._path}, where {free:,} are free; make room there,"
+            " or pass another dirpath to ModelCheckpoint",
+        )
 
 
 def open_plain(path: Path) -> int:
