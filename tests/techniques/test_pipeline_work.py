@@ -206,6 +206,44 @@ def test_only_a_stages_own_parameters_are_ever_allocated() -> None:
         assert peak < 1.75 * held  # its own, and the one that is being made
 
 
+class MostLive(Callback):
+    """The most bytes that were real up to the end of each batch, in units of what this rank keeps of the model."""
+
+    def __init__(self, live: LiveBytes) -> None:
+        self.live, self.most = live, []
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        given = [p for group in trainer.optimizers[0].param_groups for p in group["params"] if 0 not in p.stride()]
+        self.most.append(self.live.peak / sum(p.nbytes for p in given))
+
+
+def most_live(technique: DataParallel | Zero | None, accumulate: int) -> list[float]:
+    count = MostLive(LiveBytes())
+    others = [] if technique is None else [technique]
+    options = {"limit_train_batches": 4, "accumulate_grad_batches": accumulate, "callbacks": [count]}
+    run = trainer(HybridStrategy(PipelineParallel(2, microbatches=4), *others), max_epochs=1, **options)
+    gc.collect()
+    gc.disable()
+    try:
+        with count.live:
+            run.fit(Tower(partial(nn.Linear, 256, 256)), DataLoader(torch.randn(48, 256), 4))
+    finally:
+        gc.enable()
+    return count.most
+
+
+LIVE = {"alone": (2, None), "data": (4, DataParallel(2, bucket_mb=0.25)), "zero 2": (4, Zero(2, stage=2))}
+
+
+@sampled(2, "name", LIVE)
+def test_a_batch_leaves_no_gradients_behind_when_they_were_handed_over(name: str) -> None:
+    """Nor a circle that only the garbage collector would find: with it off, later batches take no more memory."""
+    size, technique = LIVE[name]
+    for accumulate in (1, 2):
+        for _, second, *later in run_on_ranks(size, most_live, technique, accumulate):
+            assert max(later) < second + 0.5
+
+
 @ranks(2)
 def test_a_divided_parameter_that_no_step_used_gets_no_gradient() -> None:
     mesh = init_device_mesh("cpu", (2,))

@@ -103,7 +103,19 @@ class Executor:
         self._shapes: dict[Place, list[TensorSpec]] = {}  # of what gradients will come back for
         self._made_back: dict[Place, list[Tensor]] = {}
         self._saved: dict[Place, Saved] = {}
-        self._do: dict[ActionKind, Callable[[Place], None]] = {
+
+    def run(self, actions: Sequence[Action]) -> None:
+        """Works through this rank's actions; forward only where the work has no seeds."""
+        forward = (ActionKind.F, ActionKind.SEND_F, ActionKind.RECV_F)
+        do = self._by_kind()
+        for action in actions:
+            if self._work.backward or action.kind in forward:
+                do[action.kind]((action.stage, action.microbatch))
+        self._exchange.lane.finish()
+
+    def _by_kind(self) -> dict[ActionKind, Callable[[Place], None]]:
+        """Not kept: a circle through bound methods would hold the batch and its gradients until it is collected."""
+        return {
             ActionKind.F: self._forward,
             ActionKind.B: self._backward,
             ActionKind.I: self._backward_of_inputs,
@@ -113,14 +125,6 @@ class Executor:
             ActionKind.SEND_B: self._send_backward,
             ActionKind.RECV_B: self._receive_backward,
         }
-
-    def run(self, actions: Sequence[Action]) -> None:
-        """Works through this rank's actions; forward only where the work has no seeds."""
-        forward = (ActionKind.F, ActionKind.SEND_F, ActionKind.RECV_F)
-        for action in actions:
-            if self._work.backward or action.kind in forward:
-                self._do[action.kind]((action.stage, action.microbatch))
-        self._exchange.lane.finish()
 
     # ---------------------------------------------------------------- forward
 

@@ -70,6 +70,11 @@ class Gradients:
         self.sums: list[Tensor | None] = [None] * len(self.parameters)
         self._apart: bool | None = None  # whether the halves can be computed apart, as the first microbatch shows
 
+    def take(self) -> list[Tensor | None]:
+        """The sums, which are the caller's from here on: autograd copies gradients that somebody else holds too."""
+        taken, self.sums = self.sums, [None] * len(self.parameters)
+        return taken
+
     def full(self, saved: Saved, seeds: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Full backward; returns the gradients of the stage's inputs."""
         outputs, given = _with_seeds(saved, seeds)

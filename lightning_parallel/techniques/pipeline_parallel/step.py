@@ -171,7 +171,7 @@ class PipelineStep(WrappedStep):
         sums: dict[str, Tensor | None] = dict.fromkeys(learning)
         names = {id(parameter): name for name, parameter in learning.items()}
         for gradients in work.gradients.values():
-            for parameter, gradient in zip(gradients.parameters, gradients.sums, strict=True):
+            for parameter, gradient in zip(gradients.parameters, gradients.take(), strict=True):
                 name = names[id(parameter)]
                 before = sums[name]
                 sums[name] = gradient if before is None or gradient is None else before + gradient
