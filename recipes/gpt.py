@@ -313,6 +313,7 @@ class GPTModule(LightningModule):
         self.save_hyperparameters(ignore="config")
         # Plain values, so that a checkpoint can be read without running code from it.
         self.save_hyperparameters({"config": asdict(self.config)})
+        self.loss_chunks = loss_chunks  # a module made of this one may have other arguments, and so hyperparameters
         self.network: GPT | None = None
         self.val_loss = MeanMetric()
         self.val_perplexity = Perplexity()
@@ -339,7 +340,7 @@ class GPTModule(LightningModule):
 
     def _cross_entropy(self, x: Tensor, batch: dict[str, Tensor]) -> Tensor:
         assert self.network is not None, "configure_model has not run"
-        return cross_entropy(x, self.network.head, batch["labels"], self.hparams["loss_chunks"])
+        return cross_entropy(x, self.network.head, batch["labels"], self.loss_chunks)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the mean loss of the batch's tokens."""
