@@ -41,7 +41,7 @@ from lightning_parallel.strategies.ranks.failures import Failure, Failures, said
 from lightning_parallel.strategies.ranks.launchers import Launcher, make_launcher
 from lightning_parallel.strategies.ranks.roll_call import RollCall
 from lightning_parallel.strategies.ranks.signals import die_with_parent, end_children, is_launched_child
-from lightning_parallel.strategies.ranks.tracebacks import show_in_one_line, show_own_frames, tell_torchrun
+from lightning_parallel.strategies.ranks.tracebacks import note, show_in_one_line, show_own_frames, tell_torchrun
 from lightning_parallel.strategies.ranks.watchdog import Watchdog
 from lightning_parallel.strategies.trainer import lightnings
 from lightning_parallel.techniques.technique import Technique
@@ -157,8 +157,9 @@ class RankStrategy(ParallelStrategy):
         self._resolve_sizes(self.num_nodes * self.num_processes)
         backend_for(self.parallel_devices or (), self._backend)
         self._checkpoints.require_own_io(self._checkpoint_io)
-        environment, method = self._environment(), self._start_method
-        self._launcher = make_launcher(self, environment, method, self.num_processes, self.num_nodes)
+        environment = self._environment()
+        sizes = self.num_processes, self.num_nodes
+        self._launcher = make_launcher(self, environment, self._start_method, *sizes, self._last_words)
         self._roll_call = RollCall(environment)
         if environment.creates_processes_externally:
             self._roll_call.tell_of_failures()
@@ -307,18 +308,22 @@ class RankStrategy(ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """This rank failed. Where others did not, nobody may wait for it, and nobody it launched may stay behind."""
-        if self._watchdog is not None and (hang := self._watchdog.stop()):
-            vars(exception).setdefault("__notes__", []).append(hang)  # `add_note` came with Python 3.11
+        note(exception, "" if self._watchdog is None else self._watchdog.stop(), behind := self._last_words())
         lightnings.take_patches_back()
         mine = Failure(self.global_rank, said_of(exception))
         told = mine if self._failures is None else self._failures.end(exception, self._begun)
         if self._is_alone and isinstance(self._launcher, Launcher):
             end_children(self._launcher.procs, first=told.rank - self.node_rank * self.num_processes - 1)
         if told.rank != self.global_rank:
-            show_in_one_line(exception, f"[rank{self.global_rank}]: {_because(told, mine)}")
+            said = "; ".join(filter(None, [_because(told, mine), behind]))
+            show_in_one_line(exception, f"[rank{self.global_rank}]: {said}")
         else:
             show_own_frames(exception)
             tell_torchrun(exception)
+
+    def _last_words(self) -> str:
+        """Of a rank that hangs, in one line: who is behind."""
+        return "" if self._watchdog is None else self._watchdog.last_words()
 
     def teardown(self) -> None:
         """See Lightning."""

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_parallel import DataParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy, ZeroStrategy
-from lightning_parallel.strategies.ranks.watchdog import Place, ranks_behind
+from lightning_parallel.strategies.ranks.watchdog import Place, in_one_line, ranks_behind
 from tests.ranks import run_on_ranks
 from tests.strategies.test_failures import Regression, loader
 from tests.tiers import sampled
@@ -96,9 +96,45 @@ HERE = Place(waits=True, step=3, function="all_reduce", stack=[], begun={"world"
         ([HERE, HERE._replace(begun={"world": 3}), HERE], [1]),
         ([HERE, HERE._replace(begun={"world": 3}), HERE._replace(begun={"world": 3}, waits=False)], [2]),
         ([HERE, HERE._replace(begun={"tp": 1}), HERE], []),
+        ([HERE, HERE, HERE._replace(begun={"world": 3, "dp": 3})], [2]),
+        ([HERE, HERE._replace(begun={"world": 3, "dp": 3}), HERE._replace(begun={"world": 3, "dp": 2})], []),
         ([HERE._replace(waits=False)] * 3, []),
     ],
-    ids=["silent", "busy", "fewer", "fewer and busy", "other groups", "all busy"],
+    ids=["silent", "busy", "fewer", "fewer and busy", "other groups", "one left out", "each another", "all busy"],
 )
 def test_who_is_behind(places: list[Place | None], behind: list[int]) -> None:
     assert ranks_behind({rank: place for rank, place in enumerate(places) if place is not None}, 3) == behind
+
+
+READS = Place(waits=False, step=2, function="read (train.py:7)", stack=["train.py:70", "train.py:7"], begun={})
+WAITS = HERE._replace(stack=["train.py:70"], seconds=3.0)
+LINES = {
+    "rank 1 is behind: it is in read (train.py:7) of step 2, at train.py:7; the others wait in all_reduce of step 3": (
+        {0: WAITS, 1: READS},
+        [1],
+    ),
+    "ranks 0, 2 are behind: rank 0 is in read (train.py:7) of step 2, at train.py:7; "
+    "the others wait in all_reduce of step 3": ({0: READS, 1: WAITS, 2: READS}, [0, 2]),
+    "rank 1 is behind: it says nothing: it is stopped, or has ended; the others wait in all_reduce of step 3": (
+        {0: WAITS},
+        [1],
+    ),
+    "none is behind: all ranks wait in all_reduce of step 3": ({0: WAITS, 1: WAITS}, []),
+    "ranks wait for each other, for some left a collective out: rank 0 waits in all_reduce of step 3, at train.py:70; "
+    "rank 1 waits in barrier of step 3, at train.py:70": ({0: WAITS, 1: WAITS._replace(function="barrier")}, []),
+}
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_who_is_behind_in_one_line(line: str) -> None:
+    assert in_one_line(*LINES[line]) == line
+
+
+def has_gone_on() -> str:
+    fitting = trainer(DataParallelStrategy(timeout=SHORT), max_steps=3)
+    fitting.fit(Regression("training_step", partial(lingers, [1])), loader())
+    return str(fitting.strategy._watchdog.last_words())
+
+
+def test_of_a_hang_that_is_over_there_are_no_last_words() -> None:
+    assert run_on_ranks(2, has_gone_on) == ["", ""]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -18,6 +18,8 @@ from lightning_parallel.collectives.functional import notes_under
 
 PATIENCE_SECONDS = 3.0
 TOGETHER = "_lightning_parallel_together"  # noted on exceptions: to keep one keeps memory
+SHOWN = 8
+"""How many ranks are told of."""
 
 Begun = Mapping[str, int]
 
@@ -123,3 +125,9 @@ def said_of(exception: BaseException) -> str:
     """An exception in one line."""
     first = next(iter(str(exception).splitlines()), "")
     return f"{type(exception).__name__}: {first[:200]}"
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Ranks by their numbers, the first of them if they are many."""
+    many = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:SHOWN]))}{many}"

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 
 from lightning_parallel.collectives.functional import notes_at
-from lightning_parallel.strategies.ranks.failures import said_of
+from lightning_parallel.strategies.ranks.failures import named, said_of
 
 LOOKS_SECONDS, CONNECTS_SECONDS = 0.2, 10.0
 TELLS_SECONDS = 10.0
@@ -30,7 +30,6 @@ SHARE, SILENT_SECONDS = 0.3, 15.0
 """A rank that came is taken for dead when it was silent for so long, or for this share of the timeout."""
 PATIENCE_SECONDS = 3.0
 """For which rank 0, with which the store ends, waits until the others have read why it does."""
-SHOWN = 8
 
 
 class RollCall:
@@ -58,9 +57,9 @@ class RollCall:
         self._silent = min(SILENT_SECONDS, SHARE * timeout.total_seconds())
         while missing := self._look():
             waited = time.monotonic() - began
-            late = f"{_named(missing)} of {self._ranks} did not come to {self._where} within {waited:.0f} s"
+            late = f"{named(missing)} of {self._ranks} did not come to {self._where} within {waited:.0f} s"
             if waited > timeout.total_seconds():
-                self._end(f"{late}, the strategy's timeout; look at what {_named(missing)} printed last")
+                self._end(f"{late}, the strategy's timeout; look at what {named(missing)} printed last")
             if waited > told:
                 told *= 2
                 print(f"[rank{self._rank}] {late}; still waiting", file=sys.stderr, flush=True)
@@ -87,7 +86,7 @@ class RollCall:
         self._begun = True
         with suppress(RuntimeError):
             self._meet(PATIENCE_SECONDS)
-            self._leave(f"{_named([self._rank])} failed before it could join the others: {said_of(exception)}")
+            self._leave(f"{named([self._rank])} failed before it could join the others: {said_of(exception)}")
             self._linger(self._ranks)
 
     def tell_of_failures(self) -> None:
@@ -163,7 +162,7 @@ class RollCall:
             self._seen[rank] = (beats, now)
         elif beats and now - since > self._silent:
             self._end(
-                f"{_named([rank])} came to {self._where}, and has been silent for {now - since:.0f} s: it was killed "
+                f"{named([rank])} came to {self._where}, and has been silent for {now - since:.0f} s: it was killed "
                 "or stopped before all had joined; look at what it printed last, and at its host's log (memory)"
             )
         return beats > 0
@@ -196,8 +195,3 @@ def _ranks_in(notes: Any) -> list[int]:
     """Those that rank 0 misses, as it has last said."""
     said = notes.get("missing").decode() if notes.check(["missing"]) else ""
     return [int(rank) for rank in said.split(",") if rank]
-
-
-def _named(ranks: Sequence[int]) -> str:
-    many = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:SHOWN]))}{many}"

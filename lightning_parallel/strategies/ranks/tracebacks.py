@@ -36,6 +36,12 @@ def show_own_frames(exception: BaseException) -> None:
         _show(exception, SHORT, "")
 
 
+def note(exception: BaseException, *texts: str) -> None:
+    """Adds to an exception what Python, torchrun and torch's own launcher show below its traceback."""
+    if any(texts):
+        vars(exception).setdefault("__notes__", []).extend(filter(None, texts))  # `add_note` came with Python 3.11
+
+
 def tell_torchrun(exception: BaseException) -> None:
     """Leaves the traceback where torchrun looks for the one that it shows at the end."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ and isinstance(exception, Exception):

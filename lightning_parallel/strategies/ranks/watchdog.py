@@ -10,7 +10,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -20,14 +20,13 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from lightning_parallel.collectives.functional import notes_under
+from lightning_parallel.strategies.ranks.failures import SHOWN, named
 from lightning_parallel.strategies.ranks.tracebacks import LIBRARIES, PACKAGE
 
 SHARE = 0.7
 """Of the timeout: a rank that stood so long asks where the others are. The rest is for them to answer."""
 LOOKS, SECONDS = 30, (0.1, 15.0)
 """How often a rank is looked at within a timeout, and the least and most seconds between two looks."""
-SHOWN = 8
-"""How many ranks are told of."""
 WAITING = (str(PACKAGE), str(Path(str(dist.__file__)).parent))
 
 
@@ -51,10 +50,12 @@ class Place(NamedTuple):
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        doing = "waits in" if self.waits else "is in"
-        return (
-            f"{doing} {self.function} of step {self.step} for {self.seconds:.0f} s, at {' < '.join(self.stack[:-5:-1])}"
-        )
+        return f"{self.doing} for {self.seconds:.0f} s, at {' < '.join(self.stack[:-5:-1])}"
+
+    @property
+    def doing(self) -> str:
+        """What it does, and in which step."""
+        return f"{'waits' if self.waits else 'is'} in {self.function} of step {self.step}"
 
 
 class Watchdog:
@@ -87,6 +88,7 @@ class Watchdog:
         self._watched, self._stopped = threading.get_ident(), threading.Event()
         #: what was told of a hang
         self.told = ""
+        self._line, self._stood = "", (0, begun())
         self._thread = threading.Thread(target=self._watch, name="lightning_parallel watchdog", daemon=True)
         self._thread.start()
 
@@ -95,6 +97,11 @@ class Watchdog:
         self._stopped.set()
         self._thread.join(timeout=self._answering)
         return self.told
+
+    def last_words(self) -> str:
+        """Of a hang that was told and goes on: in one line, who is behind. Empty where this rank has gone on since."""
+        self.stop()
+        return self._line if self._line and self._stood == (self._step(), self._begun()) else ""
 
     def _watch(self) -> None:
         place, since, number = self._place(), time.monotonic(), 0
@@ -141,20 +148,55 @@ class Watchdog:
         mine = f"rank {self._rank} {places[self._rank]}"
         told = "\n  ".join([f"ranks wait, and not all have come; {shown}", *lines, mine])
         print(f"[rank{self._rank}] {told}", file=sys.stderr, flush=True)
+        self._line, self._stood = in_one_line(places, behind), (places[self._rank].step, places[self._rank].begun)
         return told
 
 
 def ranks_behind(places: Mapping[int, Place], ranks: int) -> list[int]:
-    """Ranks that say nothing; else those that have begun fewer collectives than others, or do not wait as others do."""
+    """Ranks that say nothing; else those that have begun fewer collectives than others, or do not wait as others do.
+
+    Where each rank has begun fewer in some group, some left a collective out and went on to the next: the fewer ones.
+    """
     if silent := [rank for rank in range(ranks) if rank not in places]:
         return silent
     most: dict[str, int] = {}
     for place in places.values():
         most |= {group: max(n, most.get(group, 0)) for group, n in place.begun.items()}
-    late = [rank for rank, place in places.items() if any(n < most[group] for group, n in place.begun.items())]
+    late_in = {rank: {g for g, n in place.begun.items() if n < most[g]} for rank, place in places.items()}
+    late = [rank for rank, groups in late_in.items() if groups]
     busy = [rank for rank, place in places.items() if not place.waits]
     found = [rank for rank in late if rank in busy] or late or busy
-    return found if len(found) < ranks else []
+    if len(found) < ranks:
+        return found
+    return _fewest(late_in) if late else []
+
+
+def _fewest(late_in: Mapping[int, set[str]]) -> list[int]:
+    """The ranks that are late in other groups than most are; none where that are half of them."""
+    alike: dict[frozenset[str], list[int]] = {}
+    for rank, groups in late_in.items():
+        alike.setdefault(frozenset(groups), []).append(rank)
+    first, *others = sorted(alike.values(), key=len)
+    return first if others and len(first) < len(others[0]) else []
+
+
+def in_one_line(places: Mapping[int, Place], behind: Sequence[int]) -> str:
+    """Who is behind, and where the first of them is; where the others wait."""
+    others = [place for rank, place in places.items() if rank not in behind]
+    longest = max(others, key=lambda place: (place.waits, place.seconds))
+    there = f"wait in {longest.function} of step {longest.step}"
+    if behind:
+        where = _where(places[behind[0]]) if behind[0] in places else "says nothing: it is stopped, or has ended"
+        subject = f"are behind: rank {behind[0]}" if behind[1:] else "is behind: it"
+        return f"{named(behind)} {subject} {where}; the others {there}"
+    apart = {place.function: f"rank {rank} {_where(place)}" for rank, place in places.items()}
+    if len(apart) == 1:
+        return f"none is behind: all ranks {there}"
+    return f"ranks wait for each other, for some left a collective out: {'; '.join([*apart.values()][:SHOWN])}"
+
+
+def _where(place: Place) -> str:
+    return f"{place.doing}, at {place.stack[-1]}"
 
 
 def _inwards(frame: FrameType | None) -> Iterator[FrameType]:
