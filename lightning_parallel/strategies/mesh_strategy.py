@@ -35,6 +35,7 @@ from lightning_parallel.strategies.precision import adapt_precision, convert_bef
 from lightning_parallel.strategies.rank_strategy import RankStrategy
 from lightning_parallel.strategies.trainer.adoption import Adoption
 from lightning_parallel.strategies.trainer.callback import MeshCallback
+from lightning_parallel.strategies.trainer.optimizers import StoredOptimizers
 from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer
 from lightning_parallel.techniques.step import Coming, Run, Step
 from lightning_parallel.techniques.technique import Technique
@@ -70,7 +71,7 @@ class MeshStrategy(RankStrategy):
     def _begin(self) -> None:
         self._ready = self._within_step = False
         self._step = Step()
-        self._stored: dict[int, StoredOptimizer] = {}
+        self._stored = StoredOptimizers(lambda: self.optimizers, self._store)
         self._log: StepLog | None = None
         self._building = Building(self.techniques)
         self._divided: DividedModel | None = None
@@ -167,13 +168,12 @@ class MeshStrategy(RankStrategy):
         """Makes the user's optimizers; where parameters are stored in shards, they step the shards."""
         with self._whole.shown():
             super().setup_optimizers(trainer)
-        elsewhere = self._whole.stand_ins()
-        shards = any(self._is_sharded(parameter) for parameter in self._module().parameters())
-        refusals.refuse_optimizers(self.optimizers, self._mesh(), shards, self._callbacks())
-        self._stored = {
-            id(optimizer): StoredOptimizer(optimizer, self._step, self._mean_loss, shards, elsewhere)
-            for optimizer in self.optimizers
-        }
+        self._stored.take()
+
+    def _store(self, optimizers: Sequence[Optimizer]) -> list[StoredOptimizer]:
+        elsewhere, shards = self._whole.stand_ins(), any(map(self._is_sharded, self._module().parameters()))
+        refusals.refuse_optimizers(optimizers, self._mesh(), shards, self._callbacks())
+        return [StoredOptimizer(each, self._step, self._mean_loss, shards, elsewhere) for each in optimizers]
 
     def _mean_loss(self, loss: Any) -> Any:
         """The loss of the whole batch, for optimizers that decide by it how far to go, as LBFGS does."""
@@ -218,6 +218,7 @@ class MeshStrategy(RankStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's own, on this rank's part of the batch."""
+        self._stored.take()
         output = self._run(self.precision_plugin.train_step_context(), self._module().training_step, args, kwargs)
         if self._log is not None and (output is None or not self._module().automatic_optimization):
             self._log.settle()  # there is no backward to wait for
@@ -277,7 +278,7 @@ class MeshStrategy(RankStrategy):
         """Lightning's backward inside the techniques' step."""
         module, plugin, weight = self._module(), self.precision_plugin, self._weight
         self._nonfinite.see(closure_loss)
-        asked = any(optimizer.looks_at_loss for optimizer in self._stored.values())
+        asked = self._stored.look_at_loss
         means = nullcontext() if self._log is None else self._log.around_backward(weight, closure_loss, asked)
         closure_loss = plugin.pre_backward(closure_loss, module)
         loss = closure_loss if weight == 1.0 or self._step.weighs else closure_loss * weight
@@ -285,6 +286,11 @@ class MeshStrategy(RankStrategy):
             self._step.backward(lambda: plugin.backward(loss, module, optimizer, *args, **kwargs))
         with self._gradients.shown(AFTER_BACKWARD):
             return plugin.post_backward(closure_loss, module)
+
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's, of an optimizer that a hook may have put in the place of another."""
+        self._stored.take()
+        return super().optimizer_step(optimizer, *args, **kwargs)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """See `RankStrategy.reduce`; the values of a step that is being logged wait for each other."""
@@ -312,7 +318,7 @@ class MeshStrategy(RankStrategy):
         optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if not self._others_come("optimizer_state"):
             return {}
-        return self._whole.optimizer_state(self._stored[id(optimizer)], self._checkpoints.in_parts)
+        return self._whole.optimizer_state(self._stored.of(optimizer), self._checkpoints.in_parts)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Rank 0 writes, or all ranks do; the path is rank 0's on all ranks."""
@@ -340,7 +346,7 @@ class MeshStrategy(RankStrategy):
         """Each rank takes its part of the states of one device."""
         states = checkpoint["optimizer_states"]  # none where a run starts from weights alone
         for optimizer, state in zip(self.optimizers, states, strict=bool(states)):
-            self._stored[id(optimizer)].load_state_dict(state)
+            self._stored.of(optimizer).load_state_dict(state)
 
     # ---------------------------------------------------------------- the end
 

@@ -78,6 +78,56 @@ def test_hooks_find_and_change_the_parameters_of_one_device(layout: str) -> None
         require_like(expected.result(), found)
 
 
+class LooksInGroups(Plain):
+    """Asks optimizers for parameters: projects weights, adds those that were frozen, changes to another optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=2)
+        self.stem.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam([parameter for parameter in self.parameters() if parameter.requires_grad], lr=0.01)
+
+    def on_train_epoch_start(self) -> None:
+        used = self.optimizers().optimizer
+        if self.current_epoch == 1:
+            self.stem.requires_grad_(True)
+            known = {id(parameter) for group in used.param_groups for parameter in group["params"]}
+            used.add_param_group({"params": [p for p in self.parameters() if id(p) not in known], "lr": 0.02})
+        elif self.current_epoch == 2:
+            self.trainer.optimizers = [torch.optim.RMSprop(self.parameters(), lr=0.001)]
+
+    @torch.no_grad()
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.add_(parameter.sign(), alpha=0.01)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, *_: Any) -> None:
+        for group in self.trainer.optimizers[0].param_groups:
+            for parameter in group["params"]:
+                parameter.div_(parameter.norm().clamp(min=1.0))
+
+
+def grouped(strategy: Any, batch_size: int) -> Any:
+    torch.manual_seed(0)
+    module = LooksInGroups()
+    run = trainer(made(strategy), max_epochs=3)
+    run.fit(module, *loaders("plain", batch_size, samples=16, val_samples=8))
+    (optimizer,) = run.optimizers
+    held = sum(len(group["params"]) for group in optimizer.param_groups)
+    return held, {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@sampled(2, "layout", LAYOUTS)
+def test_hooks_find_and_add_the_parameters_of_one_device_in_groups(layout: str) -> None:
+    n, data_ranks, strategy = LAYOUTS[layout]
+    expected = begun_on_one(grouped, None, 8)
+    for found in run_on_ranks(n, grouped, strategy, 8 // data_ranks):
+        require_like(expected.result(), found)
+
+
 def average(module: Any) -> float:
     return float(sum(parameter.mean() for parameter in module.parameters()))
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -61,6 +61,7 @@ class DividedModel:
         self._hooked = hooked(dict(module.named_parameters()))
         self._divisions: list[Division] = []
         self._made: dict[str, Tensor] = {}
+        self._stands_for: dict[int, Tensor] = {}
 
     def divide(self, techniques: Sequence[Technique], plan: ParallelPlan) -> None:
         """Lets every technique keep its part of the model."""
@@ -160,7 +161,16 @@ class DividedModel:
         named = dict(self.module.named_parameters())
         stages, ranks = self.pipeline.stages_holding(named), self.mesh.world_size // self.pipeline.ranks
         counts = {id(parameter): stages[name] * ranks for name, parameter in named.items()}
-        return lambda parameter: counts.get(id(parameter), ranks)
+        return lambda parameter: counts.get(id(self._stands_for.get(id(parameter), parameter)), ranks)
+
+    @contextmanager
+    def represented(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
+        """Inside, it is known for which divided parameter, the first of a pair, another one stands."""
+        self._stands_for = {id(made): divided for divided, made in pairs}
+        try:
+            yield
+        finally:
+            self._stands_for = {}
 
     # ---------------------------------------------------------------- the whole
 

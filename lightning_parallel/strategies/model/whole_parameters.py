@@ -1,8 +1,8 @@
 """Parameters as one device has them, for hooks that look at the model: averages of weights, norms, samples of text.
 
-A hook of the module or of a callback looks at the model if its code names a part of it, asks for parameters, or hands
-the module on. Around such a hook every rank has all parameters and calls the model as one device does; what the hook
-writes stays. Hooks that do not look cost nothing.
+A hook of the module or of a callback looks at the model if its code names a part of it, asks for parameters, be it in
+the groups of an optimizer, or hands the module on. Around such a hook every rank has all parameters and calls the model
+as one device does; what the hook writes stays. Hooks that do not look cost nothing.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from lightning_parallel.strategies.checkpoint.whole import without_hooks_of_full
 from lightning_parallel.strategies.model.divided_model import DividedModel
 from lightning_parallel.strategies.model.foreign_hooks import Places
 from lightning_parallel.strategies.model.shown_gradient import ShownGradient
+from lightning_parallel.strategies.model.shown_groups import Pair, wholes_in_groups
 from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.techniques.tools import elsewhere
 from lightning_parallel.techniques.tools.redirect import plain_calls, plain_forwards
@@ -44,6 +45,9 @@ ASKS = {
     "lightning_module",
 }
 """Names by which a model is asked for its tensors, or run."""
+
+KEYS = {"params"}
+"""Strings by which a group of an optimizer is asked for them."""
 
 MOVES = {"to", "cpu", "cuda", "type", "half", "float", "double", "bfloat16", "apply"}
 """Methods of a module that act on its tensors; tensors have them too."""
@@ -121,10 +125,12 @@ class WholeParameters:
             with ExitStack() as around:
                 around.enter_context(self._divided.shown())
                 around.enter_context(_filled(module, arrived))
-                made = around.enter_context(_undivided(module))
+                pairs = around.enter_context(_undivided(module))
+                around.enter_context(self._divided.represented(pairs))
+                around.enter_context(wholes_in_groups(lambda: module.trainer.optimizers, pairs))
                 around.enter_context(plain_forwards(module))
                 around.enter_context(plain_calls(module))
-                places = Places(module, made)
+                places = Places(module, [made for _, made in pairs])
                 yield
                 places.refuse_changes(reader)
         finally:
@@ -186,8 +192,8 @@ def _table_of(module: nn.Module, name: str) -> dict[str, Tensor | None]:
 
 
 @contextmanager
-def _undivided(module: nn.Module) -> Iterator[list[Tensor]]:
-    """Inside, whole parameters, which it yields, stand for those of which ranks hold parts; what is written stays."""
+def _undivided(module: nn.Module) -> Iterator[list[Pair]]:
+    """Inside, whole parameters stand for those of which ranks hold parts, as it yields; what is written stays."""
     places = [(part, name, tensor) for part in module.modules() for name, tensor in part._parameters.items()]
     divided: list[Any] = [place for place in places if isinstance(place[2], DTensor)]
     whole: dict[int, tuple[DTensor, nn.Parameter]] = {}
@@ -197,7 +203,7 @@ def _undivided(module: nn.Module) -> Iterator[list[Tensor]]:
         part._parameters[name] = whole[id(tensor)][1]
     try:
         with without_hooks_of_fully_shard({part for part, _, _ in divided}):
-            yield [made for _, made in whole.values()]
+            yield [*whole.values()]
     finally:
         for part, name, tensor in divided:
             part._parameters[name] = tensor
@@ -243,7 +249,7 @@ def _function_looks(function: FunctionType, owners: Sequence[type], parts: set[s
         return False
     seen.add(function.__code__)
     attributes, variables = _names(function.__code__)
-    if (attributes | variables) & (ASKS | parts) or _hands_on(function.__code__):
+    if (attributes | variables) & (ASKS | parts) or _strings(function.__code__) & KEYS or _hands_on(function.__code__):
         return True
     called = [vars(kind).get(name) for name in attributes for owner in owners for kind in owner.__mro__]
     called += [function.__globals__.get(name) for name in variables]
@@ -257,6 +263,12 @@ def _names(code: CodeType) -> tuple[set[str], set[str]]:
     attributes = {step.argval for step in steps if step.opname.endswith(("_ATTR", "_METHOD"))}
     variables = {step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
     return attributes.union(*(found for found, _ in parts)), variables.union(*(found for _, found in parts))
+
+
+def _strings(code: CodeType) -> set[str]:
+    """The constants of code that are strings."""
+    inner = [_strings(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return {constant for constant in code.co_consts if isinstance(constant, str)}.union(*inner)
 
 
 def _hands_on(code: CodeType) -> bool:

@@ -1,0 +1,44 @@
+"""The trainer's optimizers, each of which steps what is stored; a hook may put others in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch.optim import Optimizer
+
+from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer
+
+
+class StoredOptimizers:
+    """Knows each optimizer of the trainer before it steps or is saved.
+
+    Args:
+        now: says which the trainer has now.
+        store: makes others step what is stored, or raises.
+    """
+
+    def __init__(
+        self,
+        now: Callable[[], Sequence[Optimizer]],
+        store: Callable[[Sequence[Optimizer]], Sequence[StoredOptimizer]],
+    ) -> None:
+        self._now, self._store = now, store
+        self._known: dict[int, StoredOptimizer] = {}
+
+    def take(self) -> None:
+        """Knows those that are new; those that the trainer has no more are forgotten with the next of them."""
+        optimizers = self._now()
+        new = [optimizer for optimizer in optimizers if id(optimizer) not in self._known]
+        if new:
+            known = self._known | {id(stored.optimizer): stored for stored in self._store(new)}
+            self._known = {id(optimizer): known[id(optimizer)] for optimizer in optimizers}
+
+    def of(self, optimizer: Optimizer) -> StoredOptimizer:
+        """What makes this one step what is stored."""
+        self.take()
+        return self._known[id(optimizer)]
+
+    @property
+    def look_at_loss(self) -> bool:
+        """Whether any of them may decide by what its closure returns."""
+        return any(stored.looks_at_loss for stored in self._known.values())
