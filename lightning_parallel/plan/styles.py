@@ -79,6 +79,7 @@ def _vocabulary(model: nn.Module, plan: ParallelPlan, styles: Mapping[str, str])
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear)
+        and module._parameters.get("weight") is not None  # else it is computed, as by parametrizations
         and tuple(module.weight.shape) in sizes
         and id(module) not in in_blocks
         and styles.get(starred(name), GATHERED) == GATHERED
@@ -100,6 +101,9 @@ def _embeddings(model: nn.Module) -> Iterator[tuple[str, nn.Embedding]]:
     """The modules that look up rows of their weight one by one."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and not (
-            module.sparse or module.scale_grad_by_freq or module.max_norm is not None
+            module.sparse
+            or module.scale_grad_by_freq
+            or module.max_norm is not None
+            or module._parameters.get("weight") is None
         ):
             yield name, module

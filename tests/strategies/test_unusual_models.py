@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -90,6 +91,15 @@ class Shrunk(InSequence):
     layer = Shrinking
 
 
+class ParametrizedVocabulary(InSequence):
+    """The weights of its embedding and its head are computed from others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parametrizations.weight_norm(self.net[0])
+        parametrizations.weight_norm(self.net[-1])
+
+
 class WithoutShape(InSequence):
     def __init__(self) -> None:
         super().__init__()
@@ -139,6 +149,7 @@ PIPELINE = partial(PipelineParallelStrategy, microbatches=2)
         (Transformed, TensorParallelStrategy, 1),
         (Transformed, ContextParallelStrategy, 1),
         (Shrunk, TensorParallelStrategy, 1),
+        (ParametrizedVocabulary, TensorParallelStrategy, 1),
         (TwoNames, TensorParallelStrategy, 1),
         (TwoNames, ZeroStrategy, 2),
         (TwoNames, PIPELINE, 1),
