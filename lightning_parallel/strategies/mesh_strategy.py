@@ -259,7 +259,8 @@ class MeshStrategy(RankStrategy):
                 return whole.outputs(self._step.forward(whole.run(Run(run)), batch, *rest, **kwargs))
         fewest = batches.fewest_samples if self._meets_in_forward and batches is not None else None
         with context, self._log.counting(weight), whole.run(self._noted(run, self._log)) as steps:
-            self._step.expect(Coming(scale_of(self.precision_plugin), weight, fewest, self._log.alone))
+            scale, one_factor = scale_of(self.precision_plugin), self._gradients.one_factor
+            self._step.expect(Coming(scale, weight, fewest, self._log.alone, one_factor))
             output = whole.outputs(self._step.forward(steps, batch, *rest, **kwargs))
         self._log.reduce_step(weight, output)
         return output

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from torch import Tensor, nn
 from typing_extensions import Self
@@ -150,6 +150,27 @@ class WrappedRun(Run[T_co]):
         return self.inner.counted(loss, summed)
 
 
+class EarlyReduction(Protocol):
+    """Reduces gradients that a forward computed, before backward has said by what they are multiplied."""
+
+    def wants(self, parameter: nn.Parameter) -> bool:
+        """Whether the gradient of a parameter may be reduced in this forward."""
+
+    def take(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Takes a gradient that will not grow any more; nobody else has it from here on.
+
+        Args:
+            parameter: one that is wanted.
+            gradient: of what this rank keeps of it, summed over the batch; plain and dense.
+        """
+
+    def lacks(self, parameter: nn.Parameter) -> None:
+        """A parameter that is wanted has no gradient in this batch."""
+
+    def multiply(self, factor: float) -> None:
+        """In backward, before it gives other parameters theirs: the same on all ranks, for all that was taken."""
+
+
 @dataclass(frozen=True)
 class Coming:
     """Facts about a batch that are known before its forward.
@@ -160,12 +181,17 @@ class Coming:
             were left, which has one for the form.
         samples: the least number of samples that a rank has which meets this one within the forward; None: nobody does.
         alone: whether no other rank has samples of this batch, so that what has no target here has none at all.
+        one_factor: whether nothing stands between the step and backward that could multiply the loss by something that
+            differs between ranks.
+        early: who wants gradients that the forward computes.
     """
 
     scale: float = 1.0
     weight: float = 1.0
     samples: int | None = None
     alone: bool = True
+    one_factor: bool = False
+    early: tuple[EarlyReduction, ...] = ()
 
     @property
     def counts(self) -> bool:
@@ -184,6 +210,11 @@ class Step:
     def weighs(self) -> bool:
         """Whether gradients have the weight of `expect` by themselves, and the loss is not to be multiplied by it."""
         return False
+
+    @property
+    def turns(self) -> Mapping[nn.Parameter, int]:
+        """Parameters whose gradients are final within the forward, and in which order: equal numbers together."""
+        return {}
 
     def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
         """Runs the user's own `training_step` (or validation, test, predict) with its arguments."""
@@ -241,6 +272,11 @@ class WrappedStep(Step):
     def weighs(self) -> bool:
         """See `Step.weighs`."""
         return self.inner.weighs
+
+    @property
+    def turns(self) -> Mapping[nn.Parameter, int]:
+        """See `Step.turns`."""
+        return self.inner.turns
 
     def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
         """See `Step.forward`."""

@@ -20,6 +20,7 @@ from lightning_parallel.strategies.model.shown_gradient import ShownGradient
 from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.techniques.tools.shards import dtensor_of, local, shard_of
 
+BEFORE_BACKWARD = ("on_before_backward", "backward")
 AFTER_BACKWARD = ("on_after_backward",)
 BEFORE_STEP = ("on_before_optimizer_step", "configure_gradient_clipping")
 
@@ -41,9 +42,14 @@ class WholeGradients:
         self._wanted: set[tuple[str, ...]] = set()
         self._elsewhere: list[nn.Parameter] = []
         if divided.mesh.world_size > 1:
-            for hooks in (AFTER_BACKWARD, BEFORE_STEP):
+            for hooks in (BEFORE_BACKWARD, AFTER_BACKWARD, BEFORE_STEP):
                 if any(gather_objects(_somebody_overrides(hooks, divided.module, callbacks), host)):
                     self._wanted.add(hooks)
+
+    @property
+    def one_factor(self) -> bool:
+        """Whether nobody can multiply a loss by what differs between ranks, after the step and before its backward."""
+        return BEFORE_BACKWARD not in self._wanted and self._divided.module.automatic_optimization
 
     def held(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """The parameters among these that this rank holds."""
@@ -125,6 +131,7 @@ def _gradients(module: nn.Module) -> dict[str, tuple[Tensor, _Placing | None]]:
 
 
 def _somebody_overrides(hooks: tuple[str, ...], module: LightningModule, callbacks: list[Callback]) -> bool:
+    """Whether the module overrides one of these hooks, or a callback the first."""
     base = getattr(Callback, hooks[0])
     theirs = [vars(callback).get(hooks[0], getattr(type(callback), hooks[0])) for callback in callbacks]
     return any(is_overridden(name, module) for name in hooks) or any(hook is not base for hook in theirs)

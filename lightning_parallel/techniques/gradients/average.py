@@ -13,7 +13,8 @@ from torch.futures import Future
 
 from lightning_parallel.collectives.functional import Pending, all_reduce
 from lightning_parallel.mesh import ParallelMesh
-from lightning_parallel.techniques.gradients.buckets import Bucket, BucketedStep
+from lightning_parallel.techniques.gradients.bucket import Bucket
+from lightning_parallel.techniques.gradients.buckets import BucketedStep
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.tools.holders import Holders
 from lightning_parallel.techniques.tools.shards import as_gradient, local
@@ -72,6 +73,8 @@ class AllReduceBucket(Bucket):
         self._index = index
         divided = holders.all.size() if hook else 1  # torch's hooks divide by the ranks of the group for themselves
         self._scale = holders.scale * divided
+        self.takes_early = hook is None  # those that send something else keep what they left out for later
+        self._pending = Pending(None)
         self._message: Tensor | None = None
         self._views: list[Tensor] = []
         self._gradients: list[Tensor] = []
@@ -83,6 +86,12 @@ class AllReduceBucket(Bucket):
         if dtype != self.dtype:
             self._message = None
         super().agree(dtype)
+
+    def begin(self, synced: bool, early: bool = False) -> None:
+        """See `Bucket.begin`. Gradients of the batch before live in the buffer: what is taken goes into a new one."""
+        super().begin(synced, early)
+        if early and any(parameter.grad is not None for parameter in self.parameters):
+            self._message = None
 
     def keep(self, index: int) -> None:
         """See `Bucket.keep`. The gradient moves into the buffer, where later passes add to it."""
@@ -96,15 +105,21 @@ class AllReduceBucket(Bucket):
 
     def put(self, index: int) -> None:
         """See `Bucket.put`. A gradient that already lives in the buffer is not copied again."""
-        self._allocate()
-        parameter, view = self.parameters[index], self._views[index]
-        if parameter.grad is None:
-            view.zero_()
-        elif parameter.grad.is_sparse:
+        parameter = self.parameters[index]
+        if parameter.grad is not None and parameter.grad.is_sparse:
             raise TypeError("sparse gradients (Embedding(sparse=True)) cannot be reduced in buckets; use sparse=False")
+        self.fill(index, None if parameter.grad is None else local(parameter.grad))
+        if parameter.grad is not None and not self._is_cast(index):
+            parameter.grad = self._gradient(index)
+
+    def fill(self, index: int, gradient: Tensor | None) -> None:
+        """See `Bucket.fill`."""
+        self._allocate()
+        view = self._views[index]
+        if gradient is None:
+            view.zero_()
         else:
-            torch.mul(local(parameter.grad).to(self.dtype), self._scale, out=view)
-            parameter.grad = parameter.grad if self._is_cast(index) else self._gradient(index)
+            torch.mul(gradient.to(self.dtype), self.without_factor(self._scale), out=view)
 
     def _gradient(self, index: int) -> Tensor:
         """A parameter's part of the message; `module.to` may have given other memory to the tensor that it was."""
@@ -127,13 +142,30 @@ class AllReduceBucket(Bucket):
     def finish(self) -> None:
         """See `Bucket.finish`."""
         self._pending.wait()
+        if self.early and self.factor != 1:
+            self.buffer()[: -len(self.parameters)].mul_(self.factor)
+        used = set(range(len(self.parameters))) - set(self._unused)
         if self._unused:
-            used_elsewhere = (self._flags[self._unused] > 0).tolist()
-            for index, used in zip(self._unused, used_elsewhere, strict=True):
-                self.parameters[index].grad = self._gradient(index).to(self.parameters[index].dtype) if used else None
+            used |= {
+                index for index, sum_ in zip(self._unused, self._flags[self._unused].tolist(), strict=True) if sum_
+            }
         for index, parameter in enumerate(self.parameters):
-            if self._is_cast(index) and index not in self._unused:
-                parameter.grad = self._gradient(index).to(parameter.dtype)
+            if self.early and (index in self._taken or index in self._unused):
+                self._grow(index) if index in used else None
+            elif index in self._unused or self._is_cast(index):
+                parameter.grad = self._gradient(index).to(parameter.dtype) if index in used else None
+
+    def drop(self) -> None:
+        """See `Bucket.drop`."""
+        self._pending.wait()
+
+    def _grow(self, index: int) -> None:
+        """Adds what was reduced before backward to what backward left for `grad`."""
+        parameter, new = self.parameters[index], self._gradient(index).to(self.parameters[index].dtype)
+        if parameter.grad is None:
+            parameter.grad = new
+        else:
+            local(parameter.grad).add_(local(new))
 
     def _reduce(self) -> Pending:
         if self._hook is None:

@@ -8,8 +8,8 @@ Source: S. Li et al., PyTorch Distributed, VLDB 2020.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial, reduce
 from typing import cast
 
@@ -20,7 +20,9 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_parallel.collectives.functional import all_reduce
 from lightning_parallel.mesh import ParallelMesh
-from lightning_parallel.techniques.step import Step, WrappedStep
+from lightning_parallel.techniques.gradients.bucket import Bucket
+from lightning_parallel.techniques.gradients.early import Agreement, Factor
+from lightning_parallel.techniques.step import Coming, Step, WrappedStep
 from lightning_parallel.techniques.tools.holders import Holders, holders_of
 from lightning_parallel.techniques.tools.shards import local
 
@@ -31,79 +33,11 @@ WIDER = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 """What parameters may be cast to, so that their gradients no longer fit into the message that they were to have."""
 
 
-class Bucket(ABC):
-    """Some parameters whose gradients travel in one message.
-
-    With the gradients travels one flag per parameter that says whether this rank had a gradient for it: a parameter
-    that no rank used must end with `grad = None`, as it does on one device, or weight decay would move it.
-    """
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.parameters = list(parameters)
-        self.missing: set[int] = set()
-        self.active = False
-        self.synced = True
-        self.dtype = self.parameters[0].dtype
-        self.agreed = False
-
-    @property
-    def wanted(self) -> torch.dtype:
-        """The dtype into which all gradients fit; another one than the message's if modules cast their parameters."""
-        return reduce(torch.promote_types, (parameter.dtype for parameter in self.parameters), self.dtype)
-
-    def agree(self, dtype: torch.dtype) -> None:
-        """From here on the message has this dtype, on all ranks."""
-        self.dtype, self.agreed = dtype, True
-
-    def begin(self, synced: bool) -> None:
-        """Before a backward pass; a bucket of frozen parameters stays out of it.
-
-        Args:
-            synced: whether gradients are those of the global batch after it; else a later pass will see to that.
-        """
-        self.synced = synced
-        self.missing = {index for index, parameter in enumerate(self.parameters) if parameter.requires_grad}
-        self.active = bool(self.missing)
-
-    def receive(self, index: int) -> None:
-        """The gradient of one parameter is complete."""
-        if index not in self.missing:
-            raise RuntimeError(
-                f"a parameter of shape {tuple(self.parameters[index].shape)} got a second gradient in one "
-                "backward pass; reentrant activation checkpointing does this: call checkpoint(..., use_reentrant=False)"
-            )
-        self.missing.discard(index)
-        self.put(index)
-
-    def send(self) -> None:
-        """Starts the reduction; parameters without a new gradient take part with the one they have, or with zeros."""
-        late = [i for i, parameter in enumerate(self.parameters) if i in self.missing or not parameter.requires_grad]
-        unused = [index for index in late if self.parameters[index].grad is None]
-        for index in late:
-            self.put(index)
-        self.start(unused)
-
-    def keep(self, index: int) -> None:  # noqa: B027
-        """The gradient of one parameter grew in a pass that is not reduced."""
-
-    @abstractmethod
-    def put(self, index: int) -> None:
-        """Copies a parameter's gradient into the message, zeros if it has none."""
-
-    @abstractmethod
-    def start(self, unused: list[int]) -> None:
-        """Starts the collective; `unused` are the parameters for which this rank has no gradient."""
-
-    def settle(self) -> None:  # noqa: B027
-        """Some buckets later: waits for the collective, frees the message and starts what must follow, if anything."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Waits for the collective and gives every parameter its reduced gradient."""
-
-
 class BucketedStep(WrappedStep):
     """Reduces the gradients of some parameters in buckets during backward.
+
+    Where the forward computes gradients, as that of a pipeline does, it reduces them there already: behind what other
+    stages still compute. For that all ranks must agree, batch by batch, and buckets go in one order, taken or not.
 
     Args:
         inner: the step to wrap.
@@ -125,51 +59,115 @@ class BucketedStep(WrappedStep):
     ) -> None:
         super().__init__(inner)
         self.buckets: list[Bucket] = []
+        self.places: dict[nn.Parameter, tuple[Bucket, int]] = {}
         self._holders_of, self._ranks = partial(holders_of, mesh=mesh), mesh.loss
         self._make_bucket = make_bucket
         self._bucket_bytes = bucket_bytes
         self._accumulates_locally = accumulates_locally
         self._waiting = list(parameters)
         self._handles: list[RemovableHandle] = []
-        self._running = False
+        self._running = self._early = False
+        self._grew = False  # in passes that were not reduced
+        self._agreement: Agreement | None = None
+        self._factor: Factor | None = None
         self._active: list[Bucket] = []
         self._next = 0
         self._adopt_unfrozen()
 
     # ---------------------------------------------------------------- the step
 
+    def expect(self, coming: Coming) -> None:
+        """See `Step.expect`."""
+        self._drop()
+        if torch.is_grad_enabled() and self.inner.turns and self.places:
+            allowed = coming.one_factor and self.synced and not self._grew and not any(map(_is_hooked, self.places))
+            self._agreement = Agreement(allowed, self._ranks.get_group(), self._device)
+            coming = replace(coming, early=(*coming.early, self))
+        self.inner.expect(coming)
+
     def backward(self, run: Callable[[], None]) -> None:
         """Runs backward; reduction starts with the first full bucket and is over when this returns."""
-        if not self.synced and self._accumulates_locally and self._all_local():
+        if not self._early and not self.synced and self._accumulates_locally and self._all_local():
+            self._grew = True
             return self.inner.backward(run)
-        self._begin()
+        if self._early:
+            for bucket in self._active:
+                bucket.resume()
+        else:
+            self._begin()
         try:
             self.inner.backward(run)
             self._finish()
         finally:
-            self._running = False
+            self._running = self._early = False
+        self._grew = not self.synced
         return None
 
     def close(self) -> None:
         """Removes the hooks from the parameters."""
+        self._drop()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self.inner.close()
+
+    # ---------------------------------------------------------------- before backward, see `EarlyReduction`
+
+    def wants(self, parameter: nn.Parameter) -> bool:
+        """See `EarlyReduction.wants`; the same on all ranks."""
+        place = self.places.get(parameter)
+        wanted = place is not None and place[0].takes_early and parameter in self.inner.turns
+        return wanted and self._agreement is not None and self._agreement.reached
+
+    def take(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """See `EarlyReduction.take`."""
+        bucket, index = self._begun_early(parameter)
+        bucket.take(index, gradient)
+        self._send_in_order()
+
+    def lacks(self, parameter: nn.Parameter) -> None:
+        """See `EarlyReduction.lacks`."""
+        bucket, index = self._begun_early(parameter)
+        bucket.lacks(index)
+        self._send_in_order()
+
+    def multiply(self, factor: float) -> None:
+        """See `EarlyReduction.multiply`."""
+        if self._early:
+            self._factor = Factor(factor, self._ranks.get_group(), self._device)
+            for bucket in self._active:
+                bucket.factor = factor
+
+    def _begun_early(self, parameter: nn.Parameter) -> tuple[Bucket, int]:
+        if not self._running:
+            self._begin(early=True)
+        return self.places[parameter]
+
+    def _drop(self) -> None:
+        """Lets go of what was taken where no backward followed, as of a batch whose step returned no loss."""
+        if self._early:
+            for bucket in self._active:
+                bucket.drop()
+        self._running = self._early = False
+        self._agreement, self._factor = None, None
+
+    @property
+    def _device(self) -> torch.device:
+        return next(iter(self.places)).device
 
     # ---------------------------------------------------------------- during backward
 
     def _all_local(self) -> bool:
         return not any(has_shard(p) for bucket in self.buckets for p in bucket.parameters)
 
-    def _begin(self) -> None:
+    def _begin(self, early: bool = False) -> None:
         self._adopt_unfrozen()
         self._agree()
         for bucket in self.buckets:
-            bucket.begin(self.synced)
+            bucket.begin(self.synced, early)
         self._active = [bucket for bucket in self.buckets if bucket.active]
         self._next = 0
-        self._running = True
+        self._running, self._early = True, early
 
     def _agree(self) -> None:
         """Modules may cast their parameters in their first forward, and where data decide, on some ranks only."""
@@ -194,11 +192,11 @@ class BucketedStep(WrappedStep):
             self._begin()
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         bucket.receive(index)
-        if not bucket.missing:
+        if bucket.complete:
             self._send_in_order()
 
     def _send_in_order(self) -> None:
-        while self._next < len(self._active) and not self._active[self._next].missing:
+        while self._next < len(self._active) and self._active[self._next].complete:
             self._send_next()
 
     def _send_next(self) -> None:
@@ -212,9 +210,12 @@ class BucketedStep(WrappedStep):
             self._send_next()
         for bucket in self._active[-IN_FLIGHT:]:
             bucket.settle()
+        factor = 1.0 if self._factor is None else self._factor.agreed()
         for bucket in self._active:
+            bucket.factor = factor
             bucket.finish()
-        self._running = False
+        self._running = self._early = False
+        self._factor = None
 
     # ---------------------------------------------------------------- buckets
 
@@ -223,13 +224,23 @@ class BucketedStep(WrappedStep):
         if not ready:
             return
         self._waiting = [parameter for parameter in self._waiting if not parameter.requires_grad]
-        for group, holders in split_by_size(ready[::-1], self._bucket_bytes, self._holders_of):
+        turns = self.inner.turns
+        last = max(turns.values(), default=0) + 1
+        ready.reverse()
+        ready.sort(key=lambda parameter: turns.get(parameter, last))
+        for group, holders in split_by_size(ready, self._bucket_bytes, self._holders_of):
             bucket = self._make_bucket(group, holders)
             self.buckets.append(bucket)
             for index, parameter in enumerate(group):
+                self.places[parameter] = (bucket, index)
                 hook = partial(self._on_gradient, bucket, index)
                 register = cast(Callable[..., RemovableHandle], parameter.register_post_accumulate_grad_hook)
                 self._handles.append(register(hook))
+
+
+def _is_hooked(parameter: nn.Parameter) -> bool:
+    """Whether somebody else looks at the gradient of a parameter as it arrives."""
+    return bool(parameter._backward_hooks) or len(parameter._post_accumulate_grad_hooks or ()) > 1
 
 
 def has_shard(parameter: nn.Parameter) -> bool:

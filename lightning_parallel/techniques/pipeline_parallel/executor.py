@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +19,7 @@ from lightning_parallel.techniques.pipeline_parallel.exchange import (
     has_gradients,
     rebuild,
 )
+from lightning_parallel.techniques.pipeline_parallel.final import Final
 from lightning_parallel.techniques.pipeline_parallel.gradients import Enter, Gradients, Saved, save
 from lightning_parallel.techniques.pipeline_parallel.schedule.actions import Action, ActionKind
 from lightning_parallel.techniques.pipeline_parallel.shares import Shares
@@ -27,6 +29,9 @@ from lightning_parallel.values import TensorSpec, map_tensors
 
 Place = tuple[int, int]
 """A stage and a microbatch."""
+
+FINAL = (ActionKind.B, ActionKind.W)
+"""Actions after the last of which a stage's gradients are known."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +63,7 @@ class Work:
         scale: by what the loss of the batch is multiplied before backward; None for forward only.
         shares: what the loss of each microbatch counts for in that of the batch.
         gradients: per stage, those of the parameters it uses.
+        final: to whom they go as they are final.
     """
 
     steps: Sequence[Callable[[], Any]]
@@ -69,6 +75,7 @@ class Work:
     scale: float | None
     shares: Shares
     gradients: dict[int, Gradients]
+    final: Final
     outputs: dict[int, Any] = field(default_factory=dict)
 
     @property
@@ -103,15 +110,30 @@ class Executor:
         self._shapes: dict[Place, list[TensorSpec]] = {}  # of what gradients will come back for
         self._made_back: dict[Place, list[Tensor]] = {}
         self._saved: dict[Place, Saved] = {}
+        self._left: Counter[int] = Counter()  # backwards of each stage that are yet to come
 
     def run(self, actions: Sequence[Action]) -> None:
         """Works through this rank's actions; forward only where the work has no seeds."""
         forward = (ActionKind.F, ActionKind.SEND_F, ActionKind.RECV_F)
         do = self._by_kind()
+        self._left.update(action.stage for action in actions if action.kind in FINAL)
         for action in actions:
             if self._work.backward or action.kind in forward:
                 do[action.kind]((action.stage, action.microbatch))
+                if action.kind in FINAL:
+                    self._ended(action.stage)
         self._exchange.lane.finish()
+
+    def _ended(self, stage: int) -> None:
+        """After one backward of a stage; after the last one its gradients do not grow any more."""
+        self._left[stage] -= 1
+        if not self._left[stage]:
+            self._work.gradients[stage].give(self._work.final)
+
+    def _final(self, stage: int) -> Final | None:
+        """To whom gradients of the backward go that runs, if it is the stage's last one."""
+        whole = self._work.whole is not None and stage == self._last
+        return self._work.final if whole or self._left[stage] == 1 else None
 
     def _by_kind(self) -> dict[ActionKind, Callable[[Place], None]]:
         """Not kept: a circle through bound methods would hold the batch and its gradients until it is collected."""
@@ -212,7 +234,7 @@ class Executor:
 
     def _gradients_of(self, place: Place, saved: Saved) -> list[Tensor | None]:
         with _without_autocast(self._exchange.lane.device):
-            return self._work.gradients[place[0]].full(saved, self._seeds(place, saved))
+            return self._work.gradients[place[0]].full(saved, self._seeds(place, saved), self._final(place[0]))
 
     def _backward_of_inputs(self, place: Place) -> None:
         saved = self._saved[place]
@@ -222,7 +244,7 @@ class Executor:
 
     def _backward_of_weights(self, place: Place) -> None:
         with _without_autocast(self._exchange.lane.device):
-            self._work.gradients[place[0]].of_weights(self._saved.pop(place))
+            self._work.gradients[place[0]].of_weights(self._saved.pop(place), self._final(place[0]))
 
     def _seeds(self, place: Place, saved: Saved) -> list[Tensor | None]:
         stage, microbatch = place

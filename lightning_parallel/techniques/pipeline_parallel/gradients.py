@@ -7,8 +7,10 @@ Source of the two halves: P. Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from lightning_parallel.collectives.functional import by_kind
+from lightning_parallel.techniques.pipeline_parallel.final import Final
 from lightning_parallel.techniques.pipeline_parallel.halves import halves_are_apart
 from lightning_parallel.techniques.tools.leaves import leaf_of
 
@@ -68,6 +71,7 @@ class Gradients:
         self.parameters = list(parameters)
         self._leaves: list[Any] = [leaf_of(parameter) for parameter in parameters]
         self.sums: list[Tensor | None] = [None] * len(self.parameters)
+        self._taken: set[int] = set()
         self._apart: bool | None = None  # whether the halves can be computed apart, as the first microbatch shows
 
     def take(self) -> list[Tensor | None]:
@@ -75,13 +79,20 @@ class Gradients:
         taken, self.sums = self.sums, [None] * len(self.parameters)
         return taken
 
-    def full(self, saved: Saved, seeds: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Full backward; returns the gradients of the stage's inputs."""
+    def full(self, saved: Saved, seeds: Sequence[Tensor | None], final: Final | None = None) -> list[Tensor | None]:
+        """Full backward; returns the gradients of the stage's inputs.
+
+        Args:
+            saved: of the microbatch's forward.
+            seeds: the gradients of its outputs.
+            final: who takes gradients as they arrive, in the stage's last backward.
+        """
         outputs, given = _with_seeds(saved, seeds)
         if not outputs:
             return [None] * len(saved.inputs)
         wanted = [*saved.inputs, *self._leaves]
-        made = torch.autograd.grad(outputs, wanted, given, allow_unused=True) if wanted else ()
+        with self._giving(final):
+            made = torch.autograd.grad(outputs, wanted, given, allow_unused=True) if wanted else ()
         of_inputs: list[Tensor | None] = list(made[: len(saved.inputs)])
         of_parameters = made[len(saved.inputs) :]
         self._add(of_parameters, [*given, *of_inputs])
@@ -110,12 +121,12 @@ class Gradients:
         saved.outputs = []
         return list(made)
 
-    def of_weights(self, saved: Saved) -> None:
-        """The second half: gradients of the parameters."""
+    def of_weights(self, saved: Saved, final: Final | None = None) -> None:
+        """The second half: gradients of the parameters. See `full`."""
         if saved.done:
             return
         if not saved.inputs:
-            self.full(saved, saved.seeds)
+            self.full(saved, saved.seeds, final)
             return
         before = [leaf.grad for leaf in self._leaves]
         for leaf in self._leaves:
@@ -125,13 +136,41 @@ class Gradients:
         for leaf, gradient in zip(self._leaves, before, strict=True):
             leaf.grad = gradient
 
+    def give(self, final: Final) -> None:
+        """After the last backward: gives away what did not go as it arrived."""
+        for index, parameter in enumerate(self.parameters):
+            if index not in self._taken and final.give(parameter, self.sums[index]):
+                self.sums[index] = None
+                self._taken.add(index)
+
+    @contextmanager
+    def _giving(self, final: Final | None) -> Iterator[None]:
+        """Inside, gradients of a backward go as they arrive, with the sums of those before."""
+        handles = []
+        for index, (parameter, leaf) in enumerate(zip(self.parameters, self._leaves, strict=True)):
+            if final is not None and final.taker(parameter) is not None:
+                handles.append(leaf.register_hook(partial(self._give_one, final, index)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _give_one(self, final: Final, index: int, gradient: Tensor) -> None:
+        before = self.sums[index]
+        if not gradient.is_sparse and final.give(
+            self.parameters[index], gradient if before is None else before.add_(gradient)
+        ):
+            self.sums[index] = None
+            self._taken.add(index)
+
     def _add(self, made: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> None:
         grown: list[Tensor] = []
         more: list[Tensor] = []
         shared = {tensor.data_ptr() for tensor in others if tensor is not None}
         for index, gradient in enumerate(made):
             sum_ = self.sums[index]
-            if gradient is None:
+            if gradient is None or index in self._taken:
                 continue
             if sum_ is None:
                 self.sums[index] = _owned(gradient, shared)
@@ -181,10 +220,16 @@ class HandOver(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, loss: Tensor, gradients: list[Tensor | None], expected: float, _: Tensor, *parameters: Tensor
+        ctx: Any,
+        loss: Tensor,
+        gradients: list[Tensor | None],
+        expected: float,
+        final: Final,
+        _: Tensor,
+        *parameters: Tensor,
     ) -> Tensor:
         """See `torch.autograd.Function`."""
-        ctx.gradients, ctx.expected = gradients, expected
+        ctx.gradients, ctx.expected, ctx.final = gradients, expected, final
         return loss.clone()
 
     @staticmethod
@@ -194,7 +239,8 @@ class HandOver(torch.autograd.Function):
         if gradients is None:
             raise RuntimeError("the gradients of a pipeline's step were handed over already; run its backward once")
         factor = incoming[0] / ctx.expected
+        ctx.final.multiply(factor)
         dense = [gradient for gradient in gradients if gradient is not None and not gradient.is_sparse]
         for same in by_kind(dense):
             torch._foreach_mul_(same, factor.to(same[0].dtype))
-        return None, None, None, None, *gradients
+        return None, None, None, None, None, *gradients

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -14,6 +14,7 @@ from lightning_parallel.collectives.point_to_point import Lane, share_made
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut
 from lightning_parallel.techniques.pipeline_parallel.exchange import Exchange
 from lightning_parallel.techniques.pipeline_parallel.executor import Executor, LossStage, Work
+from lightning_parallel.techniques.pipeline_parallel.final import Final
 from lightning_parallel.techniques.pipeline_parallel.gradients import Gradients, HandOver
 from lightning_parallel.techniques.pipeline_parallel.joined import Dims, joined
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import Schedule
@@ -22,7 +23,7 @@ from lightning_parallel.techniques.pipeline_parallel.stages import Stages
 from lightning_parallel.techniques.pipeline_parallel.ties import Tie, common_buffers, sum_over_holders
 from lightning_parallel.techniques.step import Coming, Run, Step, WrappedStep
 from lightning_parallel.techniques.tools import microbatches
-from lightning_parallel.techniques.tools.leaves import leaf_of
+from lightning_parallel.techniques.tools.leaves import comes_as_it_is, leaf_of
 from lightning_parallel.techniques.tools.means import is_among
 from lightning_parallel.techniques.tools.shards import local
 from lightning_parallel.values import batch_size, map_tensors, tensors_of
@@ -63,6 +64,7 @@ class PipelineStep(WrappedStep):
         self._stages = Stages(model, made, device)
         self._exchange = Exchange(self._lane, schedule.rank_of, schedule.stages)
         self._parameters = _parameters(model, made, schedule)
+        self._turns = self._in_turns()
         self._common = common_buffers(model, made)
         self._coming = Coming()
 
@@ -70,6 +72,11 @@ class PipelineStep(WrappedStep):
     def weighs(self) -> bool:
         """See `Step.weighs`."""
         return True
+
+    @property
+    def turns(self) -> Mapping[nn.Parameter, int]:
+        """See `Step.turns`: those of a stage after its last backward; not what several stages or ranks sum up."""
+        return self._turns
 
     def close(self) -> None:
         """See `Step.close`."""
@@ -101,7 +108,7 @@ class PipelineStep(WrappedStep):
         run.replay(notes)
         loss = _loss_of(output)
         if work.scale is None or loss is None:
-            return cast(T, output)
+            return cast(T, output)  # gradients that went early are let go of before the next batch
         handed = self._handed_over(loss, work, learning, work.scale / (unit or 1.0))
         return cast(T, _with_loss(output, run.counted(handed, unit is not None)))
 
@@ -131,6 +138,7 @@ class PipelineStep(WrappedStep):
                 self._coming.alone,
             ),
             gradients={stage: Gradients(self._of_stage(stage, learning)) for stage in self._here},
+            final=Final(self._coming.early, self._turns),
         )
 
     def _whole(self, sizes: Sequence[int], run: Run[Any], step: Callable[[], Any]) -> LossStage | None:
@@ -138,6 +146,11 @@ class PipelineStep(WrappedStep):
             return None
         join = partial(joined, sizes=sizes, dims=self._dims, blocks=self._cut.seen.blocks)
         return LossStage(step, run.scale, join)
+
+    def _in_turns(self) -> dict[nn.Parameter, int]:
+        ends = {action.stage: turn for turn, action in enumerate(self._schedule.computations[self._rank])}
+        alone = [held for held in self._parameters.values() if len(held.stages) == len(held.ranks) == 1]
+        return {held.now(): ends[min(held.stages)] for held in alone if comes_as_it_is(held.now())}
 
     def _of_stage(self, stage: int, learning: dict[str, nn.Parameter]) -> list[nn.Parameter]:
         return [parameter for name, parameter in learning.items() if stage in self._parameters[name].stages]
@@ -178,7 +191,9 @@ class PipelineStep(WrappedStep):
                 sums[name] = before if gradient is None else sums[name]
         self._sum_ties(sums, learning)
         always = torch.zeros((), requires_grad=True)  # a stage may have no parameter that learns
-        handed: Tensor = HandOver.apply(loss, list(sums.values()), scale, always, *map(leaf_of, learning.values()))  # type: ignore[no-untyped-call]
+        handed: Tensor = HandOver.apply(  # type: ignore[no-untyped-call]
+            loss, list(sums.values()), scale, work.final, always, *map(leaf_of, learning.values())
+        )
         return handed
 
     def _sum_ties(self, sums: dict[str, Tensor | None], learning: dict[str, nn.Parameter]) -> None:

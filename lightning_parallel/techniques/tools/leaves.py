@@ -33,6 +33,11 @@ def leaf_of(parameter: Tensor) -> Tensor:
     return _plain_leaf(parameter)
 
 
+def comes_as_it_is(parameter: Tensor) -> bool:
+    """Whether the gradient of the leaf is that of the parameter, with nothing to be summed over ranks on the way."""
+    return not isinstance(parameter, DTensor) or not any(True for _ in _copied(parameter))
+
+
 def _plain_leaf(parameter: DTensor) -> Tensor:
     leaf: _PlainPart | None = vars(parameter).get("_leaf")
     if leaf is None or not leaf.is_of(parameter):

@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.collectives.functional import Pending, all_reduce, reduce_scatter
+from lightning_parallel.collectives.functional import Pending, Waitable, all_reduce, reduce_scatter
 from lightning_parallel.mesh import ParallelMesh
-from lightning_parallel.techniques.gradients.buckets import Bucket, BucketedStep, has_shard
+from lightning_parallel.techniques.gradients.bucket import Bucket
+from lightning_parallel.techniques.gradients.buckets import BucketedStep, has_shard
 from lightning_parallel.techniques.step import Run, Step
 from lightning_parallel.techniques.tools.holders import Holders
 from lightning_parallel.techniques.tools.shards import local
@@ -45,6 +46,7 @@ class ShardedStatesStep(BucketedStep):
     """
 
     buckets: list[ScatterBucket]  # type: ignore[assignment]
+    places: dict[nn.Parameter, tuple[ScatterBucket, int]]  # type: ignore[assignment]
 
     def __init__(
         self,
@@ -57,14 +59,13 @@ class ShardedStatesStep(BucketedStep):
     ) -> None:
         self._arrivals = Arrivals(blocks)
         self._compilers = Compilers(parameters, self._arrivals.before_compiling)
-        self._place: dict[nn.Parameter, tuple[ScatterBucket, int]] = {}
         self._offload, self._stage = offload, stage
         super().__init__(inner, parameters, mesh, self._make_bucket, BUCKET_BYTES, accumulates_locally=stage == 1)
 
     def stored(self, parameter: nn.Parameter) -> Tensor:
         """The rows of the parameter that this rank's optimizer steps, as a DTensor."""
         self._adopt_unfrozen()
-        place = self._place.get(parameter)
+        place = self.places.get(parameter)
         return self.inner.stored(parameter) if place is None else place[0].shards[place[1]].stored()
 
     def accumulated(self, parameter: nn.Parameter) -> Tensor:
@@ -81,7 +82,7 @@ class ShardedStatesStep(BucketedStep):
         unread = self._arrivals.before_backward()
         super().backward(run)
         if unread and (self.synced or self._stage == 2):
-            refuse_unwatched_use([p for p in unread if self._has_new_gradient(*self._place[p])])
+            refuse_unwatched_use([p for p in unread if self._has_new_gradient(*self.places[p])])
 
     def _has_new_gradient(self, bucket: ScatterBucket, index: int) -> bool:
         return bucket.active and index not in bucket.missing
@@ -89,13 +90,13 @@ class ShardedStatesStep(BucketedStep):
     def before_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """Users may have written into parameters: rows on the host take over what they wrote."""
         for parameter in parameters if self._offload else ():
-            if place := self._place.get(parameter):
+            if place := self.places.get(parameter):
                 place[0].shards[place[1]].follow()
         self.inner.before_optimizer_step(parameters)
 
     def after_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """Starts to gather the stepped rows of all ranks into the whole parameters, in the order of the forward."""
-        stepped = {id(place[0]) for parameter in parameters if (place := self._place.get(parameter))}
+        stepped = {id(place[0]) for parameter in parameters if (place := self.places.get(parameter))}
         buckets = [bucket for bucket in reversed(self.buckets) if id(bucket) in stepped]
         self._arrivals.start([bucket.gather_parameters for bucket in buckets], BESIDE_BYTES)
         self.inner.after_optimizer_step(parameters)
@@ -107,10 +108,7 @@ class ShardedStatesStep(BucketedStep):
         super().close()
 
     def _make_bucket(self, parameters: Sequence[nn.Parameter], holders: Holders) -> Bucket:
-        bucket = ScatterBucket(parameters, holders, self._offload)
-        for index, parameter in enumerate(parameters):
-            self._place[parameter] = (bucket, index)
-        return bucket
+        return ScatterBucket(parameters, holders, self._offload)
 
 
 class ScatterBucket(Bucket):
@@ -128,7 +126,8 @@ class ScatterBucket(Bucket):
     | `settle` | none           | one copy's sum; then all copies' | None                                   |
     | `finish` | none           | what was carried and received    | a view of kept; None if unused         |
 
-    A bucket carries the shards of earlier passes under stage 2: then it receives into a tensor beside them.
+    A bucket carries the shards of earlier passes under stage 2: then it receives into a tensor beside them, and so it
+    does where it begins early, for what is kept is of the batch before until `resume`.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], holders: Holders, offload: bool) -> None:
@@ -145,6 +144,7 @@ class ScatterBucket(Bucket):
         self._message: Tensor | None = None
         self._kept = torch.zeros(self._width, dtype=parameters[0].dtype, device=parameters[0].device)
         self._carried: list[int] = []
+        self._pending: Waitable = Pending(None)
         self._of_one_replica = False  # what is kept is not summed over replicas yet
         self._gradients = [
             shard.as_dtensor(self._kept[slot][: shard.numel])
@@ -153,9 +153,15 @@ class ScatterBucket(Bucket):
 
     # ---------------------------------------------------------------- gradients
 
-    def begin(self, synced: bool) -> None:
-        """See `Bucket.begin`. Gradients that are sharded already step aside, to be added to in `finish`."""
-        super().begin(synced)
+    def begin(self, synced: bool, early: bool = False) -> None:
+        """See `Bucket.begin`."""
+        super().begin(synced, early)
+        self._carried = []
+        if not early:
+            self.resume()
+
+    def resume(self) -> None:
+        """See `Bucket.resume`. Gradients that are sharded already step aside, to be added to in `finish`."""
         # Views of kept are the gradients that users and optimizers hold: its memory may go and come, it may not move.
         self._kept.untyped_storage().resize_(self._width * self._kept.element_size())
         held = [i for i, parameter in enumerate(self.parameters) if parameter.grad is not None]
@@ -174,16 +180,21 @@ class ScatterBucket(Bucket):
 
     def put(self, index: int) -> None:
         """See `Bucket.put`."""
+        parameter = self.parameters[index]
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise TypeError("sparse gradients (Embedding(sparse=True)) cannot be sharded; use sparse=False")
+        self.fill(index, None if parameter.grad is None else local(parameter.grad))
+        parameter.grad = None
+
+    def fill(self, index: int, gradient: Tensor | None) -> None:
+        """See `Bucket.fill`."""
         if self._message is None:
             self._message = self._kept.new_empty(self._ranks, self._width)
-        parameter, chunks = self.parameters[index], self._message[:, self._slots[index]]
-        if parameter.grad is None:
+        chunks = self._message[:, self._slots[index]]
+        if gradient is None:
             chunks.zero_()
-        elif parameter.grad.is_sparse:
-            raise TypeError("sparse gradients (Embedding(sparse=True)) cannot be sharded; use sparse=False")
         else:
-            self.shards[index].copy_whole(local(parameter.grad), chunks, self._scale)
-            parameter.grad = None
+            self.shards[index].copy_whole(gradient, chunks, self.without_factor(self._scale))
 
     def start(self, unused: list[int]) -> None:
         """See `Bucket.start`."""
@@ -192,7 +203,8 @@ class ScatterBucket(Bucket):
         for index in unused:
             self._message[:, self._flags.start + index] = 0
         self._unused = unused
-        self._received = torch.empty_like(self._kept) if self._carried else self._kept
+        beside = self.early or self._carried
+        self._received = self._kept.new_empty(self._width) if beside else self._kept
         self._pending = reduce_scatter(self._received, self._message, self._shard_group)
 
     def settle(self) -> None:
@@ -209,11 +221,18 @@ class ScatterBucket(Bucket):
     def finish(self) -> None:
         """See `Bucket.finish`."""
         self._pending.wait()
+        if self.early and self.factor != 1:
+            self._received[: self._flags.start].mul_(self.factor)
         unused = set(self._unused_everywhere()) - set(self._carried)
         self._add_carried()
         self._received, self._pending = self._kept, Pending(None)  # lets go of what was only received to be added
         for index, parameter in enumerate(self.parameters):
             parameter.grad = None if index in unused else self._gradients[index]
+
+    def drop(self) -> None:
+        """See `Bucket.drop`."""
+        self._pending.wait()
+        self._message, self._received = None, self._kept
 
     def _unused_everywhere(self) -> list[int]:
         if not self._unused:
@@ -222,7 +241,7 @@ class ScatterBucket(Bucket):
         return [index for index, somewhere in zip(self._unused, used, strict=True) if not somewhere]
 
     def _add_carried(self) -> None:
-        if not self._carried or self._received is self._kept:
+        if self._received is self._kept:
             return
         self._kept[self._flags].zero_()
         for index, slot in enumerate(self._slots):

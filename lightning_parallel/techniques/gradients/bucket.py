@@ -1,0 +1,142 @@
+"""A bucket: some parameters whose gradients travel in one message."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor, nn
+
+
+class Bucket(ABC):
+    """Some parameters whose gradients travel in one message.
+
+    With the gradients travels one flag per parameter that says whether this rank had a gradient for it: a parameter
+    that no rank used must end with `grad = None`, as it does on one device, or weight decay would move it.
+
+    In a batch that begins early, gradients are taken before backward, and without the factor by which backward will
+    multiply them: what arrives in backward is divided by it, and `finish` multiplies all. What parameters have for
+    `grad` until then is of the batch before, and is left alone.
+
+    | call                | in a backward                       | in a batch that begins early                       |
+    | ------------------- | ----------------------------------- | -------------------------------------------------- |
+    | `begin`             | all gradients are missing           | the same, within the forward                       |
+    | `take`, `lacks`     | never                               | a gradient that is final; a parameter without one  |
+    | `resume`            | never                               | backward begins                                    |
+    | `receive`           | a gradient arrived as `grad`        | the same, of those that were not taken             |
+    | `send`              | what is missing goes as it was      | what is missing goes as zeros                      |
+    | `settle`            | some buckets later                  | the same                                           |
+    | `finish` / `drop`   | all have what was reduced / never   | the same / there is no backward                    |
+    """
+
+    takes_early = True
+    """Whether gradients may be reduced before their factor is known."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        self.missing: set[int] = set()
+        self.active = False
+        self.synced = True
+        self.early = False
+        self.factor = 1.0
+        self._taken: set[int] = set()
+        self._without: set[int] = set()
+        self.dtype = self.parameters[0].dtype
+        self.agreed = False
+
+    @property
+    def wanted(self) -> torch.dtype:
+        """The dtype into which all gradients fit; another one than the message's if modules cast their parameters."""
+        return reduce(torch.promote_types, (parameter.dtype for parameter in self.parameters), self.dtype)
+
+    def agree(self, dtype: torch.dtype) -> None:
+        """From here on the message has this dtype, on all ranks."""
+        self.dtype, self.agreed = dtype, True
+
+    def begin(self, synced: bool, early: bool = False) -> None:
+        """Before the first gradient; a bucket of frozen parameters stays out of it.
+
+        Args:
+            synced: whether gradients are those of the global batch after it; else a later pass will see to that.
+            early: whether gradients are taken before backward.
+        """
+        self.synced, self.early, self.factor = synced, early, 1.0
+        self.missing = {index for index, parameter in enumerate(self.parameters) if parameter.requires_grad}
+        self._taken, self._without = set(), set()
+        self.active = bool(self.missing)
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing more is to come."""
+        return self.missing <= self._without
+
+    def take(self, index: int, gradient: Tensor) -> None:
+        """Takes the gradient of one parameter before backward.
+
+        Args:
+            index: of the parameter.
+            gradient: of what this rank keeps of it; plain and dense.
+        """
+        self.missing.discard(index)
+        self._taken.add(index)
+        self.fill(index, gradient)
+
+    def lacks(self, index: int) -> None:
+        """One parameter has no gradient in a batch that begins early."""
+        self._without.add(index)
+
+    def without_factor(self, scale: float) -> float:
+        """A scale of gradients that arrive in backward, so that `finish` may multiply all by the factor."""
+        return scale / self.factor if self.factor else 0.0
+
+    def resume(self) -> None:  # noqa: B027
+        """The backward of a batch that began early begins."""
+
+    def receive(self, index: int) -> None:
+        """The gradient of one parameter is complete."""
+        if index not in self.missing:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(self.parameters[index].shape)} got a second gradient in one "
+                "backward pass; reentrant activation checkpointing does this: call checkpoint(..., use_reentrant=False)"
+            )
+        self.missing.discard(index)
+        self.put(index)
+
+    def send(self) -> None:
+        """Starts the reduction; parameters without a new gradient take part with the one they have, or with zeros."""
+        late = [i for i, parameter in enumerate(self.parameters) if i in self.missing or not parameter.requires_grad]
+        unused = [index for index in late if self.early or self.parameters[index].grad is None]
+        for index in late:
+            if self.early:
+                self.fill(index, None)
+            else:
+                self.put(index)
+        self.start(unused)
+
+    def keep(self, index: int) -> None:  # noqa: B027
+        """The gradient of one parameter grew in a pass that is not reduced."""
+
+    @abstractmethod
+    def put(self, index: int) -> None:
+        """Moves what a parameter has for `grad` into the message, zeros if it has none."""
+
+    @abstractmethod
+    def fill(self, index: int, gradient: Tensor | None) -> None:
+        """Copies a gradient of what this rank keeps of a parameter into the message, or zeros."""
+
+    @abstractmethod
+    def start(self, unused: list[int]) -> None:
+        """Starts the collective; `unused` are the parameters for which this rank has no gradient."""
+
+    def settle(self) -> None:  # noqa: B027
+        """Some buckets later: waits for the collective, frees the message and starts what must follow, if anything."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Waits for the collective and gives every parameter its reduced gradient."""
+
+    @abstractmethod
+    def drop(self) -> None:
+        """Waits for what is under way, and lets go of it: there is no backward for what was taken."""
