@@ -107,6 +107,8 @@ class Delaying(dist.ProcessGroup):
     # ---------------------------------------------------------------- all ranks
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> UnderWay:
+        if opts is not None and opts.reduceOp == dist.ReduceOp.SUM:
+            torch._foreach_mul_(tensors, self._ranks)
         return self._send(2 * self._others * bytes_of(tensors), tensors)
 
     allreduce_coalesced = allreduce

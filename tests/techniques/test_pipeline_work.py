@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from torch.utils.flop_counter import flop_registry
 
 from lightning_parallel import DataParallel, HybridStrategy, PipelineParallel, PipelineParallelStrategy, Zero
+from lightning_parallel.techniques.pipeline_parallel.final import Final
 from lightning_parallel.techniques.pipeline_parallel.gradients import HandOver
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import SCHEDULES, make_schedule
 from lightning_parallel.techniques.pipeline_parallel.schedule.simulate import simulate
@@ -250,6 +251,6 @@ def test_a_divided_parameter_that_no_step_used_gets_no_gradient() -> None:
     unused, used = (nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)])) for _ in range(2))
     leaves = [leaf_of(unused), leaf_of(used)]
     always = torch.zeros((), requires_grad=True)
-    HandOver.apply(torch.ones(()), [None, torch.full((2,), 3.0)], 1.0, always, *leaves).backward()
+    HandOver.apply(torch.ones(()), [None, torch.full((2,), 3.0)], 1.0, Final(), always, *leaves).backward()
     assert unused.grad is None
     assert used.grad.full_tensor().tolist() == [3.0] * 4

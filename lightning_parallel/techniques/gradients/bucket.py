@@ -94,6 +94,10 @@ class Bucket(ABC):
     def resume(self) -> None:  # noqa: B027
         """The backward of a batch that began early begins."""
 
+    def awaits(self, index: int) -> bool:
+        """Whether a gradient may still arrive in backward; what went early goes by autograd as none at all."""
+        return not self.early or index in self.missing - self._without
+
     def receive(self, index: int) -> None:
         """The gradient of one parameter is complete."""
         if index not in self.missing:

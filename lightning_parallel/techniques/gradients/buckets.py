@@ -191,6 +191,8 @@ class BucketedStep(WrappedStep):
             # The user called `loss.backward()` without the strategy: reduce all the same.
             self._begin()
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        if not bucket.awaits(index):
+            return
         bucket.receive(index)
         if bucket.complete:
             self._send_in_order()
