@@ -172,7 +172,8 @@ class Delaying(dist.ProcessGroup):
         return self._send(bytes_of(tensors), tensors)
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int = 0) -> UnderWay:
-        """What nobody sent takes no time on this rank's wire; it leaves what is there."""
+        """What nobody sent takes no time on this rank's wire, and is nothing."""
+        torch._foreach_zero_(tensors)
         return self._send(0, tensors)
 
     # ---------------------------------------------------------------- what torch asks of a group

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_parallel.techniques.pipeline_parallel.executor import Work
+from lightning_parallel.techniques.pipeline_parallel.step import PipelineStep
+from lightning_parallel.techniques.step import Run
 from lightning_parallel.techniques.zero import states
 from tests.benchmarks.delaying import Pace, pretended
 from tests.benchmarks.interleaved import Repeated
@@ -61,6 +66,13 @@ class Sleeper(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
+class Late(Sleeper):
+    """Does what may differ between ranks after the step, so that a pipeline leaves all gradients to backward."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(loss, *args, **kwargs)
+
+
 @dataclass
 class Steps:
     """What steps took, in seconds, from the start of one batch to that of the next."""
@@ -93,20 +105,40 @@ class Clock(Callback):
         self._pace.on = False
 
 
-def fit(make_strategy: Callable[[], Strategy | str], ranks: int = RANKS, **options: Any) -> Steps:
-    """What the steps of a short fit took; one rank is a single device."""
+def fit(
+    make_strategy: Callable[[], Strategy | str],
+    ranks: int = RANKS,
+    kind: type[Sleeper] = Sleeper,
+    samples: int = 2,
+    **options: Any,
+) -> Steps:
+    """What the steps of a short fit took; one rank is a single device, and reads so many samples a step."""
     torch.manual_seed(0)
     pace = Pace(bandwidth=BANDWIDTH)
     clock, batches = Clock(pace), WARM_UP + STEPS + 1
-    data = DataLoader(Repeated((8,), 2 * batches * ranks), 2)
+    data = DataLoader(Repeated((8,), samples * batches * ranks), samples)
     run = {"max_epochs": 1, "limit_val_batches": 0, "callbacks": [clock], "limit_train_batches": batches, **options}
 
     def go() -> None:
-        trainer(make_strategy(), ranks, **run).fit(Sleeper(), data)
+        trainer(make_strategy(), ranks, **run).fit(kind(), data)
 
     if ranks == 1:
         go()
     else:
-        with mock.patch.object(states, "BUCKET_BYTES", int(BUCKET_MB * 2**20)), pretended(ranks, pace):
+        with mock.patch.object(states, "BUCKET_BYTES", int(BUCKET_MB * 2**20)), pretended(ranks, pace), first_stage():
             go()
     return clock.steps
+
+
+@contextmanager
+def first_stage() -> Iterator[None]:
+    """Inside, what other stages would tell rank 0 is what it would tell: it computes its own stage, and never waits."""
+
+    def shared(_: PipelineStep, work: Work, run: Run[Any]) -> tuple[Tensor, Any, None]:
+        return torch.zeros(()), run.notes(), None
+
+    with (
+        mock.patch.object(PipelineStep, "_shared", shared),
+        mock.patch.object(dist, "broadcast_object_list", return_value=None),
+    ):
+        yield

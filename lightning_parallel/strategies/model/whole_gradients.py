@@ -45,11 +45,8 @@ class WholeGradients:
             for hooks in (BEFORE_BACKWARD, AFTER_BACKWARD, BEFORE_STEP):
                 if any(gather_objects(_somebody_overrides(hooks, divided.module, callbacks), host)):
                     self._wanted.add(hooks)
-
-    @property
-    def one_factor(self) -> bool:
+        self.one_factor = BEFORE_BACKWARD not in self._wanted and divided.module.automatic_optimization
         """Whether nobody can multiply a loss by what differs between ranks, after the step and before its backward."""
-        return BEFORE_BACKWARD not in self._wanted and self._divided.module.automatic_optimization
 
     def held(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """The parameters among these that this rank holds."""

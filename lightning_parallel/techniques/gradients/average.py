@@ -119,7 +119,8 @@ class AllReduceBucket(Bucket):
         if gradient is None:
             view.zero_()
         else:
-            torch.mul(gradient.to(self.dtype), self.without_factor(self._scale), out=view)
+            scale = self.without_factor(self._scale) if self.early else self._scale
+            torch.mul(gradient.to(self.dtype), scale, out=view)
 
     def _gradient(self, index: int) -> Tensor:
         """A parameter's part of the message; `module.to` may have given other memory to the tensor that it was."""

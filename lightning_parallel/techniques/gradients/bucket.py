@@ -41,8 +41,8 @@ class Bucket(ABC):
         self.synced = True
         self.early = False
         self.factor = 1.0
+        self.without: set[int] = set()  # the missing ones that nothing will come for
         self._taken: set[int] = set()
-        self._without: set[int] = set()
         self.dtype = self.parameters[0].dtype
         self.agreed = False
 
@@ -64,13 +64,8 @@ class Bucket(ABC):
         """
         self.synced, self.early, self.factor = synced, early, 1.0
         self.missing = {index for index, parameter in enumerate(self.parameters) if parameter.requires_grad}
-        self._taken, self._without = set(), set()
+        self._taken, self.without = set(), set()
         self.active = bool(self.missing)
-
-    @property
-    def complete(self) -> bool:
-        """Whether nothing more is to come."""
-        return self.missing <= self._without
 
     def take(self, index: int, gradient: Tensor) -> None:
         """Takes the gradient of one parameter before backward.
@@ -85,7 +80,7 @@ class Bucket(ABC):
 
     def lacks(self, index: int) -> None:
         """One parameter has no gradient in a batch that begins early."""
-        self._without.add(index)
+        self.without.add(index)
 
     def without_factor(self, scale: float) -> float:
         """A scale of gradients that arrive in backward, so that `finish` may multiply all by the factor."""
@@ -93,10 +88,6 @@ class Bucket(ABC):
 
     def resume(self) -> None:  # noqa: B027
         """The backward of a batch that began early begins."""
-
-    def awaits(self, index: int) -> bool:
-        """Whether a gradient may still arrive in backward; what went early goes by autograd as none at all."""
-        return not self.early or index in self.missing - self._without
 
     def receive(self, index: int) -> None:
         """The gradient of one parameter is complete."""

@@ -67,6 +67,7 @@ class BucketedStep(WrappedStep):
         self._waiting = list(parameters)
         self._handles: list[RemovableHandle] = []
         self._running = self._early = False
+        self._turns = inner.turns
         self._grew = False  # in passes that were not reduced
         self._agreement: Agreement | None = None
         self._factor: Factor | None = None
@@ -78,9 +79,12 @@ class BucketedStep(WrappedStep):
 
     def expect(self, coming: Coming) -> None:
         """See `Step.expect`."""
-        self._drop()
-        if torch.is_grad_enabled() and self.inner.turns and self.places:
-            allowed = coming.one_factor and self.synced and not self._grew and not any(map(_is_hooked, self.places))
+        if self._early:
+            self._drop()
+        if self._turns and self.places and torch.is_grad_enabled():
+            with torch._C.DisableTorchFunctionSubclass():  # rows that arrive are not waited for
+                hooked = any(map(_is_hooked, self.places))
+            allowed = coming.one_factor and self.synced and not self._grew and not hooked
             self._agreement = Agreement(allowed, self._ranks.get_group(), self._device)
             coming = replace(coming, early=(*coming.early, self))
         self.inner.expect(coming)
@@ -105,7 +109,8 @@ class BucketedStep(WrappedStep):
 
     def close(self) -> None:
         """Removes the hooks from the parameters."""
-        self._drop()
+        if self._early:
+            self._drop()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -116,7 +121,7 @@ class BucketedStep(WrappedStep):
     def wants(self, parameter: nn.Parameter) -> bool:
         """See `EarlyReduction.wants`; the same on all ranks."""
         place = self.places.get(parameter)
-        wanted = place is not None and place[0].takes_early and parameter in self.inner.turns
+        wanted = place is not None and place[0].takes_early and parameter in self._turns
         return wanted and self._agreement is not None and self._agreement.reached
 
     def take(self, parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -145,15 +150,15 @@ class BucketedStep(WrappedStep):
 
     def _drop(self) -> None:
         """Lets go of what was taken where no backward followed, as of a batch whose step returned no loss."""
-        if self._early:
-            for bucket in self._active:
-                bucket.drop()
+        for bucket in self._active:
+            bucket.drop()
         self._running = self._early = False
-        self._agreement, self._factor = None, None
+        self._factor = None
 
     @property
     def _device(self) -> torch.device:
-        return next(iter(self.places)).device
+        with torch._C.DisableTorchFunctionSubclass():
+            return next(iter(self.places)).device
 
     # ---------------------------------------------------------------- during backward
 
@@ -191,14 +196,17 @@ class BucketedStep(WrappedStep):
             # The user called `loss.backward()` without the strategy: reduce all the same.
             self._begin()
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        if not bucket.awaits(index):
-            return
+        if self._early and index not in bucket.missing - bucket.without:
+            return  # what went early goes by autograd as none at all, and leaves what was there for `grad`
         bucket.receive(index)
-        if bucket.complete:
+        if bucket.missing <= bucket.without:
             self._send_in_order()
 
     def _send_in_order(self) -> None:
-        while self._next < len(self._active) and self._active[self._next].complete:
+        while self._next < len(self._active):
+            bucket = self._active[self._next]
+            if not bucket.missing <= bucket.without:
+                return
             self._send_next()
 
     def _send_next(self) -> None:
@@ -226,10 +234,9 @@ class BucketedStep(WrappedStep):
         if not ready:
             return
         self._waiting = [parameter for parameter in self._waiting if not parameter.requires_grad]
-        turns = self.inner.turns
-        last = max(turns.values(), default=0) + 1
+        last = max(self._turns.values(), default=0) + 1
         ready.reverse()
-        ready.sort(key=lambda parameter: turns.get(parameter, last))
+        ready.sort(key=lambda parameter: self._turns.get(parameter, last))
         for group, holders in split_by_size(ready, self._bucket_bytes, self._holders_of):
             bucket = self._make_bucket(group, holders)
             self.buckets.append(bucket)

@@ -96,7 +96,8 @@ class PipelineStep(WrappedStep):
                 logged, on every rank of the pipeline.
         """
         parameters = {name: held.now() for name, held in self._parameters.items()}
-        learning = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+        with torch._C.DisableTorchFunctionSubclass():  # rows that arrive are not waited for
+            learning = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         run.keeps(self._common)
         work = self._work(run, args, kwargs, learning)
         count = len(work.steps)

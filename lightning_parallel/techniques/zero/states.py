@@ -194,7 +194,8 @@ class ScatterBucket(Bucket):
         if gradient is None:
             chunks.zero_()
         else:
-            self.shards[index].copy_whole(gradient, chunks, self.without_factor(self._scale))
+            scale = self.without_factor(self._scale) if self.early else self._scale
+            self.shards[index].copy_whole(gradient, chunks, scale)
 
     def start(self, unused: list[int]) -> None:
         """See `Bucket.start`."""
