@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader
 from torch.utils.flop_counter import flop_registry
 
 from lightning_parallel import DataParallel, HybridStrategy, PipelineParallel, PipelineParallelStrategy, Zero
-from lightning_parallel.techniques.pipeline_parallel.final import Final
-from lightning_parallel.techniques.pipeline_parallel.gradients import HandOver
+from lightning_parallel.techniques.pipeline_parallel.gradients import Final, HandOver
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import SCHEDULES, make_schedule
 from lightning_parallel.techniques.pipeline_parallel.schedule.simulate import simulate
 from lightning_parallel.techniques.tools.leaves import leaf_of

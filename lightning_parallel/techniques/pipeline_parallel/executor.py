@@ -19,8 +19,7 @@ from lightning_parallel.techniques.pipeline_parallel.exchange import (
     has_gradients,
     rebuild,
 )
-from lightning_parallel.techniques.pipeline_parallel.final import Final
-from lightning_parallel.techniques.pipeline_parallel.gradients import Enter, Gradients, Saved, save
+from lightning_parallel.techniques.pipeline_parallel.gradients import Enter, Final, Gradients, Saved, save
 from lightning_parallel.techniques.pipeline_parallel.schedule.actions import Action, ActionKind
 from lightning_parallel.techniques.pipeline_parallel.shares import Shares
 from lightning_parallel.techniques.pipeline_parallel.stages import HandedOn, Stages

@@ -7,7 +7,7 @@ Source of the two halves: P. Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,8 +19,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from lightning_parallel.collectives.functional import by_kind
-from lightning_parallel.techniques.pipeline_parallel.final import Final
 from lightning_parallel.techniques.pipeline_parallel.halves import halves_are_apart
+from lightning_parallel.techniques.step import EarlyReduction
 from lightning_parallel.techniques.tools.leaves import leaf_of
 
 
@@ -58,6 +58,40 @@ def save(inputs: list[Tensor], outputs: Sequence[Tensor], splits: bool) -> Saved
         else:
             kept.append(get_gradient_edge(output))
     return Saved(inputs, kept)
+
+
+class Final:
+    """To whom gradients go that will not grow any more.
+
+    Args:
+        early: who may want them.
+        alone: parameters that one stage uses, on this rank only; those of others are summed before they are final.
+    """
+
+    def __init__(self, early: Sequence[EarlyReduction] = (), alone: Collection[nn.Parameter] = ()) -> None:
+        self._early, self._alone = early, alone
+
+    def taker(self, parameter: nn.Parameter) -> EarlyReduction | None:
+        """Who wants the gradient of a parameter now; None: it is handed over in backward."""
+        if parameter not in self._alone:
+            return None
+        return next((each for each in self._early if each.wants(parameter)), None)
+
+    def give(self, parameter: nn.Parameter, gradient: Tensor | None) -> bool:
+        """Gives away what a batch has for a parameter; returns whether somebody took it."""
+        taker = self.taker(parameter)
+        if taker is None or (gradient is not None and gradient.is_sparse):
+            return False
+        if gradient is None:
+            taker.lacks(parameter)
+        else:
+            taker.take(parameter, gradient)
+        return True
+
+    def multiply(self, factor: Tensor) -> None:
+        """In backward: by what all that was taken is to be multiplied."""
+        for each in self._early:
+            each.multiply(factor.item())
 
 
 class Gradients:

@@ -14,8 +14,7 @@ from lightning_parallel.collectives.point_to_point import Lane, share_made
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut
 from lightning_parallel.techniques.pipeline_parallel.exchange import Exchange
 from lightning_parallel.techniques.pipeline_parallel.executor import Executor, LossStage, Work
-from lightning_parallel.techniques.pipeline_parallel.final import Final
-from lightning_parallel.techniques.pipeline_parallel.gradients import Gradients, HandOver
+from lightning_parallel.techniques.pipeline_parallel.gradients import Final, Gradients, HandOver
 from lightning_parallel.techniques.pipeline_parallel.joined import Dims, joined
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import Schedule
 from lightning_parallel.techniques.pipeline_parallel.shares import Shares
