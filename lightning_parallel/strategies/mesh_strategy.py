@@ -177,9 +177,8 @@ class MeshStrategy(RankStrategy):
 
     def _mean_loss(self, loss: Any) -> Any:
         """The loss of the whole batch, for optimizers that decide by it how far to go, as LBFGS does."""
-        if self._log is None or not isinstance(loss, Tensor):
-            return loss
-        return reduce_tensor(self._log.counted(loss) * self._weight, self._whole.readers, "mean")
+        log = self._log if isinstance(loss, Tensor) else None
+        return loss if log is None else reduce_tensor(log.counted(loss) * self._weight, self._whole.readers, "mean")
 
     @property
     def _adoption(self) -> Adoption:
@@ -253,16 +252,16 @@ class MeshStrategy(RankStrategy):
     def _run_step(
         self, context: AbstractContextManager[None], run: Callable[..., T], batch: Any, rest: Any, kwargs: Any
     ) -> T:
-        whole, weight, batches = self._whole, self._weight, self._batches
-        if self._log is None:
+        whole, weight, batches, log = self._whole, self._weight, self._batches, self._log
+        if log is None:
             with context:
                 return whole.outputs(self._step.forward(whole.run(Run(run)), batch, *rest, **kwargs))
-        fewest = batches.fewest_samples if self._meets_in_forward and batches is not None else None
-        with context, self._log.counting(weight), whole.run(self._noted(run, self._log)) as steps:
-            scale, one_factor = scale_of(self.precision_plugin), self._gradients.one_factor
-            self._step.expect(Coming(scale, weight, fewest, self._log.alone, one_factor))
+        fewest = batches.fewest_samples if batches and self._meets_in_forward else None
+        with context, log.counting(weight), whole.run(self._noted(run, log)) as steps:
+            scale = scale_of(self.precision_plugin)
+            self._step.expect(Coming(scale, weight, fewest, log.alone, self._gradients.one_factor))
             output = whole.outputs(self._step.forward(steps, batch, *rest, **kwargs))
-        self._log.reduce_step(weight, output)
+        log.reduce_step(weight, output)
         return output
 
     def _noted(self, run: Callable[..., T], log: StepLog) -> Run[T]:
