@@ -91,15 +91,6 @@ class Shrunk(InSequence):
     layer = Shrinking
 
 
-class ParametrizedVocabulary(InSequence):
-    """The weights of its embedding and its head are computed from others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        parametrizations.weight_norm(self.net[0])
-        parametrizations.weight_norm(self.net[-1])
-
-
 class WithoutShape(InSequence):
     def __init__(self) -> None:
         super().__init__()
@@ -120,6 +111,15 @@ class TwoNames(InSequence):
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=True) if self.reentrant else layer(x)
         return self.net[6](self.net[5](x))  # type: ignore[no-any-return]
+
+
+class ParametrizedVocabulary(TwoNames):
+    """The weights of its embedding and its head are computed from others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        parametrizations.weight_norm(self.net[0])
+        parametrizations.weight_norm(self.net[-1])
 
 
 class Recomputed(TwoNames):
