@@ -29,7 +29,8 @@ TELLS_SECONDS = 10.0
 SHARE, SILENT_SECONDS = 0.3, 15.0
 """A rank that came is taken for dead when it was silent for so long, or for this share of the timeout."""
 PATIENCE_SECONDS = 3.0
-"""For which rank 0, with which the store ends, waits until the others have read why it does."""
+"""For which a rank waits until the others have read why it ends: rank 0, with which the store ends, and each that
+torchrun started, which then ends the others."""
 
 
 class RollCall:
@@ -87,7 +88,7 @@ class RollCall:
         with suppress(RuntimeError):
             self._meet(PATIENCE_SECONDS)
             self._leave(f"{named([self._rank])} failed before it could join the others: {said_of(exception)}")
-            self._linger(self._ranks)
+            self._linger(self._ranks)  # so long as it may: they read it, and then print it
 
     def tell_of_failures(self) -> None:
         """Should the script fail before this rank has come, the others are told."""
@@ -179,7 +180,8 @@ class RollCall:
 
     def _linger(self, ranks: int) -> None:
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while self._keeps_the_store and self._notes.add("heard", 0) < ranks and time.monotonic() < deadline:
+        takes_others_along = self._keeps_the_store or dist.is_torchelastic_launched()
+        while takes_others_along and self._notes.add("heard", 0) < ranks and time.monotonic() < deadline:
             time.sleep(0.02)
 
     def _watch(self, closed: threading.Event) -> None:
