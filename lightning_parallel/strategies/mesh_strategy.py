@@ -346,7 +346,7 @@ class MeshStrategy(RankStrategy):
         """Each rank takes its part of the states of one device."""
         states = checkpoint["optimizer_states"]  # none where a run starts from weights alone
         for optimizer, state in zip(self.optimizers, states, strict=bool(states)):
-            self._stored.of(optimizer).load_state_dict(state)
+            self._whole.load_optimizer_state(self._stored.of(optimizer), state)
 
     # ---------------------------------------------------------------- the end
 

@@ -128,6 +128,37 @@ def test_hooks_find_and_add_the_parameters_of_one_device_in_groups(layout: str) 
         require_like(expected.result(), found)
 
 
+class Saves(Callback):
+    """Saves and resumes optimizers in hooks that look at parameters, on which they are whole."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.norm = sum(float(parameter.detach().norm()) for parameter in pl_module.parameters())
+        self.kept = [*trainer.optimizers[0].state_dict()["state"]]
+        trainer.save_checkpoint(f"{trainer.default_root_dir}/saved.ckpt")
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self.norm = sum(float(parameter.detach().norm()) for parameter in pl_module.parameters())
+        saved = trainer.strategy.load_checkpoint(f"{trainer.default_root_dir}/saved.ckpt")
+        trainer.strategy.load_optimizer_state_dict(saved)
+        self.states = saved["optimizer_states"][0]["state"]
+
+
+def saving(strategy: Any, batch_size: int) -> Any:
+    torch.manual_seed(0)
+    saves = Saves()
+    run = trainer(made(strategy), max_epochs=1, callbacks=[saves])
+    run.fit(Plain(blocks=2), *loaders("plain", batch_size, samples=16, val_samples=8))
+    return saves.norm, saves.states
+
+
+@sampled(2, "layout", LAYOUTS)
+def test_hooks_that_look_at_parameters_save_and_load_optimizers(layout: str) -> None:
+    n, data_ranks, strategy = LAYOUTS[layout]
+    expected = begun_on_one(saving, None, 8)
+    for found in run_on_ranks(n, saving, strategy, 8 // data_ranks):
+        require_like(expected.result(), found)
+
+
 def average(module: Any) -> float:
     return float(sum(parameter.mean() for parameter in module.parameters()))
 

@@ -25,6 +25,7 @@ from lightning_parallel.strategies.data.loaders import checksum
 from lightning_parallel.strategies.model.foreign_hooks import fault_of_gradients, fault_of_optimizers, hooked
 from lightning_parallel.strategies.model.pipeline_group import PipelineGroup
 from lightning_parallel.strategies.model.sample import take_sample
+from lightning_parallel.strategies.model.shown_groups import Pair, divided_in_groups
 from lightning_parallel.strategies.ranks.agreement import described, gather_objects, require_same
 from lightning_parallel.strategies.refusals import refuse_own_states
 from lightning_parallel.techniques.data_parallel import DataParallel
@@ -61,7 +62,7 @@ class DividedModel:
         self._hooked = hooked(dict(module.named_parameters()))
         self._divisions: list[Division] = []
         self._made: dict[str, Tensor] = {}
-        self._stands_for: dict[int, Tensor] = {}
+        self._represented: list[tuple[Tensor, Tensor]] = []
 
     def divide(self, techniques: Sequence[Technique], plan: ParallelPlan) -> None:
         """Lets every technique keep its part of the model."""
@@ -164,13 +165,14 @@ class DividedModel:
         return lambda parameter: counts.get(id(self._stands_for.get(id(parameter), parameter)), ranks)
 
     @contextmanager
-    def represented(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    def represented(self, pairs: Iterable[Pair]) -> Iterator[None]:
         """Inside, it is known for which divided parameter, the first of a pair, another one stands."""
-        self._stands_for = {id(made): divided for divided, made in pairs}
+        self._pairs = list(pairs)
+        self._stands_for = {id(made): divided for divided, made in self._pairs}
         try:
             yield
         finally:
-            self._stands_for = {}
+            self._pairs, self._stands_for = [], {}
 
     # ---------------------------------------------------------------- the whole
 
@@ -211,8 +213,14 @@ class DividedModel:
         keep, change = self._gathering(in_parts)
         if self.pipeline.ranks > 1:
             refuse_own_states([stored.optimizer])
-        state = stored.state_dict(change)
+        with divided_in_groups(stored.optimizer, self._pairs):
+            state = stored.state_dict(change)
         return state if self.pipeline.ranks == 1 else {**state, "state": self.pipeline.united(state["state"], keep)}
+
+    def load_optimizer_state(self, stored: StoredOptimizer, state: dict[str, Any]) -> None:
+        """Takes this rank's part of the state that one device would have."""
+        with divided_in_groups(stored.optimizer, self._pairs):
+            stored.load_state_dict(state)
 
     def _gathering(self, in_parts: bool) -> tuple[bool, Callable[[Tensor], Tensor]]:
         keep = self.mesh.leads_its_stage and not in_parts

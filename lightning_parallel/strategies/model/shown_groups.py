@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -17,37 +16,40 @@ Pair = tuple[Tensor, Tensor]
 def wholes_in_groups(optimizers: Callable[[], Sequence[Optimizer]], pairs: Sequence[Pair]) -> Iterator[None]:
     """Inside, groups hold whole parameters, as the tree does, and what a hook adds there is what it found.
 
-    The state of a parameter is there under both; afterwards groups hold divided parameters, those of optimizers that
-    the hook made, too.
+    So do their states; afterwards both belong to divided parameters, in optimizers that the hook made, too.
 
     Args:
         optimizers: says which the trainer has now.
         pairs: what stands for what.
     """
-    whole = {id(divided): made for divided, made in pairs}
-    for optimizer in optimizers() if whole else ():
-        _exchange(optimizer, whole)
-        for divided, made in pairs:
-            if divided in optimizer.state:
-                optimizer.state[made] = optimizer.state[divided]
+    for optimizer in optimizers() if pairs else ():
+        _exchange(optimizer, pairs)
     try:
         yield
     finally:
-        divided_of = {id(made): divided for divided, made in pairs}
-        for optimizer in optimizers() if whole else ():
-            _exchange(optimizer, divided_of)
-            _rename_states(optimizer, pairs)
+        for optimizer in optimizers() if pairs else ():
+            _exchange(optimizer, _turned(pairs))
 
 
-def _exchange(optimizer: Optimizer, by_id: Mapping[int, Any]) -> None:
-    for group in optimizer.param_groups:
-        group["params"][:] = [by_id.get(id(parameter), parameter) for parameter in group["params"]]
+@contextmanager
+def divided_in_groups(optimizer: Optimizer, pairs: Sequence[Pair]) -> Iterator[None]:
+    """Within such a hook, as where it saves a checkpoint: an optimizer as it steps."""
+    _exchange(optimizer, _turned(pairs))
+    try:
+        yield
+    finally:
+        _exchange(optimizer, pairs)
 
 
-def _rename_states(optimizer: Optimizer, pairs: Sequence[Pair]) -> None:
-    """What a hook removed is gone; what it made, as the state of a parameter that had none, is the divided one's."""
-    for divided, made in pairs:
-        if made in optimizer.state:
-            optimizer.state[divided] = optimizer.state.pop(made)
-        else:
-            optimizer.state.pop(divided, None)
+def _turned(pairs: Sequence[Pair]) -> list[Pair]:
+    return [(after, before) for before, after in pairs]
+
+
+def _exchange(optimizer: Optimizer, pairs: Sequence[Pair]) -> None:
+    """Puts the second of each pair where the first is: in groups, and as that which a state belongs to."""
+    after_of = {id(before): after for before, after in pairs}
+    for group in optimizer.param_groups if pairs else ():
+        group["params"][:] = [after_of.get(id(parameter), parameter) for parameter in group["params"]]
+    for before, after in pairs:
+        if before in optimizer.state:
+            optimizer.state[after] = optimizer.state.pop(before)
