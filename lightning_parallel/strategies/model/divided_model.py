@@ -62,7 +62,8 @@ class DividedModel:
         self._hooked = hooked(dict(module.named_parameters()))
         self._divisions: list[Division] = []
         self._made: dict[str, Tensor] = {}
-        self._represented: list[tuple[Tensor, Tensor]] = []
+        self._stands_for: dict[int, Tensor] = {}
+        self._pairs: list[Pair] = []
 
     def divide(self, techniques: Sequence[Technique], plan: ParallelPlan) -> None:
         """Lets every technique keep its part of the model."""
