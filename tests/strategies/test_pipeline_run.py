@@ -1,5 +1,6 @@
 """Everything of Lightning's that hangs on values or on parameters does under a pipeline what it does on one device."""
 
+import warnings
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -9,12 +10,14 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_summary import ModelSummary
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_parallel import ActivationCheckpoint, HybridStrategy, PipelineParallel, Zero
 from tests.curves import check_parity, compare
-from tests.models import Plain, build, loaders
+from tests.models import Plain, build, loaders, points
 from tests.ranks import run_on_ranks
 from tests.strategies.one_and_two import PIPELINE, ZBV, MakeStrategy, made, on_one_and_two, require_like, scratch
 from tests.strategies.test_checkpoints import SaveAt
@@ -289,3 +292,28 @@ def test_a_step_may_call_its_arguments_anything() -> None:
     expected, found = on_one_and_two(tersely)
     for rank in found:
         require_like(expected, rank)
+
+
+class Joins(Plain):
+    """Trains on the samples of two loaders at once, one of which comes to its end in the middle of a batch."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Any:
+        both = [each for each in batch.values() if each is not None]
+        return super().training_step([torch.cat(same) for same in zip(*both, strict=True)], batch_idx)
+
+
+def joined(strategy: Any) -> list[list[float]]:
+    warnings.filterwarnings("ignore", ".*ambiguous collection")
+    torch.manual_seed(0)
+    seen: list[list[float]] = []
+    module = Joins()
+    module.on_train_batch_end = lambda *_: seen.append([float(module.trainer.callback_metrics["train_loss_step"])])
+    two = {"long": DataLoader(points(24, seed=1), 8), "short": DataLoader(points(13, seed=2), 8)}
+    trainer(made(strategy), max_epochs=2).fit(module, CombinedLoader(two, "max_size"), DataLoader(points(8, seed=3), 8))
+    return [*seen, *([float(value.sum())] for value in module.state_dict().values())]
+
+
+def test_loaders_one_of_which_ends_in_the_middle_of_a_batch() -> None:
+    expected, found = on_one_and_two(joined)
+    for seen in found:
+        require_like(expected, seen)

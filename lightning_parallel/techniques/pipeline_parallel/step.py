@@ -66,6 +66,7 @@ class PipelineStep(WrappedStep):
         self._turns = self._in_turns()
         self._common = common_buffers(model, made)
         self._coming = Coming()
+        self._even = False  # whether all tensors of some batch had as many samples
 
     @property
     def weighs(self) -> bool:
@@ -119,7 +120,7 @@ class PipelineStep(WrappedStep):
     ) -> Work:
         batch, *rest = args
         size = batch_size(batch) or 1
-        count = min(self._schedule.microbatches, self._coming.samples or size)
+        count = 1 if self._is_uneven(batch) else min(self._schedule.microbatches, self._coming.samples or size)
         parts, sizes = microbatches.split(batch, count), microbatches.part_sizes(size, count)
         training = torch.is_grad_enabled()
         return Work(
@@ -140,6 +141,16 @@ class PipelineStep(WrappedStep):
             gradients={stage: Gradients(self._of_stage(stage, learning)) for stage in self._here},
             final=Final(self._coming.early, self._turns),
         )
+
+    def _is_uneven(self, batch: Any) -> bool:
+        """Whether tensors have different numbers of samples now, as where one of several loaders comes to its end.
+
+        By how many samples a part of such a batch counts is not known, so it is not divided. Where ranks meet within
+        the forward they must divide alike, and what has another number goes to all parts as it is.
+        """
+        uneven = len({len(tensor) for tensor in tensors_of(batch) if tensor.dim()}) > 1
+        self._even = self._even or not uneven
+        return uneven and self._even and self._coming.samples is None
 
     def _whole(self, sizes: Sequence[int], run: Run[Any], step: Callable[[], Any]) -> LossStage | None:
         if self._dims is None:
