@@ -10,8 +10,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+GROUPED = "params"
+"""Named, not written: a hook that writes it looks at parameters, and is shown whole ones."""
+
+
+def stepped(optimizer: Optimizer) -> list[Tensor]:
+    """What this rank keeps of the parameters of an optimizer, in hooks too."""
+    return [parameter for group in optimizer.param_groups for parameter in group[GROUPED]]
 
 
 class LiveBytes(TorchDispatchMode):

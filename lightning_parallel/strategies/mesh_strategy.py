@@ -71,7 +71,7 @@ class MeshStrategy(RankStrategy):
     def _begin(self) -> None:
         self._ready = self._within_step = False
         self._step = Step()
-        self._stored = StoredOptimizers(lambda: self.optimizers, self._store)
+        self._stored = StoredOptimizers(self, self._store)
         self._log: StepLog | None = None
         self._building = Building(self.techniques)
         self._divided: DividedModel | None = None

@@ -31,9 +31,9 @@ from lightning_parallel import (
 )
 from lightning_parallel.techniques.divided.rules import single  # noqa: F401  (enters the rules in the table)
 from lightning_parallel.techniques.divided.table import NAMES, RULES
-from lightning_parallel.techniques.tools.elsewhere import unshown
 from tests.compatibility.architectures import IGNORED, Architecture
 from tests.curves import Curve, curve
+from tests.live import stepped
 from tests.rank_process import leave_group
 from tests.trainers import trainer
 
@@ -114,13 +114,10 @@ class Watch(Callback):
         self.total, self.kept, self.steps = total, total, 0
 
     def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *_: Any) -> None:
-        """Looks at what the optimizer was given, but for what this hook is shown of other stages."""
+        """Looks at what the optimizer was given, but for what stands for parameters of other stages."""
         self.steps += 1
-        absent = set(module.parameters())
-        with unshown(module):
-            absent -= set(module.parameters())
-        given = [parameter for group in trainer.optimizers[0].param_groups for parameter in group["params"]]
-        self.kept = sum(local(parameter).numel() for parameter in given if parameter not in absent)
+        given = [parameter for parameter in stepped(trainer.optimizers[0]) if 0 not in parameter.stride()]
+        self.kept = sum(local(parameter).numel() for parameter in given)
 
 
 def local(parameter: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel import DataParallelStrategy, HybridStrategy, ZeroStrategy
 from tests.curves import check_parity, compare_weights, whole
+from tests.live import stepped
 from tests.ranks import on_one, run_on_ranks
 from tests.tiers import covering
 from tests.trainers import trainer
@@ -56,7 +57,7 @@ class Peek(Callback):
     """Looks at what the optimizer was given of the divided model: a hook that asks the module is shown all of it."""
 
     def on_fit_start(self, trainer: Trainer, _: LightningModule) -> None:
-        parameters = [parameter for group in trainer.optimizers[0].param_groups for parameter in group["params"]]
+        parameters = stepped(trainer.optimizers[0])
         self.held = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in parameters)
         self.whole = sum(parameter.numel() for parameter in parameters)
         self.on_meta = any(parameter.is_meta for parameter in parameters)

@@ -22,6 +22,7 @@ from lightning_parallel.mesh import AXES
 from lightning_parallel.strategies.model import start_table
 from lightning_parallel.strategies.model.start_table import Row, numbered, spans, table
 from lightning_parallel.techniques.tools.shards import local
+from tests.live import stepped
 from tests.models import build, loaders
 from tests.ranks import ranks
 from tests.trainers import trainer
@@ -38,7 +39,7 @@ class Held(Callback):
     """
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        given = [p for group in trainer.optimizers[0].param_groups for p in group["params"] if 0 not in p.stride()]
+        given = [p for p in stepped(trainer.optimizers[0]) if 0 not in p.stride()]
         if batch_idx == 0:
             self.gradients = sum(local(p.grad).nbytes for p in given if p.grad is not None)
         states = [value for state in trainer.optimizers[0].state.values() for value in state.values()]

@@ -30,6 +30,7 @@ from recipes.moe import Experts, MoEConfig, MoEModule
 from tests.curves import compare, train
 from tests.further.experts import WIDTH, Bank
 from tests.grounds import ground
+from tests.live import GROUPED
 from tests.models import build, loaders
 from tests.ranks import begun_on_one, ranks, run_on_ranks
 from tests.techniques.tensor_layouts import SHORT, hybrid
@@ -114,7 +115,7 @@ class Held(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         optimizer = trainer.optimizers[0]
-        experts = optimizer.param_groups[0]["params"]
+        experts = optimizer.param_groups[0][GROUPED]
         states = [value for p in experts for value in optimizer.state[p].values()]
         gradients = [p.grad for p in experts]
         self.counts = [elements(each) for each in (experts, gradients, [s for s in states if s.dim()])]

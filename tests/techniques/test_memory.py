@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from lightning_parallel import DataParallel, HybridStrategy, Zero
 from lightning_parallel.techniques.technique import Technique
 from lightning_parallel.techniques.zero.parameters import UNIT_BYTES
-from tests.live import reachable
+from tests.live import reachable, stepped
 from tests.models import build, loaders
 from tests.ranks import POOL, run_on_ranks
 from tests.tiers import covering, sampled
@@ -65,7 +65,7 @@ class Held(Callback):
         self.counts: list[dict[str, int]] = []
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        parameters = [parameter for group in trainer.optimizers[0].param_groups for parameter in group["params"]]
+        parameters = stepped(trainer.optimizers[0])
         states = [value for state in trainer.optimizers[0].state.values() for value in state.values()]
         counted = {
             "parameters": bytes_of(parameters),

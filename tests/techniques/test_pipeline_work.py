@@ -23,7 +23,7 @@ from lightning_parallel.techniques.pipeline_parallel.gradients import Final, Han
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import SCHEDULES, make_schedule
 from lightning_parallel.techniques.pipeline_parallel.schedule.simulate import simulate
 from lightning_parallel.techniques.tools.leaves import leaf_of
-from tests.live import LiveBytes
+from tests.live import LiveBytes, stepped
 from tests.models import PlainBlock
 from tests.ranks import ranks, run_on_ranks
 from tests.techniques.test_wire import group_size
@@ -187,7 +187,7 @@ def built(ranks: int) -> tuple[int, int]:
 
     class Peek(Callback):
         def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-            given = [p for group in trainer.optimizers[0].param_groups for p in group["params"] if 0 not in p.stride()]
+            given = [p for p in stepped(trainer.optimizers[0]) if 0 not in p.stride()]
             self.held = sum(p.numel() * p.element_size() for p in given)
             live.__exit__(None, None, None)
 
@@ -213,7 +213,7 @@ class MostLive(Callback):
         self.live, self.most = live, []
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        given = [p for group in trainer.optimizers[0].param_groups for p in group["params"] if 0 not in p.stride()]
+        given = [p for p in stepped(trainer.optimizers[0]) if 0 not in p.stride()]
         self.most.append(self.live.peak / sum(p.nbytes for p in given))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from lightning.pytorch.strategies import Strategy
 from torch.optim import Optimizer
 
 from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer
@@ -13,21 +14,17 @@ class StoredOptimizers:
     """Knows each optimizer of the trainer before it steps or is saved.
 
     Args:
-        now: says which the trainer has now.
+        strategy: which knows those that the trainer has now.
         store: makes others step what is stored, or raises.
     """
 
-    def __init__(
-        self,
-        now: Callable[[], Sequence[Optimizer]],
-        store: Callable[[Sequence[Optimizer]], Sequence[StoredOptimizer]],
-    ) -> None:
-        self._now, self._store = now, store
+    def __init__(self, strategy: Strategy, store: Callable[[Sequence[Optimizer]], Sequence[StoredOptimizer]]) -> None:
+        self._strategy, self._store = strategy, store
         self._known: dict[int, StoredOptimizer] = {}
 
     def take(self) -> None:
         """Knows those that are new; those that the trainer has no more are forgotten with the next of them."""
-        optimizers = self._now()
+        optimizers = self._strategy.optimizers
         new = [optimizer for optimizer in optimizers if id(optimizer) not in self._known]
         if new:
             known = self._known | {id(stored.optimizer): stored for stored in self._store(new)}
