@@ -317,3 +317,52 @@ def test_loaders_one_of_which_ends_in_the_middle_of_a_batch() -> None:
     expected, found = on_one_and_two(joined)
     for seen in found:
         require_like(expected, seen)
+
+
+class Doubles(Plain):
+    """Logs a loss times a number that is also how many samples a microbatch has, and a count beside it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        self.log("doubled", output["loss"] * 2)
+        self.log("sum_of_classes", batch[1].sum())
+        return output
+
+
+def doubled(strategy: Any) -> list[list[float]]:
+    warnings.filterwarnings("ignore", ".*needs to be floating")
+    torch.manual_seed(0)
+    module, seen = Doubles(), []
+    names = "doubled", "sum_of_classes"
+    module.on_train_batch_end = lambda *_: seen.append([float(module.trainer.callback_metrics[name]) for name in names])
+    trainer(made(strategy), max_epochs=1).fit(module, *loaders("plain", 8, samples=32, val_samples=8))
+    return seen
+
+
+def test_a_factor_like_the_number_of_samples_makes_no_sum_of_a_mean() -> None:
+    expected, found = on_one_and_two(doubled)
+    for seen in found:
+        require_like(expected, seen)
+
+
+class Seeds(Plain):
+    """Seeds and draws before the first batch, as users do to vary the data and not the weights."""
+
+    def on_fit_start(self) -> None:
+        torch.manual_seed(9)
+        torch.rand(3)
+
+
+def seeded(strategy: Any) -> list[Any]:
+    torch.manual_seed(0)
+    module, seen = Seeds(), []
+    module.on_train_batch_end = lambda *_: seen.append(float(module.trainer.callback_metrics["train_loss_step"]))
+    data = loaders("plain", 8, samples=32, val_samples=8, shuffle=True)
+    trainer(made(strategy), max_epochs=2).fit(module, *data)
+    return [seen, torch.rand(1).item()]
+
+
+def test_hooks_before_the_first_batch_may_seed_what_shuffles() -> None:
+    expected, found = on_one_and_two(seeded)
+    for seen in found:
+        require_like(expected, seen)

@@ -192,6 +192,8 @@ class PartsRun(Run[T]):
             kind = next((other.seen.kind for other in others if other.origin is origin), None)
         doubtful = self._watch is not None and self._watch.doubtful
         seen_as = SeenKind.of(kind, value, size, name_of(options.get("reduce_fx", "mean")), doubtful)
+        if doubtful and kind is Kind.SUM and seen_as.kind is Kind.OTHER:  # in batches that nobody watches, too
+            self._log.kinds.decide(self._hook, ("logged", name), (Kind.OTHER,))
         samples, metric = options.get("batch_size") or size, computed[0] if computed else None
         return LoggedValue(name, kept, options, samples, metric, origin, seen=seen_as)
 

@@ -51,7 +51,8 @@ class SeenKind:
             reduction: the name of its `reduce_fx`.
             doubtful: whether counts of samples may be numbers that are like them by chance, as all that are numbers.
         """
-        if kind is Kind.SUM and reduction != "sum" and (doubtful or not isinstance(value, Tensor)):
+        by_chance = not isinstance(value, Tensor) or (doubtful and value.is_floating_point())  # no mean is an integer
+        if kind is Kind.SUM and reduction != "sum" and by_chance:
             kind = Kind.OTHER
         if not isinstance(value, Tensor):
             return cls(None if value == 1 != samples else kind, float(value))  # 1 is the size of many tensors

@@ -25,11 +25,14 @@ from lightning_parallel.strategies.data.loaders import (
 )
 from lightning_parallel.strategies.data.randomness import RandomState
 from lightning_parallel.strategies.logged.kept_values import KeptValues
+from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.strategies.trainer import lightnings
 from lightning_parallel.techniques.division import Sample
 from lightning_parallel.values import tensors_of
 
 HOST = torch.device("cpu")
+
+PACKAGE = "lightning_parallel."
 
 
 def take_sample(trainer: Trainer, host: dist.ProcessGroup) -> Sample:
@@ -43,7 +46,7 @@ def take_sample(trainer: Trainer, host: dist.ProcessGroup) -> Sample:
     loop, step = _loop_and_step(trainer, module)
     with (
         lightnings.loaders_made_together(loop, host),
-        _loaders(trainer, loop) as combined,
+        _loaders(trainer, loop, host) as combined,
         _same_randomness(combined.flattened),
     ):
         batch = _prepared(trainer, module, _batch_of(combined))
@@ -57,14 +60,17 @@ def take_sample(trainer: Trainer, host: dist.ProcessGroup) -> Sample:
 
 
 @contextmanager
-def _loaders(trainer: Trainer, loop: Any) -> Iterator[Any]:
+def _loaders(trainer: Trainer, loop: Any, host: dist.ProcessGroup) -> Iterator[Any]:
     """The loop's loaders.
 
-    The loop makes them again when its time comes, from where the generators then stand, if it would anyway, or if the
-    model is yet to be built: on one device the model draws before the loaders do.
+    The loop makes them again when its time comes, from where the generators then stand, if it would anyway, if the
+    model is yet to be built, or if hooks run until then, which may draw or seed: on one device they do before the
+    loaders.
     """
     fitting, module = trainer.state.fn == TrainerFn.FITTING, trainer.lightning_module
-    again = not fitting or any(parameter.is_meta for parameter in module.parameters())
+    theirs = [each for each in lightnings.callbacks_of(trainer) if not type(each).__module__.startswith(PACKAGE)]
+    hooks = any(gather_objects(lightnings.somebody_overrides(("on_fit_start",), module, theirs), host))
+    again = not fitting or hooks or any(parameter.is_meta for parameter in module.parameters())
     with _same_randomness(lightnings.given_loaders(loop)) if again else nullcontext():
         loop.setup_data()
         combined = lightnings.combined_of(loop)

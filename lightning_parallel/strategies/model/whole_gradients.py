@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -18,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from lightning_parallel.strategies.model.divided_model import DividedModel
 from lightning_parallel.strategies.model.shown_gradient import ShownGradient
 from lightning_parallel.strategies.ranks.agreement import gather_objects
+from lightning_parallel.strategies.trainer.lightnings import somebody_overrides
 from lightning_parallel.techniques.tools.shards import dtensor_of, local, shard_of
 
 BEFORE_BACKWARD = ("on_before_backward", "backward")
@@ -43,7 +43,7 @@ class WholeGradients:
         self._elsewhere: list[nn.Parameter] = []
         if divided.mesh.world_size > 1:
             for hooks in (BEFORE_BACKWARD, AFTER_BACKWARD, BEFORE_STEP):
-                if any(gather_objects(_somebody_overrides(hooks, divided.module, callbacks), host)):
+                if any(gather_objects(somebody_overrides(hooks, divided.module, callbacks), host)):
                     self._wanted.add(hooks)
         self.one_factor = BEFORE_BACKWARD not in self._wanted and divided.module.automatic_optimization
         """Whether nobody can multiply a loss by what differs between ranks, after the step and before its backward."""
@@ -125,10 +125,3 @@ class _Placing:
 def _gradients(module: nn.Module) -> dict[str, tuple[Tensor, _Placing | None]]:
     found = {name: parameter.grad for name, parameter in module.named_parameters(remove_duplicate=False)}
     return {name: (local(grad), _Placing.of(grad)) for name, grad in found.items() if grad is not None}
-
-
-def _somebody_overrides(hooks: tuple[str, ...], module: LightningModule, callbacks: list[Callback]) -> bool:
-    """Whether the module overrides one of these hooks, or a callback the first."""
-    base = getattr(Callback, hooks[0])
-    theirs = [vars(callback).get(hooks[0], getattr(type(callback), hooks[0])) for callback in callbacks]
-    return any(is_overridden(name, module) for name in hooks) or any(hook is not base for hook in theirs)

@@ -15,6 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils._pytree import tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader
 
@@ -181,3 +182,10 @@ def transferred(module: LightningModule, batch: Any, device: torch.device) -> An
     """The batch on a device, having passed the module's hooks before, at and after the transfer."""
     before = module._on_before_batch_transfer(batch, dataloader_idx=0)
     return module._apply_batch_transfer_handler(before, device=device, dataloader_idx=0)
+
+
+def somebody_overrides(hooks: tuple[str, ...], module: LightningModule, callbacks: list[Callback]) -> bool:
+    """Whether the module overrides one of these hooks, or a callback the first."""
+    base = getattr(Callback, hooks[0])
+    theirs = [vars(callback).get(hooks[0], getattr(type(callback), hooks[0])) for callback in callbacks]
+    return any(is_overridden(name, module) for name in hooks) or any(hook is not base for hook in theirs)
