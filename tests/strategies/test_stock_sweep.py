@@ -20,9 +20,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
 
 from lightning_parallel import ZeroStrategy
 from lightning_parallel.strategies.checkpoint.files import AtomicCheckpointIO
@@ -34,11 +38,49 @@ from tests.trainers import trainer
 pytestmark = [pytest.mark.launched, pytest.mark.exhaustive]
 
 RANKS, KILLS, FLIPS = 2, 8, 100
+SHARDED = "ModelParallelStrategy, sharded"
 LIMIT_SECONDS = 40.0
 """A run that has not ended so long after a kill hangs; the backend's timeout, half an hour by default, is longer."""
 
+
+class Linears(LightningModule):
+    """Plain layers, sharded by hand, as ModelParallelStrategy wants it; each rank writes and reads its own part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel"]
+        for layer in (self.net[0], self.net[2], self.net):
+            fully_shard(layer, mesh=mesh)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+def linears() -> tuple[LightningModule, DataLoader[Any]]:
+    data = torch.randn(16, 8, generator=torch.Generator().manual_seed(1))
+    return Linears(), DataLoader(data, 8 // RANKS, shuffle=True)
+
+
+def gpt() -> tuple[LightningModule, DataLoader[Any]]:
+    return build("gpt", n_layers=2), loaders("gpt", 8 // RANKS, samples=16, shuffle=True).train
+
+
+def weights(model: LightningModule) -> dict[str, Tensor]:
+    """Whole ones, on all ranks: where they are sharded, all gather them."""
+    state = model.state_dict()
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
+
+
 STRATEGIES: dict[str, tuple[Callable[[], Any], str | None]] = {
     "DDPStrategy": (DDPStrategy, "last"),
+    SHARDED: (partial(ModelParallelStrategy, RANKS, 1, process_group_backend="gloo"), "last"),
     "ZeroStrategy, full": (partial(ZeroStrategy, 2, resume="auto"), None),
     "ZeroStrategy, sharded": (partial(ZeroStrategy, 2, checkpoint="sharded", resume="auto"), None),
 }
@@ -54,7 +96,7 @@ def trains(name: str, folder: Path, port: int, rank: int) -> None:
     torch.set_num_threads(1)
     make, ckpt_path = STRATEGIES[name]
     try:
-        model = build("gpt", n_layers=2)
+        model, batches = linears() if name == SHARDED else gpt()
         often = ModelCheckpoint(folder / "saved", "{step}", every_n_train_steps=1, save_top_k=1, save_last=True)
         run = Trainer(
             accelerator="cpu",
@@ -67,9 +109,10 @@ def trains(name: str, folder: Path, port: int, rank: int) -> None:
             enable_model_summary=False,
             default_root_dir=folder,
         )
-        run.fit(model, loaders("gpt", 8 // RANKS, samples=16, shuffle=True).train, ckpt_path=ckpt_path)
+        run.fit(model, batches, ckpt_path=ckpt_path)
+        end = weights(model)
         if rank == 0:
-            torch.save(model.state_dict(), folder / "result.new")
+            torch.save(end, folder / "result.new")
             (folder / "result.new").rename(folder / "result")
     except BaseException:
         traceback.print_exc()
