@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -55,12 +56,20 @@ def fill(disk: Path) -> None:
         file.write(b"x" * (free - 4096))
 
 
+def await_file(path: Path) -> None:
+    end = time.monotonic() + 15
+    while not path.exists():
+        assert time.monotonic() < end, f"{path.name} was not saved in 15 s"
+        time.sleep(0.01)
+
+
 def saves_until_it_is_full(folder: Path, form: str, told: str) -> None:
     """The second of several saves does not fit: the run ends by it on all ranks, with the first one left."""
 
     class Fills(ModelCheckpoint):
         def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
             if trainer.is_global_zero and trainer.global_step == 2:
+                await_file(folder / "step=1.ckpt")  # which may be on its way in the background
                 fill(folder)
             trainer.strategy.barrier()
             super()._save_checkpoint(trainer, filepath)
