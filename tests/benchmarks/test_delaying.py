@@ -84,4 +84,5 @@ STRATEGIES = {
 def test_no_more_than_the_last_bucket_is_waited_for(name: str) -> None:
     steps = fit(STRATEGIES[name], limit_train_batches=8)
     last_bucket = 2 * BUCKET_MB * 2**20 / BANDWIDTH
-    assert min(steps.waited) <= last_bucket < 0.4 * steps.busy[-1]
+    share = 0.4 if name.startswith("pipeline") else 0.2  # a stage has half of the layers
+    assert min(steps.waited) <= last_bucket < share * steps.busy[-1]

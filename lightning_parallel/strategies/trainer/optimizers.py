@@ -21,21 +21,21 @@ class StoredOptimizers:
     def __init__(self, strategy: Strategy, store: Callable[[Sequence[Optimizer]], Sequence[StoredOptimizer]]) -> None:
         self._strategy, self._store = strategy, store
         self._known: dict[int, StoredOptimizer] = {}
+        self.look_at_loss = False
+        """Whether any of them may decide by what its closure returns."""
 
     def take(self) -> None:
         """Knows those that are new; those that the trainer has no more are forgotten with the next of them."""
         optimizers = self._strategy.optimizers
-        new = [optimizer for optimizer in optimizers if id(optimizer) not in self._known]
-        if new:
-            known = self._known | {id(stored.optimizer): stored for stored in self._store(new)}
-            self._known = {id(optimizer): known[id(optimizer)] for optimizer in optimizers}
+        for optimizer in optimizers:
+            if id(optimizer) not in self._known:
+                new = [each for each in optimizers if id(each) not in self._known]
+                known = self._known | {id(stored.optimizer): stored for stored in self._store(new)}
+                self._known = {id(each): known[id(each)] for each in optimizers}
+                self.look_at_loss = any(stored.looks_at_loss for stored in self._known.values())
+                return
 
     def of(self, optimizer: Optimizer) -> StoredOptimizer:
         """What makes this one step what is stored."""
         self.take()
         return self._known[id(optimizer)]
-
-    @property
-    def look_at_loss(self) -> bool:
-        """Whether any of them may decide by what its closure returns."""
-        return any(stored.looks_at_loss for stored in self._known.values())

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_parallel.collectives.functional import Pending, Waitable, all_reduce, reduce_scatter
 from lightning_parallel.mesh import ParallelMesh
@@ -181,9 +182,10 @@ class ScatterBucket(Bucket):
     def put(self, index: int) -> None:
         """See `Bucket.put`."""
         parameter = self.parameters[index]
-        if parameter.grad is not None and parameter.grad.is_sparse:
+        gradient = parameter.grad
+        if gradient is not None and gradient.is_sparse:
             raise TypeError("sparse gradients (Embedding(sparse=True)) cannot be sharded; use sparse=False")
-        self.fill(index, None if parameter.grad is None else local(parameter.grad))
+        self.fill(index, local(gradient) if isinstance(gradient, DTensor) else gradient)
         parameter.grad = None
 
     def fill(self, index: int, gradient: Tensor | None) -> None:
