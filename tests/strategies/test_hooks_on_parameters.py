@@ -1,6 +1,7 @@
 """Hooks that look at parameters, or call the model, find on every rank what one device has; what they write stays."""
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,13 @@ LAYOUTS: dict[str, Any] = {
     "tensor parallel": (2, 1, partial(TensorParallelStrategy, 2)),
     "zero 3 beside": (4, 2, lambda: HybridStrategy(PipelineParallel(2, microbatches=2), Zero(2))),
 }
+
+
+def require_as_on_one(run: Callable[..., Any], layout: str) -> None:
+    n, data_ranks, strategy = LAYOUTS[layout]
+    expected = begun_on_one(run, None, 8)
+    for found in run_on_ranks(n, run, strategy, 8 // data_ranks):
+        require_like(expected.result(), found)
 
 
 class Averaging(Callback):
@@ -72,10 +80,7 @@ def looked(strategy: Any, batch_size: int) -> Any:
 
 @sampled(2, "layout", LAYOUTS)
 def test_hooks_find_and_change_the_parameters_of_one_device(layout: str) -> None:
-    n, data_ranks, strategy = LAYOUTS[layout]
-    expected = begun_on_one(looked, None, 8)
-    for found in run_on_ranks(n, looked, strategy, 8 // data_ranks):
-        require_like(expected.result(), found)
+    require_as_on_one(looked, layout)
 
 
 class LooksInGroups(Plain):
@@ -122,10 +127,7 @@ def grouped(strategy: Any, batch_size: int) -> Any:
 
 @sampled(2, "layout", LAYOUTS)
 def test_hooks_find_and_add_the_parameters_of_one_device_in_groups(layout: str) -> None:
-    n, data_ranks, strategy = LAYOUTS[layout]
-    expected = begun_on_one(grouped, None, 8)
-    for found in run_on_ranks(n, grouped, strategy, 8 // data_ranks):
-        require_like(expected.result(), found)
+    require_as_on_one(grouped, layout)
 
 
 class Saves(Callback):
@@ -153,10 +155,7 @@ def saving(strategy: Any, batch_size: int) -> Any:
 
 @sampled(2, "layout", LAYOUTS)
 def test_hooks_that_look_at_parameters_save_and_load_optimizers(layout: str) -> None:
-    n, data_ranks, strategy = LAYOUTS[layout]
-    expected = begun_on_one(saving, None, 8)
-    for found in run_on_ranks(n, saving, strategy, 8 // data_ranks):
-        require_like(expected.result(), found)
+    require_as_on_one(saving, layout)
 
 
 def average(module: Any) -> float:

@@ -23,6 +23,7 @@ from lightning_parallel import DataParallelStrategy
 from lightning_parallel.strategies import rank_strategy
 from lightning_parallel.strategies.ranks import roll_call
 from tests.ranks import POOL, free_port
+from tests.strategies.joining import dies, nothing, raises
 
 pytestmark = pytest.mark.launched
 
@@ -45,18 +46,6 @@ def fitted(before: Callable[[], Any], within: float) -> None:
     )
     before()
     trainer.fit(BoringModel())
-
-
-def nothing() -> None:
-    pass
-
-
-def raises() -> None:
-    raise ValueError("a file of this rank is not there")
-
-
-def dies() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def dies_when_it_has_come() -> None:
