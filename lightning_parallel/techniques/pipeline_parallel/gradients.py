@@ -125,7 +125,7 @@ class Gradients:
         if not outputs:
             return [None] * len(saved.inputs)
         wanted = [*saved.inputs, *self._leaves]
-        with self._giving(final):
+        with self._without_hooks(), self._giving(final):
             made = torch.autograd.grad(outputs, wanted, given, allow_unused=True) if wanted else ()
         of_inputs: list[Tensor | None] = list(made[: len(saved.inputs)])
         of_parameters = made[len(saved.inputs) :]
@@ -165,7 +165,8 @@ class Gradients:
         before = [leaf.grad for leaf in self._leaves]
         for leaf in self._leaves:
             leaf.grad = None
-        stage_backward_weight(iter(self._leaves), saved.groups)
+        with self._without_hooks():
+            stage_backward_weight(iter(self._leaves), saved.groups)
         self._add([leaf.grad for leaf in self._leaves], [])
         for leaf, gradient in zip(self._leaves, before, strict=True):
             leaf.grad = gradient
@@ -176,6 +177,19 @@ class Gradients:
             if index not in self._taken and final.give(parameter, self.sums[index]):
                 self.sums[index] = None
                 self._taken.add(index)
+
+    @contextmanager
+    def _without_hooks(self) -> Iterator[None]:
+        """Inside, nobody's hooks on gradients run: they do when the sums are handed over, and would twice."""
+        hooked = [leaf._backward_hooks for leaf in self._leaves if leaf._backward_hooks]
+        kept = [dict(hooks) for hooks in hooked]
+        for hooks in hooked:
+            hooks.clear()
+        try:
+            yield
+        finally:
+            for hooks, before in zip(hooked, kept, strict=True):
+                hooks.update(before)
 
     @contextmanager
     def _giving(self, final: Final | None) -> Iterator[None]:

@@ -202,8 +202,10 @@ class PipelineStep(WrappedStep):
                 sums[name] = before if gradient is None else sums[name]
         self._sum_ties(sums, learning)
         always = torch.zeros((), requires_grad=True)  # a stage may have no parameter that learns
+        # what has none is left out: autograd would call hooks on it with None
+        given = {name: gradient for name, gradient in sums.items() if gradient is not None}
         handed: Tensor = HandOver.apply(  # type: ignore[no-untyped-call]
-            loss, list(sums.values()), scale, work.final, always, *map(leaf_of, learning.values())
+            loss, list(given.values()), scale, work.final, always, *(leaf_of(learning[name]) for name in given)
         )
         return handed
 
