@@ -6,7 +6,7 @@ rank 0 and 16-31 on rank 1; `shrunk(8)` gives those of the heads, 0-1 and 2-3, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any, Protocol, TypeVar
 
@@ -89,6 +89,7 @@ class Ranks:
         self.reduces_later = False
         """Whether a backward pass that runs now is the one after which gradients are reduced, not one of the user's."""
         self._chunks: dict[tuple[int | str, ...], Elements] = {}
+        self._elements: dict[tuple[int, tuple[Runs, ...]], Elements] = {}
         self.gathered: dict[tuple[Any, str, torch.Size], tuple[int, int]] = {}
         """What was gathered for want of a rule: module, operation and shape, and how often and how many bytes."""
         self.told: set[tuple[str, torch.Size]] = set()
@@ -103,6 +104,8 @@ class Ranks:
         """The same while a compiler reads a graph; None before and after."""
         self.attention: SequenceAttention | None = None
         """What is called where these ranks have divided queries, keys and values along the sequence, by their owner."""
+        self.forms: dict[Any, Any] = {}
+        """What tensors that they have divided look like, by the table of rules."""
         self.made_of = MadeOf()
         """What each of many layers would make of the same mask again."""
 
@@ -112,8 +115,13 @@ class Ranks:
             self.last_entered = None
 
     def elements(self, size: int, runs: Iterable[Iterable[Span]]) -> Elements:
-        """The elements of a dimension of `size`, from the spans that each rank has."""
-        return Elements(self, size, tuple(joined(each) for each in runs))
+        """The elements of a dimension of `size`, from the spans that each rank has: one object for the same ones."""
+        key = size, tuple([joined(each) for each in runs])
+        if key not in self._elements:
+            if len(self._elements) > KEPT:
+                self._elements.clear()
+            self._elements[key] = Elements(self, *key)
+        return self._elements[key]
 
     def chunks(self, *sizes: int) -> Elements:
         """Consecutive elements for each rank: of a whole dimension, or of each of the parts that it consists of.
@@ -171,7 +179,6 @@ class Elements:
         self.even = self.even and self.disjoint
         """Whether each rank has one chunk, all of the same length, in the order of the ranks."""
         self._derived: dict[tuple[str, int, int], Elements] = {}
-        self._remembered: dict[Hashable, Any] = {}
         self._index: dict[tuple[str, torch.device], Tensor] = {}
 
     def same(self, other: Elements | None) -> bool:
@@ -239,23 +246,6 @@ class Elements:
                 self._derived.clear()
             self._derived[key] = self.ranks.elements(size, [change(runs) for runs in self.runs])
         return self._derived[key]
-
-    def remembered(self, key: Hashable, find: Callable[..., T], *args: Any) -> T:
-        """What `find(*args)` gave for a key at first: rules decide the same for the same shapes in every step.
-
-        Args:
-            key: all that decides, of which numbers are integers (1, 1.0 and True are one key).
-            find: a function of what the key tells.
-            args: for it.
-        """
-        if torch.compiler.is_dynamo_compiling():
-            return find(*args)
-        if key not in self._remembered:
-            if len(self._remembered) > KEPT:
-                self._remembered.clear()
-            self._remembered[key] = find(*args)
-        found: T = self._remembered[key]
-        return found
 
     # ---------------------------------------------------------------- in tensors
 

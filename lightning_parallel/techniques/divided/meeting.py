@@ -34,8 +34,10 @@ from lightning_parallel.collectives.by_elements import (
     total_part,
 )
 from lightning_parallel.collectives.elements import Elements, Ranks
+from lightning_parallel.techniques.divided.looks import version_of
 from lightning_parallel.techniques.divided.regather import to_be_regathered
-from lightning_parallel.techniques.divided.tensor import Cuts, Divided, is_divided, version_of
+from lightning_parallel.techniques.divided.table import Cuts
+from lightning_parallel.techniques.divided.tensor import Divided, is_divided, own_use
 
 Label = Hashable
 """A dimension's name where tensors meet: dimensions of the same name run along each other."""
@@ -51,10 +53,14 @@ def in_step(tensors: Sequence[Any], dims: int) -> tuple[list[Any], Cuts] | None:
     Returns:
         What stands for each of them, and the cuts of the result; None if they cannot meet.
     """
+    return brought_together(tensors, names_in_step(tensors, dims))
+
+
+def names_in_step(tensors: Sequence[Any], dims: int) -> list[list[Label]]:
+    """The names of the dimensions of tensors that meet element by element: their numbers in the result."""
     named = [range(dims - t.dim(), dims) if isinstance(t, Tensor) else () for t in tensors]
-    names = [[n if t.shape[k] != 1 else None for k, n in enumerate(name)] if isinstance(t, Tensor) else []
-             for t, name in zip(tensors, named, strict=True)]  # fmt: skip
-    return brought_together(tensors, names)
+    return [[n if t.shape[k] != 1 else None for k, n in enumerate(name)] if isinstance(t, Tensor) else []
+            for t, name in zip(tensors, named, strict=True)]  # fmt: skip
 
 
 def brought_together(
@@ -74,12 +80,18 @@ def brought_together(
     Returns:
         What stands for each tensor, and the elements by the names of dimensions; None if they cannot meet.
     """
-    return _along_one(tensors, names) or _brought(tensors, names, dtype)
+    usual = as_they_are(tensors, names)
+    if usual is not None:
+        return list(map(own_use, tensors)), usual
+    cuts = _of_all(tensors, names)
+    if cuts is None:
+        return None
+    found = [own_part(t, n, cuts, dtype) if isinstance(t, Tensor) else t for t, n in zip(tensors, names, strict=True)]
+    return found, cuts
 
 
-def _brought(
-    tensors: Sequence[Any], names: Sequence[Sequence[Label]], dtype: torch.dtype | None
-) -> tuple[list[Any], dict[Any, Elements]] | None:
+def _of_all(tensors: Sequence[Any], names: Sequence[Sequence[Label]]) -> dict[Any, Elements] | None:
+    """The divisions of the result, by the names of dimensions, where something has to be brought; None: see above."""
     cuts: dict[Any, Elements] = {}
     divides: dict[Ranks, Label] = {}
     unlike = False
@@ -95,37 +107,26 @@ def _brought(
                     unlike = unlike or elements.everywhere
                 else:
                     unlike = unlike or not elements.same(cuts.get(own[dim]))
-    if unlike:
-        cuts = _narrowest(tensors, names)
-    found = [own_part(t, n, cuts, dtype) if isinstance(t, Tensor) else t for t, n in zip(tensors, names, strict=True)]
-    return found, cuts
+    return _narrowest(tensors, names) if unlike else cuts
 
 
-def _along_one(
-    tensors: Sequence[Any], names: Sequence[Sequence[Label]]
-) -> tuple[list[Any], dict[Any, Elements]] | None:
-    """The usual case, in which nothing has to be brought: all that is divided is so alike, along one name.
+def as_they_are(tensors: Sequence[Any], names: Sequence[Sequence[Label]]) -> dict[Any, Elements] | None:
+    """The elements by the names of dimensions where nothing has to be brought, which is the usual case; else None.
 
-    What is plain, as a mask, or alike, as a norm's weight, does not have this name; plain tensors do not learn.
+    All that is divided is so alike, along one name. What is plain, as a mask, or alike, as a norm's weight, does not
+    have this name; plain tensors do not learn.
     """
     name, elements = _only_one(tensors, names)
-    if elements is None or elements.everywhere or elements.ranks.averages is not None:
+    if elements is None or elements.everywhere:
         return None
-    found = []
+    ranks = elements.ranks
     for tensor, own in zip(tensors, names, strict=True):
-        if is_divided(tensor):
-            found.append(tensor.own)
-        elif not isinstance(tensor, Tensor):
-            found.append(tensor)
-        elif name in own:
+        if is_divided(tensor) or not isinstance(tensor, Tensor):
+            continue
+        fits = tensor.ranks is ranks and ranks.averages is None if isinstance(tensor, Divided) else not learns(tensor)
+        if name in own or not fits:
             return None
-        elif isinstance(tensor, Divided) and tensor.ranks is elements.ranks:
-            found.append(reduced_later(tensor.own, elements.ranks))
-        elif isinstance(tensor, Divided) or learns(tensor):
-            return None
-        else:
-            found.append(tensor)
-    return found, {name: elements}
+    return {name: elements}
 
 
 def _only_one(tensors: Sequence[Any], names: Sequence[Sequence[Label]]) -> tuple[Label, Elements | None]:

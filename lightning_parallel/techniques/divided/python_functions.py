@@ -43,7 +43,11 @@ def in_function() -> bool:
 
 def takes_wholes() -> bool:
     """Whether what runs takes no divided tensors: a function of autograd, or a transform of `torch.func`."""
-    return torch._C._are_functorch_transforms_active() or (not torch.is_grad_enabled() and in_function())
+    if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        return torch._C._are_functorch_transforms_active()
+    # In a forward of such a function there is no forward mode either, as in inference mode; a backward has its node.
+    maybe = not torch._C._is_fwd_grad_enabled() or torch._C._current_autograd_node() is not None
+    return maybe and in_function()
 
 
 def outside_of_transforms() -> AbstractContextManager[Any]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 import torch
@@ -81,15 +81,13 @@ class DividedStep(WrappedStep):
 
     def _leave(self) -> None:
         tell(self._ranks, self._model)
+        kinds = _kinds(chain.from_iterable(islice(table.values(), own, None) for table, own in self._tables))
+        if kinds.issubset(self._hold_nothing):
+            return
         for table, own in self._tables:
-            if not self._hold_nothing.issuperset(map(type, islice(table.values(), own, None))):
-                self._make_whole(table, own)
-
-    def _make_whole(self, table: dict[str, Any], own: int) -> None:
-        for name, value in islice(table.items(), own, None):
-            if name not in OF_TORCH and (made := _whole(value)) is not value:
-                table[name] = made
-        self._hold_nothing |= {kind for kind in set(map(type, table.values())) if not issubclass(kind, HOLD)}
+            if not _kinds(islice(table.values(), own, None)).issubset(self._hold_nothing):
+                _make_whole(table, own)
+        self._hold_nothing |= {kind for kind in kinds if not issubclass(kind, HOLD)}
 
 
 def _refuse_compiled(model: nn.Module) -> None:
@@ -127,6 +125,19 @@ def _reducing_later(ranks: Ranks, now: bool) -> Iterator[None]:
 def _first_own(table: dict[str, Any]) -> int:
     """The place of a module's first attribute of its own: those of every module come first, and stay there."""
     return len(OF_TORCH) if OF_TORCH.issuperset(islice(table, len(OF_TORCH))) else 0
+
+
+def _kinds(values: Iterable[Any]) -> set[type]:
+    """The types of values; of a tuple, as of the sizes of a norm, those of what is in it."""
+    values = list(values)
+    within = chain.from_iterable(each for each in values if type(each) is tuple)
+    return ({*map(type, values)} - {tuple}) | {*map(type, within)}
+
+
+def _make_whole(table: dict[str, Any], own: int) -> None:
+    for name, value in islice(table.items(), own, None):
+        if name not in OF_TORCH and (made := _whole(value)) is not value:
+            table[name] = made
 
 
 def _whole(value: Any, depth: int = DEPTH) -> Any:

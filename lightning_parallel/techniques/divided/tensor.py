@@ -14,34 +14,43 @@ All ranks of a group must take the same way: rules decide by shapes, and by whic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar, TypeGuard, cast
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_parallel.collectives.by_elements import completed, joined, part, shared_out
+from lightning_parallel.collectives.by_elements import completed, joined, part, reduced_later, shared_out
 from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.techniques.divided.gathered import note
+from lightning_parallel.techniques.divided.looks import LooksWhole, version_of
 from lightning_parallel.techniques.divided.python_functions import (
     body_of,
     called_below,
     outside_of_transforms,
     takes_wholes,
 )
-from lightning_parallel.techniques.divided.table import RULES, is_in_place
+from lightning_parallel.techniques.divided.table import (
+    REMEMBERED,
+    RULES,
+    Cuts,
+    Form,
+    LocalCall,
+    Remembered,
+    form_of,
+    is_in_place,
+    key_of,
+    same_cuts,
+    whole_shape,
+)
 from lightning_parallel.techniques.tools.losses import original
 from lightning_parallel.techniques.tools.shards import as_gradient, local
 
 aten = torch.ops.aten
 
-Cuts = Mapping[int, Elements]
-"""Which dimensions are divided, by their number from the left, and which elements ranks have of them."""
 
-
-class Divided(Tensor):
+class Divided(LooksWhole):
     """The whole tensor for whoever looks at it; on this rank some elements of it.
 
     There are two forms. As a rule it is a wrapper without memory, and code that goes around Python is caught. What
@@ -53,28 +62,18 @@ class Divided(Tensor):
     """
 
     looked_at: ClassVar[bool] = False  # of a parameter: only code outside of its module reads this form of it
-    own: Tensor
-    cuts: Cuts
     ranks: Ranks
     """Of an alike parameter: the ranks that add up its gradients."""
-    stored: Tensor | None
-    """Of a parameter: the tensor that the module holds between steps, and that has the gradient."""
     _known: tuple[Tensor, int] | None
-    gathers: dict[Any, Tensor]
-    """What was gathered for products that read it: by dimension, whether with gradients, and dtype."""
-    _shape: torch.Size
+    _gathers: dict[Any, Tensor] | None
 
     @staticmethod
     def __new__(cls, own: Tensor, cuts: Cuts) -> Divided:  # noqa: D102
-        shape = list(own.shape)
-        for dim, elements in cuts.items():
-            shape[dim] = elements.size
-        if torch.compiler.is_dynamo_compiling():
-            made: Divided = own.as_subclass(_Traced)
-        else:
-            made = _make(Wrapper, shape, dtype=own.dtype, device=own.device)
-        made.own, made.cuts, made._shape = own, cuts, torch.Size(shape)
-        made.gathers, made.stored, made._known = {}, None, None
+        if not torch.compiler.is_dynamo_compiling():
+            return wrapped(own, form_of(own.shape, cuts, next(iter(cuts.values())).ranks))
+        made: Divided = own.as_subclass(_Traced)
+        made.own, made.cuts, made._shape = own, cuts, whole_shape(own.shape, cuts)
+        made._gathers, made.stored, made._known = None, None, None
         return made
 
     def whole(self, reader: str = "") -> Tensor:
@@ -88,15 +87,22 @@ class Divided(Tensor):
         if (known := self.known) is not None:
             return known
         key = "whole", torch.is_grad_enabled(), version_of(self.own)
-        if key in self.gathers:
-            return self.gathers[key]
+        if key in (gathers := self.gathers):
+            return gathers[key]
         made = self.own
         for dim, elements in self.cuts.items():
             if reader:
                 note(elements.ranks, reader, self.own, self._shape)
             made = joined(made, dim, elements)
-        self.gathers[key] = made
+        gathers[key] = made
         return made
+
+    @property
+    def gathers(self) -> dict[Any, Tensor]:
+        """What was gathered for products that read it: by dimension, whether with gradients, and dtype."""
+        if self._gathers is None:
+            self._gathers = {}
+        return self._gathers
 
     def known_to_be(self, whole: Tensor) -> Divided:
         """Itself, of which this rank has all elements beside its own; nothing learns them."""
@@ -112,56 +118,12 @@ class Divided(Tensor):
 
     def forget(self) -> None:
         """Lets go of what was gathered, after an operation changed the elements in place."""
-        self.gathers.clear()
-        self._known = None
+        self._gathers = self._known = None
 
     @property
     def only(self) -> Elements:
         """The elements of the first divided dimension."""
         return next(iter(self.cuts.values()))
-
-    # ---------------------------------------------------------------- what it looks like
-
-    @property
-    def shape(self) -> torch.Size:  # type: ignore[override]
-        """The shape of the whole."""
-        return self.size() if torch._C._is_torch_function_mode_enabled() else self._shape
-
-    @property
-    def ndim(self) -> int:  # type: ignore[override]
-        """How many dimensions."""
-        return len(self._shape)
-
-    @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """The dtype of its elements."""
-        return self.own.dtype
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        """The device on which this rank has its elements."""
-        return self.own.device
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether gradients flow to it."""
-        return self.own.requires_grad
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
-        for tensor in (self.own, self.stored):
-            if tensor is not None:
-                tensor.requires_grad_(value)
-
-    @property
-    def is_leaf(self) -> bool:  # type: ignore[override]
-        """Whether it has no history."""
-        return self.own.is_leaf
-
-    @property
-    def grad_fn(self) -> Any:  # type: ignore[override]
-        """The end of its history."""
-        return self.own.grad_fn
 
     @property
     def grad(self) -> Tensor | None:
@@ -177,31 +139,6 @@ class Divided(Tensor):
         stored = self.own if self.stored is None else self.stored
         stored.grad = None if value is None else as_gradient(own_of(value, self.cuts), stored)
 
-    def dim(self) -> int:
-        """See `ndim`."""
-        return len(self._shape)
-
-    def size(self, dim: int | None = None) -> Any:
-        """The size of the whole, or of one dimension of it."""
-        if torch._C._is_torch_function_mode_enabled():
-            return _told(Divided.size, self, *(() if dim is None else (dim,)))
-        return self._shape if dim is None else self._shape[dim]
-
-    def numel(self) -> int:
-        """How many elements the whole has."""
-        if torch._C._is_torch_function_mode_enabled():
-            return int(_told(Divided.numel, self))
-        return self._shape.numel()
-
-    def __len__(self) -> int:
-        return int(self.size(0))
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        if not self.cuts:  # without a collective: ranks may print alone
-            return repr(self.own)
-        here = ", ".join(f"dim {dim}: {elements!r}" for dim, elements in self.cuts.items())
-        return f"Divided(shape={tuple(self._shape)}, dtype={self.dtype}, this rank has {here})"
-
     # ---------------------------------------------------------------- what becomes of it
 
     @classmethod
@@ -209,18 +146,35 @@ class Divided(Tensor):
         kwargs = kwargs or {}
         if not torch.compiler.is_dynamo_compiling() and takes_wholes():
             return of_wholes(original(func), args, kwargs)
-        known = RULES.get(func) or RULES.get(func := original(func))
-        if known is not None:
-            result = known(func, args, kwargs)
-            if result is not NotImplemented:
-                return result
-        elif (body := body_of(func)) is not None:
-            return body(*args, **kwargs)
-        return of_wholes(func, args, kwargs)
+        result = by_rule(func, args, kwargs)
+        return carried_out(result, args, kwargs) if isinstance(result, LocalCall) else result
 
 
 class Wrapper(Divided):
     """The form that has a shape, but no memory."""
+
+    form: Form
+    stored = _known = _gathers = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The remembered call, if there is one; what a rule decides, if not."""
+        found = None
+        if func in REMEMBERED and not takes_wholes():
+            found = key_of(func, args, kwargs, Wrapper)
+        if found is None:
+            return super().__torch_function__(func, types, args, kwargs)
+        form, key, own = found
+        known = form.calls.get(key)
+        if known is not None:
+            return _called_again(known, own, args, kwargs)
+        result = by_rule(func, args, kwargs or {})
+        if not isinstance(result, LocalCall):
+            return result
+        made = carried_out(result, args, kwargs or {})
+        meets_alike = any(isinstance(each, Divided) for each in own)
+        form.remember(key, result, None if result.cuts is None else made.form, meets_alike)
+        return made
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -228,7 +182,7 @@ class Wrapper(Divided):
     ) -> Any:
         """Gives wholes to code that `__torch_function__` does not see; it is reached below autograd."""
         if func in (aten.detach.default, aten.alias.default):
-            return Divided(args[0].own.detach(), args[0].cuts)
+            return wrapped(args[0].own.detach(), args[0].form)
         what = "a tensor that ranks have divided"
         remedy = "call it from a torch.autograd.Function, or give it tensor.clone() under torch.no_grad()"
         return called_below(func, args, kwargs, Divided, lambda each: each.whole(str(func)), what, remedy)
@@ -308,12 +262,59 @@ class _Traced(Divided):
         return iter(torch.unbind(self))
 
 
-def _told(question: Callable[..., Any], tensor: Divided, *args: Any) -> Any:
-    """The answer to a question about a whole, with a word to modes of torch that look at what a step asks."""
-    return handle_torch_function(question, (tensor,), tensor, *args)
+_make = cast(Callable[..., Wrapper], Tensor._make_wrapper_subclass)
 
 
-_make = cast(Callable[..., Divided], Tensor._make_wrapper_subclass)
+def wrapped(own: Tensor, form: Form) -> Wrapper:
+    """The divided tensor of this form of which this rank has these elements."""
+    made = _make(Wrapper, form.shape, dtype=own.dtype, device=own.device)
+    made.own, made.form, made.cuts, made._shape = own, form, form.cuts, form.shape
+    return made
+
+
+def by_rule(func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of an operation on divided tensors, or the call that gives it."""
+    known = RULES.get(func) or RULES.get(func := original(func))
+    if known is not None:
+        result = known(func, args, kwargs)
+        if result is not NotImplemented:
+            return result
+    elif (body := body_of(func)) is not None:
+        return body(*args, **kwargs)
+    return of_wholes(func, args, kwargs)
+
+
+def carried_out(call: LocalCall, args: Any, kwargs: Any) -> Any:
+    """The result of a call that a rule decided on."""
+    if call.cuts is None or call.of_themselves:
+        made = call.run(*args, **kwargs)
+        return made if call.cuts is None else Divided(made, call.cuts)
+    if call.rest is not None:
+        return Divided(call.run(args[0].own, *call.rest), call.cuts)
+    own = [own_use(each) for each in args]
+    return Divided(call.run(*own, **{name: own_use(each) for name, each in kwargs.items()}), call.cuts)
+
+
+def _called_again(known: Remembered, own: list[Any], args: Any, kwargs: Any) -> Any:
+    """The result of a call that is remembered; it is called as by `carried_out`."""
+    run, rest, looks, of_themselves, meets_alike = known
+    if looks is None or of_themselves:
+        made = run(*args, **kwargs) if kwargs else run(*args)
+        return made if looks is None else wrapped(made, looks)
+    if rest is not None:
+        return wrapped(run(own[0], *rest), looks)
+    if meets_alike:
+        own = list(map(own_use, own))
+    if not kwargs:
+        return wrapped(run(*own), looks)
+    return wrapped(run(*own[: len(args)], **dict(zip(kwargs, own[len(args) :], strict=True))), looks)
+
+
+def own_use(given: Any) -> Any:
+    """What a rank computes with where an argument stays as it is."""
+    if not isinstance(given, Divided):
+        return given
+    return given.own if given.cuts else reduced_later(given.own, given.ranks)
 
 
 def is_divided(value: Any) -> TypeGuard[Divided]:
@@ -327,7 +328,10 @@ def alike(parameter: Tensor, ranks: Ranks) -> Divided:
     Where it meets divided tensors a rank computes a summand of its gradient. Where it does not, all compute the whole
     gradient, of which each takes its share, so that the sum is right for any mixture of uses.
     """
-    made = Divided(parameter, {})
+    if torch.compiler.is_dynamo_compiling():
+        made = Divided(parameter, {})
+    else:
+        made = wrapped(parameter, form_of(parameter.shape, {}, ranks))
     made.ranks, made.stored = ranks, parameter
     return made
 
@@ -347,7 +351,7 @@ def of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
         viewed = [each for each in given if _has_view(result, each)]
         for each in viewed:
             whole = each.whole().clone()  # what a collective made may not be changed in place
-            each.gathers.clear()
+            each.forget()
             if each.own._is_view() or each.stored is not None:
                 each.only.ranks.viewed.append(each)
             vars(each)["_shown"], each.__class__ = (whole, whole._version, each.own._version), Viewed
@@ -388,13 +392,3 @@ def own_of(tensor: Tensor, cuts: Cuts) -> Tensor:
     for dim, elements in cuts.items():
         tensor = part(tensor, dim, elements)
     return tensor
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often its memory was changed in place; within graphs, where versions are no constants, unknown."""
-    return 0 if torch.compiler.is_dynamo_compiling() else tensor._version
-
-
-def same_cuts(one: Cuts, other: Cuts) -> bool:
-    """Whether ranks have the same elements."""
-    return len(one) == len(other) and all(elements.same(other.get(dim)) for dim, elements in one.items())

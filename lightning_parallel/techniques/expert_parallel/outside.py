@@ -23,8 +23,8 @@ from lightning_parallel.techniques.divided import rules  # noqa: F401  (enters t
 from lightning_parallel.techniques.divided.functions import functions_get_wholes
 from lightning_parallel.techniques.divided.python_functions import called_below
 from lightning_parallel.techniques.divided.rules.single import IN_PLACE, ONE_BY_ONE
-from lightning_parallel.techniques.divided.table import RULES, operations
-from lightning_parallel.techniques.divided.tensor import Wrapper, of_wholes, same_cuts
+from lightning_parallel.techniques.divided.table import RULES, operations, same_cuts
+from lightning_parallel.techniques.divided.tensor import Wrapper, of_wholes
 from lightning_parallel.techniques.expert_parallel.calls import Calls
 from lightning_parallel.techniques.expert_parallel.own_experts import OF_EXPERTS
 from lightning_parallel.techniques.tools.leaves import leaf_of
@@ -75,8 +75,7 @@ class Outside(Wrapper):
     def __new__(cls, own: Tensor, elements: Elements, readers: Readers) -> Outside:  # noqa: D102
         made = _make(cls, (elements.size, *own.shape[1:]), dtype=own.dtype, device=own.device)
         made.own, made.cuts, made.readers = own, {0: elements}, readers
-        made._shape, made.gathers = torch.Size((elements.size, *own.shape[1:])), {}
-        made.stored = made._known = None
+        made._shape = torch.Size((elements.size, *own.shape[1:]))
         return made
 
     def whole(self, reader: str = "") -> Tensor:

@@ -13,7 +13,8 @@ from torch import Tensor
 from lightning_parallel.collectives.by_elements import joined, part
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.collectives.rows import told
-from lightning_parallel.techniques.divided.tensor import Cuts, Divided, is_divided, own_of
+from lightning_parallel.techniques.divided.table import Cuts
+from lightning_parallel.techniques.divided.tensor import Divided, is_divided, own_of
 from lightning_parallel.techniques.expert_parallel.calls import Calls
 
 BITS = 32

@@ -6,8 +6,8 @@ table holds a `Divided` in its place, over the same memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,13 +16,17 @@ from torch.distributed.tensor import DTensor
 
 from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.techniques.divided import rules  # noqa: F401  (enters them in the table)
-from lightning_parallel.techniques.divided.tensor import Cuts, Divided, Wrapper, alike
+from lightning_parallel.techniques.divided.table import Cuts
+from lightning_parallel.techniques.divided.tensor import Divided, Wrapper, alike
 from lightning_parallel.techniques.tools.leaves import leaf_of
 from lightning_parallel.techniques.tools.redirect import Forward, redirect_forward
 from lightning_parallel.techniques.tools.shards import divides, pieces
 
 Slot = tuple[dict[str, Any], str]
 """The place of a parameter: a module's table, and its name there."""
+
+Hidden = tuple[dict[str, Any], str, Tensor, Divided]
+"""A parameter that is stored, its place, and what looks whole there for a while."""
 
 
 class Partition:
@@ -74,17 +78,16 @@ class Partition:
             unit.begin()
         self.ranks.met.clear()
 
-    def shown(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def shown(self) -> Iterator[None]:
         """Inside, parameters look whole; those that ZeRO has sharded at the moment stay as they are."""
-        return _all_shown(self._units)
-
-
-@contextmanager
-def _all_shown(units: Iterable[Unit]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for unit in units:
-            stack.enter_context(unit.shown())
-        yield
+        hidden: list[Hidden] = []
+        try:
+            for unit in self._units:
+                hidden += unit.show()
+            yield
+        finally:
+            put_back(hidden)
 
 
 class Unit:
@@ -105,6 +108,7 @@ class Unit:
         """Names of those that met divided tensors since the batch began."""
         self._divided: list[tuple[dict[str, Any], str, Cuts, torch.Size]] = []
         self._wholes: dict[int, tuple[Divided, Tensor]] = {}
+        self._alike: dict[str, tuple[Divided, int]] = {}
         self.alike: dict[str, Slot] = {}
         """Where the parameters are that all ranks have alike."""
         for own, parameter in module._parameters.items():
@@ -137,10 +141,13 @@ class Unit:
         def run(*args: Any, **kwargs: Any) -> Any:
             if not self._deep and first is not None and isinstance(first[0][first[1]], Divided):
                 return forward(*args, **kwargs)
-            with self.shown():
+            hidden = self.show()
+            try:
                 output = forward(*args, **kwargs)
                 if not torch.compiler.is_dynamo_compiling() and self.ranks.met:
                     self._note()
+            finally:
+                put_back(hidden)
             return output
 
         return run
@@ -149,35 +156,47 @@ class Unit:
         """Keeps the names of parameters that met divided tensors in this forward."""
         self.met |= {name for name, (table, own) in self.alike.items() if id(table[own]) in self.ranks.met}
 
+    def show(self) -> list[Hidden]:
+        """Puts divided and alike parameters into the module's tables in place of what is stored; see `put_back`."""
+        hidden: list[Hidden] = []
+        for place, (table, own, cuts, shape) in enumerate(self._divided):
+            kept = table[own]
+            if isinstance(kept, DTensor) and kept._local_tensor.shape == shape:  # else ZeRO has sharded it again
+                table[own] = shown = self._looking_whole(place, kept, cuts)
+                hidden.append((table, own, kept, shown))
+        for name in self.summands:
+            table, own = self.alike[name]
+            kept = table[own]
+            if not isinstance(kept, (Divided, DTensor)):
+                table[own] = shown = self._looking_alike(name, kept)
+                hidden.append((table, own, kept, shown))
+        return hidden
+
     def _looking_whole(self, place: int, kept: DTensor, cuts: Cuts) -> Divided:
         """The parameter as modules find it: the same tensor in each forward, as long as what is stored is the same."""
         shown, memory = self._wholes.get(place, (None, None))
-        if shown is None or not _is_of(shown, kept) or kept._local_tensor is not memory:
+        if shown is None or kept._local_tensor is not memory or not _is_of(shown, kept):
             shown = Divided(leaf_of(kept), cuts)
             shown.stored = kept
             self._wholes[place] = shown, kept._local_tensor
         return shown
 
-    @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Inside, the module's tables hold divided and alike parameters in place of what is stored."""
-        before: list[tuple[dict[str, Any], str, Any, Divided]] = []
-        for place, (table, own, cuts, shape) in enumerate(self._divided):
-            kept = table[own]
-            if isinstance(kept, DTensor) and kept._local_tensor.shape == shape:  # else ZeRO has sharded it again
-                table[own] = shown = self._looking_whole(place, kept, cuts)
-                before.append((table, own, kept, shown))
-        for name in self.summands:
-            table, own = self.alike[name]
-            if not isinstance(kept := table[own], Divided) and not isinstance(kept, DTensor):
-                table[own] = shown = alike(kept, self.ranks)
-                before.append((table, own, kept, shown))
-        try:
-            yield
-        finally:
-            for table, own, kept, shown in before:
-                table[own] = kept
-                shown.gathers.clear()
+    def _looking_alike(self, name: str, kept: Tensor) -> Divided:
+        """The same of a parameter that all ranks have alike."""
+        if torch.compiler.is_dynamo_compiling():
+            return alike(kept, self.ranks)
+        shown, memory = self._alike.get(name, (None, 0))
+        if shown is None or shown.own is not kept or memory != kept.data_ptr():
+            shown = alike(kept, self.ranks)
+            self._alike[name] = shown, kept.data_ptr()
+        return shown
+
+
+def put_back(hidden: list[Hidden]) -> None:
+    """What is stored stands in the tables of modules again."""
+    for table, own, kept, shown in hidden:
+        table[own] = kept
+        shown.forget()
 
 
 def _is_of(shown: Divided, kept: DTensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,11 +11,11 @@ from torch import Tensor
 
 from lightning_parallel.collectives.elements import Elements
 from lightning_parallel.collectives.made_of import Made
-from lightning_parallel.techniques.divided.meeting import as_divided, brought_together, learns, own_part
+from lightning_parallel.techniques.divided.meeting import as_divided, as_they_are, brought_together, learns, own_part
 from lightning_parallel.techniques.divided.randomness import drawn_apart
-from lightning_parallel.techniques.divided.repeats import without_repeats
-from lightning_parallel.techniques.divided.table import rule
-from lightning_parallel.techniques.divided.tensor import Cuts, Divided, is_divided, same_cuts
+from lightning_parallel.techniques.divided.rules.repeats import without_repeats
+from lightning_parallel.techniques.divided.table import Cuts, LocalCall, rule, same_cuts
+from lightning_parallel.techniques.divided.tensor import Divided, is_divided, own_use
 
 ENDS = (("query", "in"), ("key", "in"), ("key", "out"))
 """The names of the last two dimensions of queries, keys and values."""
@@ -22,7 +23,7 @@ ENDS = (("query", "in"), ("key", "in"), ("key", "out"))
 NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
-@rule(F.scaled_dot_product_attention)
+@rule(F.scaled_dot_product_attention, remembered=True)
 def _attention(func: Any, args: Any, kwargs: Any) -> Any:
     given = {**dict(zip(NAMES, args, strict=False)), **kwargs}
     query, key, value = (given.pop(name) for name in NAMES[:3])
@@ -32,26 +33,34 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Any:
     along = _along_the_sequence(query, key, value, mask, given)
     if along is not NotImplemented:
         return along
-    if given.get("enable_gqa") and query.shape[-3] != key.shape[-3]:
+    grouped = bool(given.get("enable_gqa"))
+    if grouped and query.shape[-3] != key.shape[-3]:
         query, key, value = _alike_in_heads(query, key, value)
         given["enable_gqa"] = False
-    tensors, lead = [query, key, value], range(query.dim() - 2)
-    names = _names(*(each.shape[:-2] for each in tensors))
-    if mask is not None:
-        over = [*lead, "query", "key"][len(lead) + 2 - mask.dim() :]
-        tensors.append(mask)
-        names.append([name if size != 1 else None for name, size in zip(over, mask.shape, strict=True)])
-    mine = brought_together(tensors[::-1], names[::-1])  # the query stays as it is
-    if mine is None or set(mine[1]) - {*lead, "query", "out"} or ("query" in mine[1] and given.get("is_causal")):
+    tensors, names = _meeting(query, key, value, mask)
+    usual = as_they_are(tensors, names)
+    mine = (tensors, usual) if usual is not None else brought_together(tensors, names)
+    of_result = [*range(query.dim() - 2), "query", "out"]
+    if mine is None or set(mine[1]) - {*of_result} or ("query" in mine[1] and given.get("is_causal")):
         return NotImplemented
-    own = mine[0][::-1]
-    cuts = {[*lead, "query", "out"].index(name): elements for name, elements in mine[1].items()}
+    cuts = {of_result.index(name): elements for name, elements in mine[1].items()}
+    if usual is not None and not drops and not grouped:
+        return LocalCall(func, cuts)
+    own = list(map(own_use, mine[0][::-1]))
     if len(own) > 3:
         given["attn_mask"] = own[3]
-    if not drops:
+    with drawn_apart(own[0].device, cuts.values()) if drops else nullcontext():
         return as_divided(func(*own[:3], **given), cuts)
-    with drawn_apart(own[0].device, cuts.values()):
-        return as_divided(func(*own[:3], **given), cuts)
+
+
+def _meeting(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[list[Tensor], list[list[Any]]]:
+    """What meets, and the names of its dimensions; the query is the last, and so stays as it is."""
+    tensors, names = [query, key, value], _names(query.shape[:-2], key.shape[:-2], value.shape[:-2])
+    if mask is not None:
+        over = [*range(query.dim() - 2), "query", "key"][query.dim() - mask.dim() :]
+        tensors.append(mask)
+        names.append([name if size != 1 else None for name, size in zip(over, mask.shape, strict=True)])
+    return tensors[::-1], names[::-1]
 
 
 def _names(*leads: torch.Size) -> list[list[Any]]:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.collectives.by_elements import completed, require_first_order, summand_of
-from lightning_parallel.techniques.divided.table import operations, rule
-from lightning_parallel.techniques.divided.tensor import Cuts, Divided, is_divided, own_of
+from lightning_parallel.techniques.divided.table import Cuts, operations, rule
+from lightning_parallel.techniques.divided.tensor import Divided, is_divided, own_of
 
 
 @rule(*operations("register_hook"))

@@ -20,7 +20,7 @@ from lightning_parallel.collectives.elements import Elements
 from lightning_parallel.techniques.divided.meeting import as_divided, brought_together, met
 from lightning_parallel.techniques.divided.rules.products import require_numbers
 from lightning_parallel.techniques.divided.table import NAMES as OPERATION_NAMES
-from lightning_parallel.techniques.divided.table import operations, rule
+from lightning_parallel.techniques.divided.table import LocalCall, operations, rule
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided
 from lightning_parallel.techniques.tools.losses import mean_over
 
@@ -126,7 +126,7 @@ def _log_sum_exp(func: Any, args: Any, kwargs: Any) -> Any:
     return as_divided(made.unsqueeze(dim) if keepdim else made, cuts)
 
 
-@rule(*operations("log_softmax", "softmax"))
+@rule(*operations("log_softmax", "softmax"), remembered=True)
 def _normalised(func: Any, args: Any, kwargs: Any) -> Any:
     divided, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
     dtype = kwargs.get("dtype")
@@ -134,7 +134,7 @@ def _normalised(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     dim %= divided.dim()
     if dim not in divided.cuts:
-        return Divided(func(divided.own, *args[1:], **kwargs), divided.cuts)
+        return LocalCall(func, divided.cuts)
     columns = divided.cuts[dim]
     if not columns.disjoint:
         return NotImplemented

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.collectives.overlap import gather_and_multiply, multiply_and_scatter
+from lightning_parallel.techniques.divided.looks import version_of
 from lightning_parallel.techniques.divided.meeting import (
     as_divided,
     brought_together,
@@ -21,11 +23,11 @@ from lightning_parallel.techniques.divided.meeting import (
     summed_up,
 )
 from lightning_parallel.techniques.divided.regather import lightly_kept
-from lightning_parallel.techniques.divided.table import rule
-from lightning_parallel.techniques.divided.tensor import Divided, is_divided, version_of
+from lightning_parallel.techniques.divided.table import LocalCall, rule
+from lightning_parallel.techniques.divided.tensor import Divided, is_divided
 
 
-@rule(F.linear, torch._C._nn.linear)
+@rule(F.linear, torch._C._nn.linear, remembered=True)
 def _linear(func: Any, args: Any, kwargs: Any) -> Any:
     x, weight, bias = (
         (*args, kwargs.get("bias"))[:3] if len(args) > 1 else (args[0], kwargs["weight"], kwargs.get("bias"))
@@ -33,41 +35,63 @@ def _linear(func: Any, args: Any, kwargs: Any) -> Any:
     if is_divided(weight):
         if is_divided(x) and weight.only.ranks.overlaps and (made := _overlapping(x, weight)) is not None:
             return made if bias is None else made + bias
-        if (made := _known(x, weight, bias)) is not None:
-            return made
+        if (usual := _usual(x, weight, bias)) is not None:
+            return usual
+    return _of_any(x, weight, bias)
+
+
+def _of_any(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     lead = list(range(x.dim() - 1))
     return _product(F.linear, (x, weight), ([*lead, "in"], ["out", "in"]), [*lead, "out"], bias)
 
 
-def _known(x: Tensor, weight: Divided, bias: Tensor | None) -> Tensor | None:
-    """The usual maps, as `_product` would compute them: into features, from the whole, and out of the same features."""
+def _usual(x: Tensor, weight: Divided, bias: Tensor | None) -> LocalCall | None:
+    """The call for the usual maps, which `_of_any` would compute alike.
+
+    They lead into features, from the whole or from a sequence of which ranks have parts, or out of the same features.
+    """
     if len(weight.cuts) > 1:
         return None
     ((dim, rows),) = weight.cuts.items()
-    dtype, last = autocast_dtype(x), x.dim() - 1
-    if dim == 0:
-        own = bias.own if is_divided(bias) and rows.same(bias.cuts.get(0)) else bias
-        if bias is not None and own is bias:
-            return None
-        if not isinstance(x, Divided):
-            return Divided(F.linear(met(x, rows.ranks, dtype), weight.own, own), {last: rows})
-        if (whole := _gathered_for(x, rows.ranks, dtype)) is not None:
-            with lightly_kept([whole]):
-                return Divided(F.linear(whole, weight.own, own), {last: rows})
-    elif is_divided(x) and len(x.cuts) == 1 and rows.disjoint and rows.same(x.cuts.get(last)):
-        made = summed_up(F.linear(in_dtype(x.own, dtype), weight.own), rows.ranks, {})
-        return made if bias is None else made + bias
+    last = x.dim() - 1
+    if dim == 0 and bias is not None and not (is_divided(bias) and rows.same(bias.cuts.get(0))):
+        return None
+    if dim == 0 and not isinstance(x, Divided):
+        return LocalCall(partial(_into_features, rows.ranks), {last: rows}, of_themselves=True)
+    if dim == 0 and _is_sequence_of(rows.ranks, x, last):
+        return LocalCall(_of_sequence_into_features, {last: rows}, of_themselves=True)
+    if dim == 1 and is_divided(x) and len(x.cuts) == 1 and rows.disjoint and rows.same(x.cuts.get(last)):
+        return LocalCall(partial(_out_of_features, rows.ranks), None)
     return None
 
 
-def _gathered_for(x: Divided, ranks: Ranks, dtype: torch.dtype | None) -> Tensor | None:
-    """The whole of a sequence that the ranks split, of which each will make other features; None of anything else."""
-    if len(x.cuts) != 1 or x.dim() - 1 in x.cuts or x.known is not None or torch.compiler.is_dynamo_compiling():
-        return None
+def _is_sequence_of(ranks: Ranks, x: Tensor, last: int) -> bool:
+    """Whether these ranks have divided one dimension of the tensor, and it is not that of its features."""
+    if not is_divided(x) or len(x.cuts) != 1 or last in x.cuts or torch.compiler.is_dynamo_compiling():
+        return False
+    return x.only.ranks is ranks and not x.only.everywhere and ranks.averages is None
+
+
+def _into_features(ranks: Ranks, x: Tensor, weight: Divided, bias: Divided | None = None) -> Tensor:
+    return F.linear(met(x, ranks, autocast_dtype(x)), weight.own, None if bias is None else bias.own)
+
+
+def _of_sequence_into_features(x: Divided, weight: Divided, bias: Divided | None = None) -> Tensor:
+    if x.known is not None:  # nothing need be gathered
+        made: Divided = _of_any(x, weight, bias)
+        return made.own
     ((dim, elements),) = x.cuts.items()
-    if elements.ranks is not ranks or elements.everywhere or ranks.averages is not None:
-        return None
-    return gathered_once(x, x.own, dim, elements, dtype)
+    whole = gathered_once(x, x.own, dim, elements, autocast_dtype(x.own))
+    if not elements.ranks.regathers:
+        return F.linear(whole, weight.own, None if bias is None else bias.own)
+    with lightly_kept([whole]):
+        return F.linear(whole, weight.own, None if bias is None else bias.own)
+
+
+def _out_of_features(ranks: Ranks, x: Divided, weight: Divided, bias: Tensor | None = None) -> Tensor:
+    own = x.own
+    made = summed_up(F.linear(in_dtype(own, autocast_dtype(own)), weight.own), ranks, {})
+    return made if bias is None else made + bias
 
 
 def _overlapping(x: Divided, weight: Divided) -> Tensor | None:
@@ -104,6 +128,8 @@ def _in_autocast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     """The dtype in which autocast has products computed; None outside of it."""
+    if not torch._C._is_any_autocast_enabled():
+        return None
     kind = tensor.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightning_parallel.collectives.by_elements import total
 from lightning_parallel.collectives.elements import Elements
-from lightning_parallel.techniques.divided.meeting import as_divided, brought_together
-from lightning_parallel.techniques.divided.table import NAMES, operations, rule
+from lightning_parallel.techniques.divided.meeting import as_divided, as_they_are, brought_together
+from lightning_parallel.techniques.divided.table import NAMES, LocalCall, operations, rule
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided
 from lightning_parallel.techniques.tools.losses import mean_of
 
@@ -35,7 +35,7 @@ def _left(divided: Divided, gone: Sequence[int], keepdim: bool) -> dict[int, Any
     }
 
 
-@rule(*operations("sum", "mean"))
+@rule(*operations("sum", "mean"), remembered=True)
 def _added_up(func: Any, args: Any, kwargs: Any) -> Any:
     given = {**dict(zip(("input", "dim", "keepdim"), args, strict=False)), **kwargs}
     divided, dim, keepdim = args[0], given.get("dim", given.get("axis")), given.get("keepdim", False)
@@ -45,9 +45,12 @@ def _added_up(func: Any, args: Any, kwargs: Any) -> Any:
     summed = [divided.cuts[each] for each in gone if each in divided.cuts]
     if not all(elements.disjoint for elements in summed):
         return NotImplemented
+    floats = (kwargs.get("dtype") or divided.dtype).is_floating_point
+    if not summed and len(gone) < divided.dim() and (floats or NAMES[func] == "sum"):
+        return LocalCall(func, _left(divided, gone, keepdim))
     if NAMES[func] == "sum":
         made = _total(divided.own, gone, keepdim, kwargs.get("dtype"), summed)
-    elif (kwargs.get("dtype") or divided.dtype).is_floating_point:
+    elif floats:
         count = math.prod([divided.shape[each] for each in gone])
         mean = partial(_total, divided.own, gone, keepdim, kwargs.get("dtype"), summed, count)
         made = mean_of(divided.own, count, mean) if len(gone) == divided.dim() else mean()
@@ -92,7 +95,7 @@ def _of_each(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @rule(*operations("_softmax", "_log_softmax", "cumsum", "cumprod", "flip", "roll", "sort", "argsort", "topk", "softmin",
-                  "normalize", "logcumsumexp", "glu"))  # fmt: skip
+                  "normalize", "logcumsumexp", "glu"), remembered=True)  # fmt: skip
 def _along(func: Any, args: Any, kwargs: Any) -> Any:
     """Operations along one dimension, which must not be divided, and which they may give another size."""
     divided = args[0]
@@ -101,9 +104,9 @@ def _along(func: Any, args: Any, kwargs: Any) -> Any:
     dim = _dim_of(NAMES[func], args, kwargs)
     if not isinstance(dim, int) or dim % divided.dim() in divided.cuts:
         return NotImplemented
+    if NAMES[func] not in ("sort", "topk"):
+        return LocalCall(func, divided.cuts)
     made = func(divided.own, *args[1:], **kwargs)
-    if isinstance(made, Tensor):
-        return Divided(made, divided.cuts)
     return type(made)([Divided(each, divided.cuts) for each in made])
 
 
@@ -118,7 +121,7 @@ def _dim_of(name: str, args: Any, kwargs: Any) -> Any:
     return dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
 
 
-@rule(F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm)
+@rule(F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm, remembered=True)
 def _normed(func: Any, args: Any, kwargs: Any) -> Any:
     """Norms over the last dimensions; weights that meet other positions on every rank enter."""
     names = ("normalized_shape", "weight", "bias") if "layer" in NAMES[func] else ("normalized_shape", "weight")
@@ -129,7 +132,10 @@ def _normed(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     over = list(range(dims - normed, dims))
     affine = [name for name in names[1:] if given.get(name) is not None]
-    mine = brought_together([divided, *(given[name] for name in affine)], [range(dims), *[over] * len(affine)])
+    tensors, labels = [divided, *(given[name] for name in affine)], [range(dims), *[over] * len(affine)]
+    if (cuts := as_they_are(tensors, labels)) is not None:
+        return LocalCall(func, cuts)
+    mine = brought_together(tensors, labels)
     if mine is None:
         return NotImplemented
     (own, *weights), cuts = mine

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from lightning_parallel.collectives.elements import Elements
 from lightning_parallel.techniques.divided.meeting import as_divided, brought_together
-from lightning_parallel.techniques.divided.repeats import note_repeated, note_reshaped
-from lightning_parallel.techniques.divided.table import NAMES, operations, rule
-from lightning_parallel.techniques.divided.tensor import Cuts, Divided, is_divided
+from lightning_parallel.techniques.divided.rules.repeats import note_repeated, note_reshaped
+from lightning_parallel.techniques.divided.table import NAMES, Cuts, LocalCall, operations, rule
+from lightning_parallel.techniques.divided.tensor import Divided, is_divided
 
 # ---------------------------------------------------------------- one shape into another
 
@@ -21,26 +21,20 @@ from lightning_parallel.techniques.divided.tensor import Cuts, Divided, is_divid
 SHAPED = frozenset((Tensor.view, Tensor.reshape))
 
 
-@rule(*operations("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "_unsafe_view"))
+@rule(*operations("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "_unsafe_view"), remembered=True)
 def _reshaped(func: Any, args: Any, kwargs: Any) -> Any:
     divided, *sizes = args
     if not is_divided(divided) or (sizes and isinstance(sizes[0], torch.dtype)):
         return NotImplemented
-    if kwargs or not all(map(_is_size, sizes)):
-        placed = _placed(func, args, kwargs)
-    else:
-        key = func, divided._shape, *divided.cuts.items(), *sizes
-        placed = divided.only.remembered(key, _placed, func, args, kwargs)
+    placed = _placed(func, args, kwargs)
     if placed is None:
         return NotImplemented
     own, cuts = placed
+    if all(elements.ranks.attention is None for elements in cuts.values()):
+        return LocalCall(Tensor.reshape, cuts, (own,))
     made = Divided(divided.own.reshape(own), cuts)
     note_reshaped(divided, made)
     return made
-
-
-def _is_size(value: Any) -> bool:
-    return type(value) is int or (isinstance(value, tuple) and all(type(each) is int for each in value))
 
 
 def _placed(func: Any, args: Any, kwargs: Any) -> tuple[list[int], Cuts] | None:
@@ -114,30 +108,26 @@ def _regrouped(elements: Elements, before: int, after: int, first: int, size: in
 # ---------------------------------------------------------------- the order of dimensions
 
 
-@rule(*operations("transpose"))
+@rule(*operations("transpose"), remembered=True)
 def _transposed(func: Any, args: Any, kwargs: Any) -> Any:
     if kwargs or len(args) != 3 or not is_divided(args[0]):
         return _ordered(func, args, kwargs)
     divided, dims = args[0], args[0].dim()
     one, other = args[1] % dims, args[2] % dims
     places = {one: other, other: one}
-    return Divided(func(divided.own, one, other), {places.get(dim, dim): each for dim, each in divided.cuts.items()})
+    return LocalCall(func, {places.get(dim, dim): each for dim, each in divided.cuts.items()})
 
 
 @rule(*operations("swapaxes", "swapdims", "permute", "movedim", "moveaxis", "squeeze", "unsqueeze", "t",
-                  "adjoint"), Tensor.T.__get__, Tensor.mT.__get__)  # type: ignore[attr-defined]  # fmt: skip
+                  "adjoint"), Tensor.T.__get__, Tensor.mT.__get__, remembered=True)  # type: ignore  # fmt: skip
 def _ordered(func: Any, args: Any, kwargs: Any) -> Any:
     divided = args[0]
     if not is_divided(divided):
         return NotImplemented
-    if kwargs or not all(map(_is_size, args[1:])):
-        cuts = _cuts_in_order(func, args, kwargs)
-    else:
-        key = func, divided._shape, *divided.cuts.items(), *args[1:]
-        cuts = divided.only.remembered(key, _cuts_in_order, func, args, kwargs)
+    cuts = _cuts_in_order(func, args, kwargs)
     if any(elements.size == 1 or elements.length == 1 for elements in cuts.values()) and "squeeze" in NAMES[func]:
         return _squeezed(func, divided, args, kwargs, cuts)
-    return Divided(func(divided.own, *args[1:], **kwargs), cuts)
+    return LocalCall(func, cuts)
 
 
 def _cuts_in_order(func: Any, args: Any, kwargs: Any) -> dict[int, Elements]:
@@ -158,7 +148,7 @@ def _squeezed(func: Any, divided: Divided, args: Any, kwargs: Any, cuts: dict[in
     return Divided(divided.own.reshape(shape), cuts)
 
 
-@rule(*operations("expand", "expand_as", "broadcast_to"))
+@rule(*operations("expand", "expand_as", "broadcast_to"), remembered=True)
 def _expanded(func: Any, args: Any, kwargs: Any) -> Any:
     divided = args[0]
     if not is_divided(divided):
@@ -168,7 +158,7 @@ def _expanded(func: Any, args: Any, kwargs: Any) -> Any:
     cuts = {dim + added: elements for dim, elements in divided.cuts.items()}
     if any(shape[dim] != elements.size for dim, elements in cuts.items()):
         return NotImplemented
-    return Divided(divided.own.expand([-1 if dim in cuts else size for dim, size in enumerate(shape)]), cuts)
+    return LocalCall(Tensor.expand, cuts, ([-1 if dim in cuts else size for dim, size in enumerate(shape)],))
 
 
 @rule(*operations("repeat_interleave"))

@@ -8,10 +8,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lightning_parallel.techniques.divided.meeting import as_divided, in_step, learns
+from lightning_parallel.techniques.divided.meeting import (
+    as_divided,
+    as_they_are,
+    brought_together,
+    in_step,
+    names_in_step,
+)
 from lightning_parallel.techniques.divided.randomness import drawn_apart
-from lightning_parallel.techniques.divided.table import is_in_place, operations, rule
-from lightning_parallel.techniques.divided.tensor import Cuts, Divided, is_divided, same_cuts
+from lightning_parallel.techniques.divided.table import LocalCall, is_in_place, operations, rule, same_cuts
+from lightning_parallel.techniques.divided.tensor import Divided, is_divided
 
 ARITHMETIC = ("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "floor_divide",
               "remainder", "fmod", "pow", "rsub", "maximum", "minimum", "fmax", "fmin", "atan2", "lerp", "addcmul",
@@ -42,54 +48,33 @@ DRAWN = operations("dropout", "alpha_dropout", "feature_alpha_dropout", "rand_li
 IN_PLACE = frozenset(each for each in (*ONE_BY_ONE, *DRAWN) if is_in_place(each.__name__))
 
 
-@rule(*ONE_BY_ONE)
+@rule(*(each for each in ONE_BY_ONE if each not in IN_PLACE), remembered=True)
 def _element_by_element(func: Any, args: Any, kwargs: Any) -> Any:
-    first, *rest = args
-    if is_divided(first) and not any(isinstance(each, Tensor) for each in (*rest, *kwargs.values())):
-        if func is torch.where and not rest:
-            return NotImplemented
-        return _result(func, first, func(first.own, *rest, **kwargs), first.cuts, func in IN_PLACE)
-    if len(rest) == 1 and not kwargs and (usual := _of_two(first, rest[0])) is not None:
-        one, other, cuts = usual
-        return _result(func, first, func(one, other), cuts, func in IN_PLACE)
     leaves, form = tree_flatten((args, kwargs))
-    if "out" in kwargs:
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    if "out" in kwargs or (func is torch.where and len(leaves) == 1):
         return NotImplemented
-    dims = max([leaf.dim() for leaf in leaves if isinstance(leaf, Tensor)])
-    mine = in_step(leaves, dims)
+    if len(tensors) == 1 and tensors[0] is args[0] and is_divided(tensors[0]):
+        return LocalCall(func, tensors[0].cuts)
+    names = names_in_step(leaves, max([tensor.dim() for tensor in tensors]))
+    cuts = as_they_are(leaves, names)
+    if cuts is not None and len(leaves) == len(args) + len(kwargs):
+        return LocalCall(func, cuts)
+    mine = brought_together(leaves, names)
     if mine is None:
         return NotImplemented
-    own, cuts = mine
-    changes = func in IN_PLACE
-    if changes and not (is_divided(first) and same_cuts(first.cuts, cuts)):
+    own_args, own_kwargs = tree_unflatten(mine[0], form)
+    return as_divided(func(*own_args, **own_kwargs), mine[1])
+
+
+@rule(*(each for each in ONE_BY_ONE if each in IN_PLACE))
+def _changed_element_by_element(func: Any, args: Any, kwargs: Any) -> Any:
+    leaves, form = tree_flatten((args, kwargs))
+    mine = in_step(leaves, max([leaf.dim() for leaf in leaves if isinstance(leaf, Tensor)]))
+    if mine is None or not (is_divided(args[0]) and same_cuts(args[0].cuts, mine[1])):
         return NotImplemented
-    own_args, own_kwargs = tree_unflatten(own, form)
-    return _result(func, first, func(*own_args, **own_kwargs), cuts, changes)
-
-
-def _of_two(one: Any, other: Any) -> tuple[Any, Any, Cuts] | None:
-    """What `in_step` gives for two tensors where nothing has to be brought; None for the rest.
-
-    Both are divided alike, or the second, as a mask, has none of the dimensions that are, and does not learn.
-    """
-    if not is_divided(one):
-        return None
-    if is_divided(other):
-        return (
-            (one.own, other.own, one.cuts) if one._shape == other._shape and same_cuts(one.cuts, other.cuts) else None
-        )
-    if not isinstance(other, Tensor) or isinstance(other, Divided) or learns(other):
-        return None
-    key = "apart", one._shape, other.shape, *one.cuts.items()
-    return (one.own, other, one.cuts) if one.only.remembered(key, _meets_apart, one, other.shape) else None
-
-
-def _meets_apart(divided: Divided, other: torch.Size) -> bool:
-    """Whether a tensor that meets a divided one has none of the dimensions that are divided, and no further ones."""
-    added = divided.dim() - len(other)
-    sizes = [other[dim - added] if dim >= added else 1 for dim in divided.cuts]
-    one_each = all(each.size > 1 and not each.everywhere for each in divided.cuts.values())
-    return added >= 0 and one_each and all(size == 1 for size in sizes)
+    own_args, own_kwargs = tree_unflatten(mine[0], form)
+    return _result(func, args[0], func(*own_args, **own_kwargs), mine[1], changes=True)
 
 
 def _result(func: Any, first: Any, made: Any, cuts: Any, changes: bool) -> Any:

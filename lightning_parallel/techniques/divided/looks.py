@@ -1,0 +1,98 @@
+"""What a divided tensor tells of itself: the shape of the whole, and otherwise what its own elements are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function
+
+from lightning_parallel.techniques.divided.table import Cuts
+
+
+class LooksWhole(Tensor):
+    """A tensor that answers questions for the whole of which this rank has some elements."""
+
+    own: Tensor
+    cuts: Cuts
+    stored: Tensor | None
+    """Of a parameter: the tensor that the module holds between steps, and that has the gradient."""
+    _shape: torch.Size
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        """The shape of the whole."""
+        return self.size() if torch._C._is_torch_function_mode_enabled() else self._shape
+
+    @property
+    def ndim(self) -> int:  # type: ignore[override]
+        """How many dimensions."""
+        return len(self._shape)
+
+    @property
+    def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """The dtype of its elements."""
+        return self.own.dtype
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The device on which this rank has its elements."""
+        return self.own.device
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether gradients flow to it."""
+        return self.own.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        for tensor in (self.own, self.stored):
+            if tensor is not None:
+                tensor.requires_grad_(value)
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        """Whether it has no history."""
+        return self.own.is_leaf
+
+    @property
+    def grad_fn(self) -> Any:  # type: ignore[override]
+        """The end of its history."""
+        return self.own.grad_fn
+
+    def dim(self) -> int:
+        """See `ndim`."""
+        return len(self._shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        """The size of the whole, or of one dimension of it."""
+        if torch._C._is_torch_function_mode_enabled():
+            return _told(LooksWhole.size, self, *(() if dim is None else (dim,)))
+        return self._shape if dim is None else self._shape[dim]
+
+    def numel(self) -> int:
+        """How many elements the whole has."""
+        if torch._C._is_torch_function_mode_enabled():
+            return int(_told(LooksWhole.numel, self))
+        return self._shape.numel()
+
+    def __len__(self) -> int:
+        return int(self.size(0))
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        if not self.cuts:  # without a collective: ranks may print alone
+            return repr(self.own)
+        here = ", ".join(f"dim {dim}: {elements!r}" for dim, elements in self.cuts.items())
+        return f"Divided(shape={tuple(self._shape)}, dtype={self.dtype}, this rank has {here})"
+
+
+def _told(question: Callable[..., Any], tensor: Tensor, *args: Any) -> Any:
+    """The answer to a question about a whole, with a word to modes of torch that look at what a step asks."""
+    return handle_torch_function(question, (tensor,), tensor, *args)
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often its memory was changed in place; within graphs, where versions are no constants, unknown."""
+    return 0 if torch.compiler.is_dynamo_compiling() else tensor._version
