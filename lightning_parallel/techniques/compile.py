@@ -5,7 +5,7 @@ Source: J. Ansel et al., PyTorch 2, ASPLOS 2024; per block as torchtitan does it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_parallel.arguments import one_of, true_or_false
 from lightning_parallel.mesh import Axis, Size
-from lightning_parallel.techniques.divided.boundary import CompiledForward
+from lightning_parallel.techniques.divided.boundary import CompiledForward, Graphs
 from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools.redirect import Forward, redirect_forward
@@ -65,18 +65,23 @@ class Compile(Technique):
 
     def divide(self, model: nn.Module, ground: Ground, seen: None) -> Division:
         """Leads the forward of every block through its compiled form."""
+        graphs = Graphs(self._compile)
         for block in ground.plan.require_blocks(model, repr(self)).values():
-            redirect_forward(block, partial(self._compiled, block))
+            redirect_forward(block, partial(self._compiled, block, graphs))
         return Division(model)
 
-    def _compiled(self, block: nn.Module, forward: Forward) -> Forward:
-        return CompiledForward(block, forward, self._compile, self.fullgraph)
+    def _compiled(self, block: nn.Module, graphs: Graphs, forward: Forward) -> Forward:
+        return CompiledForward(block, forward, graphs, self.fullgraph)
 
-    def _compile(self, forward: Forward, **further: Any) -> Forward:
+    def _compile(self, forward: Forward, asks_for: Conditions | None = None, **further: Any) -> Forward:
         of_mode = torch._inductor.list_mode_options(self.mode, self.dynamic) if self.mode else {}
-        options = {"guard_filter_fn": _may_change, **of_mode}  # torch.compile takes a mode or options
+        options = {"guard_filter_fn": asks_for or _may_change, **of_mode}  # torch.compile takes a mode or options
         arguments = {"backend": self.backend, "fullgraph": self.fullgraph, "dynamic": self.dynamic, "options": options}
         return torch.compile(forward, **{**arguments, **further})
+
+
+Conditions = Callable[[Sequence[Any]], list[bool]]
+"""Which of the conditions that a compiler found a graph keeps."""
 
 
 def _may_change(guards: Sequence[Any]) -> list[bool]:

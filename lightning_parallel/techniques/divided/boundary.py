@@ -7,25 +7,57 @@ and is a constant of the graph. A mark is the cuts of a divided tensor, the rank
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from operator import attrgetter
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.techniques.divided.tensor import Divided, alike
-from lightning_parallel.techniques.divided.watched import watched
+from lightning_parallel.techniques.divided.watched import watch
 from lightning_parallel.techniques.tools.redirect import Redirected, redirect_forward
 
 log = logging.getLogger(__name__)
 
 Forward = Callable[..., Any]
+
+Slot = tuple[int, str, Divided]
+"""Where a divided parameter is: the number of a table of parameters, and its name there."""
+
+Place = tuple[int, str, Any]
+"""The same with its mark."""
+
+
+class Graphs:
+    """What the compiled forwards of a run share: graphs, which blocks of a kind have in common.
+
+    Which elements ranks have of what comes in, and in which form it comes, is told to a graph by one word: it need not
+    ask again for all that a compiler has read of these.
+
+    Args:
+        compiled: what makes a compiled function of one that takes and returns plain tensors: `torch.compile`.
+    """
+
+    def __init__(self, compiled: Callable[..., Forward]) -> None:
+        self.compiled = compiled
+        self.code = _inside.__code__.replace(co_consts=(*_inside.__code__.co_consts, object()))
+        """A code of its own: a compiler keeps graphs by the code that it has read."""
+        self.inside = compiled(FunctionType(self.code, globals()), fullgraph=True, asks_for=_asked_of_blocks)
+        self._words: dict[Any, str] = {}
+
+    def word(self, marks: list[Any], form: Any, places: list[Place]) -> str:
+        """The word for calls that get tensors of the same elements in the same form."""
+        spelled = str(form) if isinstance(form, TreeSpec) else form
+        key = spelled, *map(_hashable, marks), *[(number, name, _hashable(mark)) for number, name, mark in places]
+        return self._words.setdefault(key, str(len(self._words)))
 
 
 class CompiledForward:
@@ -38,71 +70,55 @@ class CompiledForward:
     Args:
         module: whose forward it is.
         forward: takes and returns divided tensors.
-        compiled: what makes a compiled function of one that takes and returns plain tensors: `torch.compile`.
+        graphs: what it shares with other modules of the run.
         must_compile: whether a forward that does not become one graph is an error.
     """
 
-    def __init__(
-        self, module: nn.Module, forward: Forward, compiled: Callable[..., Forward], must_compile: bool
-    ) -> None:
-        self._module, self._forward, self._must_compile = module, forward, must_compile
-        self._tables: list[dict[str, Any]] = [part._parameters for part in module.modules()]
+    def __init__(self, module: nn.Module, forward: Forward, graphs: Graphs, must_compile: bool) -> None:
+        self.forward, self._module, self._graphs, self._must_compile = forward, module, graphs, must_compile
+        self.tables: list[dict[str, Any]] = [part._parameters for part in module.modules()]
+        self.told: list[Any] = []
+        """The marks of what the graph returned."""
         self._parts = [vars(part) for part in module.modules() if part is not module]
-        self._told: list[Any] = []
-        self._compiled = compiled
-        self._plain, self._in_one_graph = compiled(forward), compiled(self._inside, fullgraph=True)
+        self._plain = graphs.compiled(forward)
         self._eager = self._too_many = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the graph on a rank's own elements."""
-        looked_at = [(table, name, each) for table in self._tables for name, each in table.items()
-                     if isinstance(each, Divided) and each.looked_at]  # fmt: skip
-        with _shown(attrgetter("stored"), looked_at):  # no module computes with these
-            return self._called(*args, **kwargs)
+        found = [(number, name, each) for number, table in enumerate(self.tables) for name, each in table.items()
+                 if isinstance(each, Divided)]  # fmt: skip
+        looked_at = [slot for slot in found if slot[2].looked_at]
+        if not looked_at:
+            return self._called(found, args, kwargs)
+        with _shown(attrgetter("stored"), self.tables, looked_at):  # no module computes with these
+            return self._called([slot for slot in found if slot not in looked_at], args, kwargs)
 
-    def _called(self, *args: Any, **kwargs: Any) -> Any:
-        places = [(number, name, _mark(parameter)) for number, table in enumerate(self._tables)
-                  for name, parameter in table.items() if isinstance(parameter, Divided)]  # fmt: skip
-        leaves, form = tree_flatten((args, kwargs))
+    def _called(self, divided: list[Slot], args: Any, kwargs: Any) -> Any:
+        leaves, form = taken_apart((args, kwargs))
         marks = list(map(_mark, leaves))
-        if not places and all(mark is None for mark in marks):
+        if not divided and all(mark is None for mark in marks):
             return self._plain(*args, **kwargs)
         if self._eager:
-            return self._forward(*args, **kwargs)
+            return self.forward(*args, **kwargs)
         own = [leaf.own if isinstance(leaf, Divided) else leaf for leaf in leaves]
-        divided = [(self._tables[number], name, self._tables[number][name]) for number, name, _ in places]
+        places = [(number, name, _mark(each)) for number, name, each in divided]
+        word = self._graphs.word(marks, form, places)
         try:
-            with _shown(attrgetter("own"), divided), _functions(self._parts):
-                output = self._in_one_graph(own, marks, form, places)
+            with _shown(attrgetter("own"), self.tables, divided), _functions(self._parts):
+                output = self._graphs.inside(self, word, own, marks, form, places)
         except TorchDynamoException as error:  # nothing of the forward has run yet
             self._give_up(error)
-            return self._forward(*args, **kwargs)
+            return self.forward(*args, **kwargs)
         except FailOnRecompileLimitHit:
             self._go_without()
-            return self._forward(*args, **kwargs)
-        leaves, form = tree_flatten(output)
-        leaves = watched(leaves, _ranks([*marks, *self._told], places), self._parameters())
-        return tree_unflatten([_made(*each) for each in zip(leaves, self._told, strict=True)], form)
-
-    def _inside(self, own: list[Any], marks: list[Any], form: Any, places: list[Any]) -> Any:
-        """What the compiler reads: plain tensors come in and go out."""
-        tables, told = self._tables, self._told
-        with InGraph():
-            args, kwargs = tree_unflatten([_made(*each) for each in zip(own, marks, strict=True)], form)
-            plain = [tables[number][name] for number, name, _ in places]
-            for parameter, (number, name, mark) in zip(plain, places, strict=True):
-                tables[number][name] = _made(parameter, mark)
-            output = self._forward(*args, **kwargs)
-            for parameter, (number, name, _) in zip(plain, places, strict=True):
-                tables[number][name] = parameter
-            for ranks in _ranks(marks, places):
-                ranks.last_in_graph = None
-            told.clear()
-            return tree_map(lambda leaf: _told(leaf, told), output)
+            return self.forward(*args, **kwargs)
+        leaves, form = taken_apart(output)
+        watch(leaves, _ranks([*marks, *self.told], places), self._parameters())
+        return put_together([_made(*each) for each in zip(leaves, self.told, strict=True)], form)
 
     def _parameters(self) -> list[Tensor]:
         """The module's parameters, as they are now."""
-        return [each for table in self._tables for each in table.values() if each is not None and each.requires_grad]
+        return [each for table in self.tables for each in table.values() if each is not None and each.requires_grad]
 
     def _go_without(self) -> None:
         """Tells once that a length or a mode came for which there is no graph; ranks are alike in that."""
@@ -128,7 +144,7 @@ class CompiledForward:
             _said(error),
         )
         for part in _parts(self._module):
-            redirect_forward(part, lambda forward, part=part: CompiledForward(part, forward, self._compiled, False))  # type: ignore[misc]
+            redirect_forward(part, lambda forward, part=part: CompiledForward(part, forward, self._graphs, False))  # type: ignore[misc]
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:
@@ -146,6 +162,45 @@ def _said(error: TorchDynamoException) -> str:
     return next((line.partition("Message: ")[2] for line in lines if "Message: " in line), lines[0])
 
 
+# ---------------------------------------------------------------- in the graph
+
+
+def _inside(block: CompiledForward, word: str, own: list[Any], marks: list[Any], form: Any, places: list[Place]) -> Any:
+    """What the compiler reads: plain tensors come in and go out."""
+    assert word  # the graph asks for it
+    tables, told = block.tables, block.told
+    with InGraph():
+        args, kwargs = put_together([_made(*each) for each in zip(own, marks, strict=True)], form)
+        plain = [tables[number][name] for number, name, _ in places]
+        for parameter, (number, name, mark) in zip(plain, places, strict=True):
+            tables[number][name] = _made(parameter, mark)
+        output = block.forward(*args, **kwargs)
+        for parameter, (number, name, _) in zip(plain, places, strict=True):
+            tables[number][name] = parameter
+        for ranks in _ranks(marks, places):
+            ranks.last_in_graph = None
+        told.clear()
+        return tree_map(lambda leaf: _told(leaf, told), output)
+
+
+OF_THE_WORD = re.compile(r"(L\[')?(marks|form|places)\b|(L\[')?block('\])?\.told\b")
+"""What graphs read of arguments that have one word alike."""
+
+OF_PROGRAMS = re.compile(
+    r"G\['(?!__|___unnamed_scope)|G\['__(builtins_dict|subclass__Traced|import_lightning_parallel_|"
+    r"import_torch_dot_(utils_dot__pytree|distributed_dot_|_dynamo_dot_))|__import__\('torch'\)\.utils\._pytree\."
+)
+"""What graphs read of this file, of this project, and of how torch itself reads programs and sends messages."""
+
+
+def _asked_of_blocks(guards: Sequence[Any]) -> list[bool]:
+    """Which conditions a graph keeps: what cannot change as long as the word is the same it need not ask at every call.
+
+    They are three of four, some five hundred for a block.
+    """
+    return [not (OF_THE_WORD.match(guard.name) or OF_PROGRAMS.search(guard.name)) for guard in guards]
+
+
 class InGraph(TorchFunctionMode):
     """Asks for rules in place of compilers, which do not look for divided tensors in tuples: `torch.cat((a, b))`."""
 
@@ -156,15 +211,15 @@ class InGraph(TorchFunctionMode):
 
 
 @contextmanager
-def _shown(form: Callable[[Divided], Any], slots: list[tuple[dict[str, Any], str, Divided]]) -> Iterator[None]:
+def _shown(form: Callable[[Divided], Any], tables: list[dict[str, Any]], slots: list[Slot]) -> Iterator[None]:
     """Inside, divided parameters have another form: compilers look at all that a module has before they read a line."""
-    for table, name, divided in slots:
-        table[name] = form(divided)
+    for number, name, divided in slots:
+        tables[number][name] = form(divided)
     try:
         yield
     finally:
-        for table, name, divided in slots:
-            table[name] = divided
+        for number, name, divided in slots:
+            tables[number][name] = divided
 
 
 @contextmanager
@@ -187,6 +242,10 @@ def _mark(leaf: Any) -> Any:
     if not isinstance(leaf, Divided):
         return None
     return leaf.cuts or leaf.ranks
+
+
+def _hashable(mark: Any) -> Any:
+    return tuple(mark.items()) if isinstance(mark, dict) else mark
 
 
 def _ranks(marks: list[Any], places: list[Any]) -> list[Ranks]:
@@ -212,3 +271,41 @@ def _told(leaf: Any, told: list[Any]) -> Any:
     divided = isinstance(leaf, Divided)
     told.append(leaf.cuts if divided else None)
     return leaf.own if divided else leaf
+
+
+# ---------------------------------------------------------------- what comes in, and what goes out
+
+SIMPLE = (Tensor, int, float, str, type(None))
+
+
+def taken_apart(value: Any) -> tuple[list[Any], Any]:
+    """The leaves of a value, and its form; of tuples, lists and dicts without pytree, which takes its time."""
+    leaves: list[Any] = []
+    form = _form_of(value, leaves)
+    if all(isinstance(leaf, SIMPLE) for leaf in leaves):
+        return leaves, form
+    return tree_flatten(value)
+
+
+def _form_of(value: Any, leaves: list[Any]) -> Any:
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind, *[_form_of(each, leaves) for each in value]
+    if kind is dict:
+        return kind, tuple(value), *[_form_of(each, leaves) for each in value.values()]
+    leaves.append(value)
+    return None
+
+
+def put_together(leaves: list[Any], form: Any) -> Any:
+    """The value of this form with these leaves. The opposite of `taken_apart`."""
+    return tree_unflatten(leaves, form) if isinstance(form, TreeSpec) else _value_of(form, iter(leaves))
+
+
+def _value_of(form: Any, leaves: Iterator[Any]) -> Any:
+    if form is None:
+        return next(leaves)
+    if form[0] is dict:
+        return {name: _value_of(each, leaves) for name, each in zip(form[1], form[2:], strict=True)}
+    made = [_value_of(each, leaves) for each in form[1:]]
+    return tuple(made) if form[0] is tuple else made

@@ -7,54 +7,40 @@ A step that asks for one in between would get a summand.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.techniques.divided.tensor import Divided
 
 
-def watched(outputs: Sequence[Any], ranks: Sequence[Ranks], parameters: Sequence[Tensor]) -> list[Any]:
-    """The plain outputs of a graph; a backward pass through them raises if it would give summands for gradients.
+def watch(outputs: Sequence[Any], ranks: Sequence[Ranks], parameters: Sequence[Tensor]) -> None:
+    """Watches what a graph returned: a backward pass that would give summands for gradients raises RuntimeError there.
 
     Args:
-        outputs: what the graph returned; what is no tensor stays as it is.
+        outputs: plain tensors; what is none is left alone.
         ranks: that divide what comes in or goes out.
         parameters: of the module that is a graph, as it held them.
     """
-    learning = [number for number, each in enumerate(outputs) if isinstance(each, Tensor) and each.requires_grad]
-    if not learning:
-        return list(outputs)
-    watch: Any = super(Function, _Watch)  # without the detours of `Function.apply`
-    seen = watch.apply(ranks, parameters, *(outputs[number] for number in learning))
-    made = list(outputs)
-    for number, each in zip(learning, seen, strict=True):
-        made[number] = each
-    return made
+    nodes = {each.grad_fn: None for each in outputs if isinstance(each, Tensor) and each.grad_fn is not None}
+    for node in nodes:
+        node.register_prehook(partial(_check, ranks, parameters))
 
 
-class _Watch(Function):
-    @staticmethod
-    def forward(ctx: Any, ranks: Sequence[Ranks], parameters: Sequence[Tensor], *outputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.ranks, ctx.parameters = ranks, parameters
-        ctx.set_materialize_grads(False)
-        return tuple(each.view_as(each) for each in outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        if not all(each.reduces_later for each in ctx.ranks):
-            averages = any(each.averages is not None for each in ctx.ranks)
-            if any(_gets_a_summand(parameter, averages) for parameter in ctx.parameters):
-                raise RuntimeError(
-                    "a backward pass of the step's own asks for gradients of parameters in a compiled block, of which "
-                    "ranks have summands until the step ends; use self.manual_backward(loss) in place of "
-                    "loss.backward(), leave out the loss that needs torch.autograd.grad, or leave out Compile"
-                )
-        return None, None, *gradients
+def _check(ranks: Sequence[Ranks], parameters: Sequence[Tensor], gradients: Any) -> None:
+    if all(each.reduces_later for each in ranks):
+        return
+    averages = any(each.averages is not None for each in ranks)
+    if any(_gets_a_summand(parameter, averages) for parameter in parameters):
+        raise RuntimeError(
+            "a backward pass of the step's own asks for gradients of parameters in a compiled block, of which "
+            "ranks have summands until the step ends; use self.manual_backward(loss) in place of "
+            "loss.backward(), leave out the loss that needs torch.autograd.grad, or leave out Compile"
+        )
 
 
 def _gets_a_summand(parameter: Tensor, averages: bool) -> bool:
