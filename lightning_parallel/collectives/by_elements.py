@@ -15,6 +15,7 @@ Source: M. Shoeybi et al., Megatron-LM, 2019 (f and g); V. Korthikanti et al., M
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -50,7 +51,20 @@ def reduced_later(x: Tensor, ranks: Ranks, factor: float = 1) -> Tensor:
         return x
     if torch.compiler.is_dynamo_compiling():  # whose graphs are the same for all backward passes
         return x if factor == 1 else _apply(_Count, x, factor)
-    return _apply(_Later, x, ranks, factor)
+    use = x.view_as(x)
+    node: Any = use.grad_fn
+    node.register_prehook(partial(_reduce_later, ranks, factor))  # half the cost of a function of autograd
+    return use
+
+
+def _reduce_later(ranks: Ranks, factor: float, gradients: tuple[Tensor | None]) -> tuple[Tensor] | None:
+    (gradient,) = gradients
+    if gradient is None or (ranks.reduces_later and factor == 1):
+        return None
+    if ranks.reduces_later:
+        return (gradient * factor,)
+    require_first_order()
+    return (summed(gradient, ranks.group),)
 
 
 def shared_out(x: Tensor, ranks: Ranks) -> Tensor:
@@ -128,20 +142,6 @@ class _Count(Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient * ctx.factor, None
-
-
-class _Later(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks, factor: float) -> Tensor:
-        ctx.ranks, ctx.factor = ranks, factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        if ctx.ranks.reduces_later:
-            return gradient if ctx.factor == 1 else gradient * ctx.factor, None, None
-        require_first_order()
-        return summed(gradient, ctx.ranks.group), None, None
 
 
 class _Share(Function):

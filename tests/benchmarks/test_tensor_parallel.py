@@ -243,11 +243,11 @@ def go_back(model: nn.Module, loss: Tensor) -> None:
 
 def backward_of(block: nn.Module, positions: int = 8, blocks: int = 1) -> Callable[[], float]:
     """One forward and backward; tells how many blocks they are of."""
-    x = torch.randn(1, positions, WIDTH, requires_grad=True)
+    x, parameters = torch.randn(1, positions, WIDTH, requires_grad=True), list(block.parameters())
 
     def run() -> float:
         go_back(block, block(x).sum())
-        for parameter in block.parameters():
+        for parameter in parameters:
             parameter.grad = None
         return blocks
 

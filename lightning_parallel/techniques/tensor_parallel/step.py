@@ -104,13 +104,15 @@ class TensorParallelStep(WrappedStep):
             dist.all_reduce(message, group=self._partition.ranks.group)
             sizes = [piece.numel() for piece in pieces]
             *sums, flags = torch.split(message, [*sizes, len(same)])
-            for index, (parameter, total) in enumerate(zip(same, sums, strict=True)):
-                if index not in unused:
-                    kept[index].copy_(total.view_as(kept[index]))
-                elif flags[index] > 0:
-                    gradient = torch.zeros_like(parameter)
-                    local(gradient).copy_(total.view_as(kept[index]))
-                    parameter.grad = gradient
+            totals = [total.view_as(own) for total, own in zip(sums, kept, strict=True)]
+            used = [index for index in range(len(same)) if index not in unused]
+            if used:
+                torch._foreach_copy_([kept[index] for index in used], [totals[index] for index in used])
+            for index in unused:
+                if flags[index] > 0:
+                    gradient = torch.zeros_like(same[index])
+                    local(gradient).copy_(totals[index])
+                    same[index].grad = gradient
 
 
 def _gradient_or_like(parameter: nn.Parameter) -> Tensor:
