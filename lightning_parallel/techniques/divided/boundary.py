@@ -196,9 +196,16 @@ OF_PROGRAMS = re.compile(
 def _asked_of_blocks(guards: Sequence[Any]) -> list[bool]:
     """Which conditions a graph keeps: what cannot change as long as the word is the same it need not ask at every call.
 
-    They are three of four, some five hundred for a block.
+    They are two of three, some five hundred for a block. What elements have become in other shapes is remembered with
+    them: a graph that found it missing makes it at each call, so it is asked for, and another graph takes its place.
     """
-    return [not (OF_THE_WORD.match(guard.name) or OF_PROGRAMS.search(guard.name)) for guard in guards]
+    return [_is_kept(guard) for guard in guards]
+
+
+def _is_kept(guard: Any) -> bool:
+    if OF_THE_WORD.match(guard.name):
+        return guard.guard_type in ("DICT_CONTAINS", "DICT_NOT_CONTAINS")
+    return OF_PROGRAMS.search(guard.name) is None
 
 
 class InGraph(TorchFunctionMode):
@@ -245,7 +252,10 @@ def _mark(leaf: Any) -> Any:
 
 
 def _hashable(mark: Any) -> Any:
-    return tuple(mark.items()) if isinstance(mark, dict) else mark
+    """A mark by its value: graphs make elements anew."""
+    if not isinstance(mark, dict):
+        return mark
+    return tuple([(dim, elements.ranks, elements.size, elements.runs) for dim, elements in mark.items()])
 
 
 def _ranks(marks: list[Any], places: list[Any]) -> list[Ranks]:
