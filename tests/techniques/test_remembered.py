@@ -7,10 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_parallel.collectives.elements import Ranks
-from lightning_parallel.techniques.divided import rules, table, tensor  # noqa: F401
+from lightning_parallel.techniques.divided import rules, table  # noqa: F401
+from lightning_parallel.techniques.divided.rules import products
 from lightning_parallel.techniques.divided.table import Form, LocalCall
 from lightning_parallel.techniques.divided.tensor import Divided, alike
+from tests.benchmarks.test_tensor_parallel import WIDTH, Block, divided, mesh_of_ranks
 from tests.ranks import ranks
+from tests.techniques.test_wire import world
+
+assert world  # a fixture
 
 
 def two_ranks() -> Ranks:
@@ -79,12 +84,12 @@ def test_what_was_decided_without_gradients_holds_for_nothing_with_them() -> Non
 
 @ranks(2)
 def test_numbers_that_are_equal_but_of_other_kinds_are_others() -> None:
-    divided = halves(two_ranks(), torch.arange(16).view(2, 8), 1)
-    assert (divided * 1).dtype == torch.int64
-    assert (divided * 1.0).dtype == torch.float32
-    divided.view(2, 8, 1)
+    tensor = halves(two_ranks(), torch.arange(16).view(2, 8), 1)
+    assert (tensor * 1).dtype == torch.int64
+    assert (tensor * 1.0).dtype == torch.float32
+    tensor.view(2, 8, 1)
     with pytest.raises(TypeError):
-        divided.view(2.0, 8, 1)
+        tensor.view(2.0, 8, 1)
 
 
 @ranks(2)
@@ -120,11 +125,11 @@ def test_in_a_backward_of_the_users_own_gradients_are_summed_at_once() -> None:
 
 @ranks(2)
 def test_numbers_that_change_with_every_step_are_forgotten() -> None:
-    divided = halves(two_ranks(), values(2, 8), 1)
+    tensor = halves(two_ranks(), values(2, 8), 1)
     for number in range(table.KEPT + 10):
-        divided * (number + 0.5)
-    assert len(divided.form.calls) <= table.KEPT
-    assert torch.equal((divided * 3.5).own, divided.own * 3.5)
+        tensor * (number + 0.5)
+    assert len(tensor.form.calls) <= table.KEPT
+    assert torch.equal((tensor * 3.5).own, tensor.own * 3.5)
 
 
 def test_a_form_is_told_from_others_by_what_it_is() -> None:
@@ -132,3 +137,18 @@ def test_a_form_is_told_from_others_by_what_it_is() -> None:
     one.remember("key", LocalCall(torch.neg, None), None, False)
     assert "key" in one.calls
     assert not other.calls
+
+
+@pytest.mark.parametrize("world", [(2, 0)], indirect=True)
+def test_products_overlap_in_every_step(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The map of keys finds what that of queries has gathered; that is so in this step, and no rule of their forms."""
+    model, counts = divided(mesh_of_ranks(), [Block(), Block()], overlap=True), []  # the first one gets a whole
+    before = products.gather_and_multiply
+    monkeypatch.setattr(products, "gather_and_multiply", lambda *given: counts.append(1) or before(*given))
+    made = []
+    for _ in range(3):
+        counts.clear()
+        model(torch.randn(1, 8, WIDTH)).sum().backward()
+        made.append(len(counts))
+    assert made[0] > 0
+    assert made == made[:1] * 3

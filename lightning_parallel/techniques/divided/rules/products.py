@@ -50,7 +50,7 @@ def _usual(x: Tensor, weight: Divided, bias: Tensor | None) -> LocalCall | None:
 
     They lead into features, from the whole or from a sequence of which ranks have parts, or out of the same features.
     """
-    if len(weight.cuts) > 1:
+    if len(weight.cuts) > 1 or weight.only.ranks.overlaps:  # whether these overlap, what was gathered before decides
         return None
     ((dim, rows),) = weight.cuts.items()
     last = x.dim() - 1
