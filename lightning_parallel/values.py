@@ -49,9 +49,23 @@ def batch_size(batch: Any) -> int | None:
 
     Where there are none, the length that most lists of plain values have, as those of texts; None where nothing tells.
     """
-    tensors = [len(tensor) for tensor in tensors_of(batch) if tensor.dim()]
-    sizes = Counter(tensors or map(len, _plain_lists(batch)))
-    return sizes.most_common(1)[0][0] if sizes else None
+    sizes = [tensor.size(0) for tensor in tensors_of(batch) if tensor.dim()] or [*map(len, _plain_lists(batch))]
+    if len(sizes) < 2:
+        return sizes[0] if sizes else None
+    return Counter(sizes).most_common(1)[0][0]
+
+
+def form_of(value: Any) -> Any:
+    """What a nested value of plain containers and tensors is, but for sizes and numbers; None where it holds others."""
+    kind = type(value)
+    if kind is Tensor:
+        return value.dtype, value.dim()
+    if kind in (int, float, str, bool):
+        return kind
+    if kind not in (dict, list, tuple):
+        return None
+    forms = [form_of(child) for child in (value.values() if kind is dict else value)]
+    return None if None in forms else (kind, tuple(value) if kind is dict else (), *forms)
 
 
 def _plain_lists(value: Any) -> Iterator[Sequence[Any]]:

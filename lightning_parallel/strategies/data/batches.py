@@ -24,7 +24,7 @@ from lightning_parallel.strategies.ranks.agreement import (
 )
 from lightning_parallel.strategies.ranks.signals import Requested, Signals
 from lightning_parallel.strategies.trainer import lightnings
-from lightning_parallel.values import batch_size
+from lightning_parallel.values import batch_size, form_of
 
 ENDED: Mark = (-1, -1, 0, 0)
 
@@ -50,6 +50,8 @@ class Batches:
         self._group = group
         self._signals, self._saver = signals, saver
         self._uncounted: list[int] = []
+        self._form: Any = None  # of the batch before, and the checksum of its structure
+        self._structure = 0
         #: how much this rank's batch counts against the others' on average; 0.0 for one that does not count
         self.weight = 1.0
         #: the least number of samples that any rank has of this batch
@@ -100,25 +102,31 @@ class Batches:
                     kept.pop()
         self._uncounted.clear()
 
-    def _content(self, readings: Sequence[Any], batch_idx: int) -> Content:
-        readers = self.readers.ranks if self.readers.copies > 1 else 0
+    def _content(self, readings: Sequence[Any], batch_idx: int) -> Content | None:
+        if self.readers.copies == 1:
+            return None
         found = [(_notes(reading) or PassNotes()).contents.pop(batch_idx, None) for reading in readings]
         known = [checksum for checksum in found if checksum is not None]
-        return Content(readers, self.readers.rank, zlib.crc32(repr(known).encode()) if known else None)
+        return Content(self.readers.ranks, self.readers.rank, zlib.crc32(repr(known).encode()) if known else None)
 
-    def _agree(self, position: tuple[int, int, int], batch: Any, content: Content) -> None:
+    def _agree(self, position: tuple[int, int, int], batch: Any, content: Content | None) -> None:
         dataloader_idx, batch_idx, last = position
-        structure = describe(batch)
-        place = f"batch {batch_idx} of loader {dataloader_idx}{', the last one' if last else ''}"
-        mark, samples = (*position, zlib.crc32(structure.encode())), batch_size(batch) or 1
-        self.fewest_samples = self._compare(mark, lambda: place, lambda: structure, content, samples)
+        form = form_of(batch)
+        if form is None or form != self._form:  # most batches are like the one before
+            self._form, self._structure = form, zlib.crc32(describe(batch).encode())
+
+        def place() -> str:
+            return f"batch {batch_idx} of loader {dataloader_idx}{', the last one' if last else ''}"
+
+        mark, samples = (*position, self._structure), batch_size(batch) or 1
+        self.fewest_samples = self._compare(mark, place, lambda: describe(batch), content, samples)
 
     def _compare(
         self,
         mark: Mark,
         place: Callable[[], str],
         structure: Callable[[], str],
-        content: Content,
+        content: Content | None,
         samples: int = 0,
     ) -> int:
         """One small message in every batch; ranks say more only once they know that they differ.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -92,7 +92,7 @@ class StepLog:
         self._losses = FirstLosses(group.size())
         self._counted: tuple[Tensor, Tensor] | None = None
         # comparisons are alike everywhere, those of batches too
-        self._readers = group.size() if group.size() < dist.get_world_size() else 0
+        self._content = Content(group.size()) if group.size() < dist.get_world_size() else None
         self._divert: Callable[[str, Any, dict[str, Any]], None] | None = None
         #: of what kind values are that steps log and keep
         self.kinds = Kinds()
@@ -232,15 +232,17 @@ class StepLog:
         finally:
             self._divert = before
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> AbstractContextManager[None]:
         """Around the user's code: in the first batches, of what kind the values are that it logs is seen."""
-        watch = self.kinds.watch(self._module._current_fx_name or "") if self._group.size() > 1 else None
-        self._watch = None if watch is None or is_compiled(self._module) else watch
-        if self._watch is not None:
-            self._watch.take_as_same((*KeptValues(self._module).tensors(), *self._module.buffers()))
+        watch = None if self.alone else self.kinds.watch(self._module._current_fx_name or "")
+        return nullcontext() if watch is None or is_compiled(self._module) else self._watching(watch)
+
+    @contextmanager
+    def _watching(self, watch: KindWatch) -> Iterator[None]:
+        self._watch = watch
+        watch.take_as_same((*KeptValues(self._module).tensors(), *self._module.buffers()))
         try:
-            with self._watch or nullcontext():
+            with watch:
                 yield
         finally:
             self._watch = None
@@ -277,10 +279,11 @@ class StepLog:
         """
         self._finish()
         logged, self._logged = self._logged, {}
-        trainer, trains = self._module.trainer, self.means is not None and self._module.automatic_optimization
-        if trainer.predicting or not (logged or (trains and trainer.training)):
+        trainer = self._module.trainer
+        trains = self.means is not None and self._module.automatic_optimization and trainer.training
+        if not (trains or logged) or (logged and trainer.predicting):
             return  # a rank on which there is any then compares with what the others say next, and all know
-        skips = trains and trainer.training and output is None
+        skips = trains and output is None
         said = f"{RETURNED} no loss and logged" if skips else LOGGED
         means = self._agree(-2, int(skips), said, list(logged))
         logged = self._agreed(logged)
@@ -357,7 +360,7 @@ class StepLog:
         means = self.means or Means()
         numbers = (len(means.all) << 16) + len(single_samples(means))
         mark = (what, more, 0, zlib.crc32("\n".join(names).encode()))
-        comparison = Comparison(mark, Requested(), self._host, Content(self._readers), means=numbers)
+        comparison = Comparison(mark, Requested(), self._host, self._content, means=numbers)
         comparison.finish(lambda: said, lambda: ", ".join(names))
         if comparison.same_means:
             return means

@@ -6,6 +6,7 @@ Megatron-LM and torchtitan stop before such a step too; Lightning trains on, and
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -57,8 +59,13 @@ class NonFinite:
             return
         value = loss.detach()
         self._losses = value if self._losses is None else self._losses + value
-        factor = 0 * value + 1  # 1 or nan, without a device having to wait
-        loss.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
+        nothing = value - value  # 0 or nan, without a device having to wait
+        at, node = loss.output_nr, get_gradient_edge(loss).node
+
+        def add(gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            return (*gradients[:at], gradients[at] + nothing, *gradients[at + 1 :])
+
+        node.register_prehook(add)  # in half the time of a hook of the tensor
 
     def before_step(self, optimizer: Optimizer, scale: float | None) -> None:
         """Looks at the gradients, reduced and clipped, by which the optimizer is about to step.
@@ -81,12 +88,12 @@ class NonFinite:
             self._decide(optimizer, said)
 
     def _is_fine(self, lengths: Tensor) -> bool:
-        fine = lengths.isfinite()
-        if self._agrees:
-            world = dist.group.WORLD
-            assert world is not None
-            fine = within_reach(fine.int(), world)
-            dist.all_reduce(fine, op=dist.ReduceOp.MIN)
+        if not self._agrees:
+            return math.isfinite(lengths.item())
+        world = dist.group.WORLD
+        assert world is not None
+        fine = within_reach(lengths.isfinite().int(), world)
+        dist.all_reduce(fine, op=dist.ReduceOp.MIN)
         return bool(fine)
 
     def _finding(self, losses: Tensor | None, held: Sequence[Any]) -> str:
@@ -116,9 +123,10 @@ class NonFinite:
 
 def _lengths(gradients: Sequence[Tensor]) -> Tensor:
     """The sum of norms, (): finite if gradients are, unless a norm is too large for its dtype."""
-    total = torch.zeros((), device=gradients[0].device if gradients else None)
-    for same in by_kind(gradients):
-        total = total + torch.stack(torch._foreach_norm(same)).sum().to(total.device)
+    totals = [torch.stack(torch._foreach_norm(same)).sum() for same in by_kind(gradients)] or [torch.zeros(())]
+    total, *others = totals
+    for other in others:
+        total = total + other.to(total.device)
     return total
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,12 +53,12 @@ class WholeGradients:
         shown = {id(parameter) for parameter in self._elsewhere}
         return [parameter for parameter in parameters if id(parameter) not in shown]
 
-    @contextmanager
-    def shown(self, hooks: tuple[str, ...]) -> Iterator[None]:
+    def shown(self, hooks: tuple[str, ...]) -> AbstractContextManager[None]:
         """Around hooks of these names."""
-        if hooks not in self._wanted:
-            yield
-            return
+        return self._shown() if hooks in self._wanted else nullcontext()
+
+    @contextmanager
+    def _shown(self) -> Iterator[None]:
         arrived = self._arrived()
         with self._divided.shown(), _as_whole(self._divided.held()):
             self._set(arrived)

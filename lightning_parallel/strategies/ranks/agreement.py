@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lightning_parallel.collectives.functional import highest
+
 T = TypeVar("T")
 
 
@@ -92,6 +94,7 @@ def require_same(what: str, values: Sequence[object], remedy: str) -> None:
 LOGGED = "a step that logged"
 RETURNED = "a step that returned"
 BACKWARD = "a backward pass within a step"
+NOT_KNOWN = float("-inf")
 Mark = tuple[int, int, int, int]
 
 
@@ -111,10 +114,15 @@ class Content:
 
     def numbers(self) -> list[float]:
         """The checksum and its negative, each in the place of the part: the highest of both tell whether all agree."""
-        numbers = [float("-inf")] * (2 * self.readers)
+        numbers = [NOT_KNOWN] * (2 * self.readers)
         if self.checksum is not None and self.readers:
             numbers[self.reader], numbers[self.readers + self.reader] = self.checksum, -self.checksum
         return numbers
+
+    def differs(self, highest: Sequence[float]) -> bool:
+        """Whether ranks that must read the same do not, by the highest of their `numbers`."""
+        pairs = zip(highest[: self.readers], highest[self.readers : 2 * self.readers], strict=True)
+        return any(high != -low for high, low in pairs if high != NOT_KNOWN)
 
 
 class Comparison:
@@ -140,10 +148,11 @@ class Comparison:
         samples: int = 0,
         means: int = 0,
     ) -> None:
-        self._group, self._content = group, content or Content()
-        numbers = [*self._content.numbers(), *requested, means, -means, -samples, *mark, *(-n for n in mark)]
+        self._group, self._content = group, content
+        read = [] if content is None else content.numbers()
+        numbers = [*read, *requested, means, -means, -samples, *mark, *[-number for number in mark]]
         self._numbers = torch.tensor(numbers, dtype=torch.float64)
-        self._work = dist.all_reduce(self._numbers, op=dist.ReduceOp.MAX, group=group, async_op=True)
+        self._work = highest(self._numbers, group)
         self._places = len(mark)
         self.anybody: list[float] = []
         self.fewest = samples
@@ -160,19 +169,18 @@ class Comparison:
             ValueError: on every rank, if they are at different places or hold different things.
         """
         self._work.wait()
-        numbers = self._numbers.tolist()
-        highest, lowest = numbers[-2 * self._places : -self._places], numbers[-self._places :]
-        readers = self._content.readers
-        *self.anybody, most, least, fewest = numbers[2 * readers : -2 * self._places]
+        numbers, places = self._numbers.tolist(), self._places
+        readers = 0 if self._content is None else self._content.readers
+        *self.anybody, most, least, fewest = numbers[2 * readers : -2 * places]
         self.same_means, self.fewest = most == -least, -int(fewest)
-        if any(high != -low for high, low in zip(highest, lowest, strict=True)):
+        if numbers[-2 * places : -places] != [-lowest for lowest in numbers[-places:]]:
             self._explain(gather_objects((where(), what()), self._group))
-        if any(high != -low for high, low in zip(numbers[:readers], numbers[readers : 2 * readers], strict=True)):
-            self._explain_content(where())
+        if self._content is not None and self._content.differs(numbers):
+            self._explain_content(self._content, where())
 
-    def _explain_content(self, where: str) -> None:
-        said = gather_objects((self._content.reader, self._content.checksum), self._group)
-        for reader in range(self._content.readers):
+    def _explain_content(self, content: Content, where: str) -> None:
+        said = gather_objects((content.reader, content.checksum), self._group)
+        for reader in range(content.readers):
             ranks = [rank for rank, (part, _) in enumerate(said) if part == reader]
             if len({said[rank][1] for rank in ranks}) > 1:
                 raise ValueError(

@@ -36,6 +36,13 @@ class MeshCallback(Callback):
         self._show_whole, self._shown = show_whole, ExitStack()
         self._hidden: list[Callback] = []
 
+    # Lightning calls every hook of a callback in every step, and none that is None
+    on_train_batch_end: Any = None
+    on_before_backward: Any = None
+    on_after_backward: Any = None
+    on_before_optimizer_step: Any = None
+    on_before_zero_grad: Any = None
+
     def join(self, trainer: Trainer) -> None:
         """Stands among callbacks that were put in the place of the trainer's, too, as Lightning's Tuner does."""
         if self not in lightnings.callbacks_of(trainer):

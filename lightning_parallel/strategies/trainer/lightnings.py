@@ -187,5 +187,6 @@ def transferred(module: LightningModule, batch: Any, device: torch.device) -> An
 def somebody_overrides(hooks: tuple[str, ...], module: LightningModule, callbacks: list[Callback]) -> bool:
     """Whether the module overrides one of these hooks, or a callback the first."""
     base = getattr(Callback, hooks[0])
-    theirs = [vars(callback).get(hooks[0], getattr(type(callback), hooks[0])) for callback in callbacks]
+    found = [vars(callback).get(hooks[0], getattr(type(callback), hooks[0])) for callback in callbacks]
+    theirs = [hook for hook in found if hook is not None]  # which Lightning does not call
     return any(is_overridden(name, module) for name in hooks) or any(hook is not base for hook in theirs)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from lightning_parallel.collectives.functional import Pending, all_reduce
@@ -106,10 +107,14 @@ class AllReduceBucket(Bucket):
     def put(self, index: int) -> None:
         """See `Bucket.put`. A gradient that already lives in the buffer is not copied again."""
         parameter = self.parameters[index]
-        if parameter.grad is not None and parameter.grad.is_sparse:
+        gradient = parameter.grad
+        if gradient is None:
+            self.fill(index, None)
+            return
+        if gradient.is_sparse:
             raise TypeError("sparse gradients (Embedding(sparse=True)) cannot be reduced in buckets; use sparse=False")
-        self.fill(index, None if parameter.grad is None else local(parameter.grad))
-        if parameter.grad is not None and not self._is_cast(index):
+        self.fill(index, gradient._local_tensor if isinstance(gradient, DTensor) else gradient)
+        if parameter.dtype == self.dtype:
             parameter.grad = self._gradient(index)
 
     def fill(self, index: int, gradient: Tensor | None) -> None:
@@ -120,13 +125,14 @@ class AllReduceBucket(Bucket):
             view.zero_()
         else:
             scale = self.without_factor(self._scale) if self.early else self._scale
-            torch.mul(gradient.to(self.dtype), scale, out=view)
+            torch.mul(gradient if gradient.dtype == self.dtype else gradient.to(self.dtype), scale, out=view)
 
     def _gradient(self, index: int) -> Tensor:
         """A parameter's part of the message; `module.to` may have given other memory to the tensor that it was."""
-        if local(self._gradients[index]).data_ptr() != self._views[index].data_ptr():
-            self._gradients[index] = self._as_gradient(index)
-        return self._gradients[index]
+        gradient = self._gradients[index]
+        if local(gradient).data_ptr() != self._views[index].data_ptr():
+            gradient = self._gradients[index] = self._as_gradient(index)
+        return gradient
 
     def _is_cast(self, index: int) -> bool:
         """Whether a parameter's gradient has another dtype than the message, and so lives beside it."""

@@ -93,10 +93,11 @@ class StoredOptimizer:
         self._mean = mean
         self._elementwise = is_elementwise(optimizer)
         self._groups: list[list[nn.Parameter]] | None = None
-        self._stepped: dict[nn.Parameter, Tensor] = {}
+        # under their `id`: a tensor takes a call of Python's to be hashed, and each is asked for in every step
+        self._stepped: dict[int, tuple[nn.Parameter, Tensor]] = {}
         self._wholes: dict[nn.Parameter, Tensor] = {}
         self._absent: dict[nn.Parameter, AbsentTensor] = {}
-        self._adopted: set[nn.Parameter] = set()
+        self._adopted: dict[int, nn.Parameter] = {}
         self._say_what_is_gathered()
         with torch.no_grad():
             for parameter in self._parameters():
@@ -195,17 +196,21 @@ class StoredOptimizer:
         if tensor is parameter:
             return tensor
         tensor.grad = self._gradient(parameter, tensor)
-        self._adopt(parameter)
+        if id(parameter) not in self._adopted:
+            self._adopt(parameter)
         state = self.optimizer.state
-        if parameter in state and parameter not in self._stepped:
-            state[tensor] = state.pop(parameter)
-            if tensor is self._wholes.get(parameter):
-                _convert(state[tensor], whole_tensor)
-        self._stepped[parameter] = tensor
+        if id(parameter) not in self._stepped and (values := state.pop(parameter, None)) is not None:
+            state[tensor] = values
+            if self._wholes and self._is_whole(tensor, parameter):
+                _convert(values, whole_tensor)
+        self._stepped[id(parameter)] = parameter, tensor
         return tensor
 
+    def _is_whole(self, tensor: Tensor, parameter: nn.Parameter) -> bool:
+        return tensor is self._wholes.get(parameter)
+
     def _to_step(self, parameter: nn.Parameter) -> Tensor:
-        if self._elsewhere and parameter in self._elsewhere:  # a tensor takes a call to be hashed
+        if self._elsewhere and parameter in self._elsewhere:
             if parameter not in self._absent:
                 self._absent[parameter] = AbsentTensor.like(parameter)
             return self._absent[parameter]
@@ -213,7 +218,7 @@ class StoredOptimizer:
         if not isinstance(stored, DTensor):
             return stored
         if self._elementwise or not is_sharded(stored):
-            return stored.to_local()
+            return stored._local_tensor
         value = whole_tensor(stored).to(stored.device)
         whole = self._wholes.setdefault(parameter, value)  # the same in every step: optimizers may keep it
         whole.untyped_storage().resize_(value.untyped_storage().nbytes())
@@ -222,9 +227,9 @@ class StoredOptimizer:
     def _gradient(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor | None:
         gradient = parameter.grad
         if isinstance(gradient, DTensor):
-            whole = not self._elementwise and tensor is self._wholes.get(parameter)
-            gradient = whole_tensor(gradient) if whole else gradient.to_local()
-        return None if gradient is None else gradient.to(tensor.device)
+            whole = self._wholes and self._is_whole(tensor, parameter)
+            gradient = whole_tensor(gradient) if whole else gradient._local_tensor
+        return gradient if gradient is None or gradient.device == tensor.device else gradient.to(tensor.device)
 
     def _store(self, tensor: Tensor, parameter: nn.Parameter) -> None:
         if tensor is parameter:
@@ -232,7 +237,7 @@ class StoredOptimizer:
         if tensor.grad is None:
             parameter.grad = None  # it is the optimizer that zeroed it
         tensor.grad = None
-        if not self._elementwise and tensor is self._wholes.get(parameter):
+        if self._wholes and self._is_whole(tensor, parameter):
             stored = self._step.stored(parameter)
             assert isinstance(stored, DTensor)
             stored.to_local().copy_(shard_of(tensor, stored).to_local())
@@ -242,10 +247,11 @@ class StoredOptimizer:
     @torch.no_grad()
     def _sleep(self) -> None:
         """Between steps the state lies under the module's parameters, and each rank keeps its part of it."""
-        for parameter, tensor in self._stepped.items():
-            if tensor in self.optimizer.state:
-                self.optimizer.state[parameter] = self.optimizer.state.pop(tensor)
-            if not self._elementwise and tensor is self._wholes.get(parameter):
+        state = self.optimizer.state
+        for parameter, tensor in self._stepped.values():
+            if (values := state.pop(tensor, None)) is not None:
+                state[parameter] = values
+            if self._wholes and self._is_whole(tensor, parameter):
                 self._rest(parameter)
                 tensor.untyped_storage().resize_(0)
         self._stepped.clear()
@@ -255,12 +261,13 @@ class StoredOptimizer:
 
         Of what another rank holds it is given up.
         """
-        if self._elsewhere and parameter in self._elsewhere and parameter not in self._adopted:
+        if parameter in self._elsewhere:
             _convert(self.optimizer.state.get(parameter), partial(_without_values, parameter))
-            self._adopted.add(parameter)
-        if parameter not in self._adopted and isinstance(self._step.stored(parameter), DTensor):
+        elif isinstance(self._step.stored(parameter), DTensor):
             self._rest(parameter)
-            self._adopted.add(parameter)
+        else:
+            return
+        self._adopted[id(parameter)] = parameter
 
     def _rest(self, parameter: nn.Parameter) -> None:
         if parameter in self.optimizer.state:

@@ -11,10 +11,11 @@ twice as expensive for the host.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from functools import partial
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -203,8 +204,9 @@ BY_HAND = (
 )
 
 
-WATCHES: tuple[Loss | ByHand, ...] = (*LOSSES, *BY_HAND)
-Watched = tuple[list[Any], Token[Any]]
+ALL: tuple[Loss | ByHand, ...] = (*LOSSES, *BY_HAND)
+WATCHES = {owner: {each.name: each for each in ALL if each.owner is owner} for owner in (NN, torch, Tensor)}
+Watched = tuple[list[dict[str, Any]], Token[Any]]
 """What was there before, and what noted means."""
 
 
@@ -213,10 +215,11 @@ Watched = tuple[list[Any], Token[Any]]
 
 def watch(means: Means) -> Watched:
     """Asks what notes means, from now on, in all that may compute one in this thread; `unwatch` ends it."""
-    own = []
-    for each in WATCHES:
-        own.append(vars(each.owner).get(each.name))
-        setattr(each.owner, each.name, _watched(each, getattr(each.owner, each.name)))
+    own: list[dict[str, Any]] = []
+    for owner, watches in WATCHES.items():
+        there = {name: vars(owner).get(name) for name in watches}
+        own.append(there)
+        _put(owner, {name: _watched(watch, getattr(owner, name)) for name, watch in watches.items()})
     return own, WATCHING.set(means)
 
 
@@ -224,11 +227,20 @@ def unwatch(watched: Watched) -> None:
     """Puts back what `watch` replaced."""
     own, before = watched
     WATCHING.reset(before)
-    for each, function in zip(WATCHES, own, strict=True):
-        if function is None:  # a method that `Tensor` inherits
-            delattr(each.owner, each.name)
+    for owner, there in zip(WATCHES, own, strict=True):
+        _put(owner, there)
+
+
+def _put(owner: Any, functions: Mapping[str, Any]) -> None:
+    """Puts all functions into a module at once, or one by one into a class; None stands for an inherited method."""
+    if isinstance(owner, ModuleType):
+        vars(owner).update(functions)
+        return
+    for name, function in functions.items():
+        if function is None:
+            delattr(owner, name)
         else:
-            setattr(each.owner, each.name, function)
+            setattr(owner, name, function)
 
 
 @functools.cache  # made once, and not in every step

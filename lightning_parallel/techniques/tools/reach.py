@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -103,16 +104,13 @@ def _is_sum(node: Any) -> bool:
 
 def is_of_selection(start: Any) -> bool:
     """Whether what a node made has an element, or a row, for each of those that were selected from something."""
-    rows = None if start is None else start._input_metadata[0].shape[:1]
-    ahead: deque[Any] = deque([start] if rows else [])
-    for _ in range(NEAR):
-        if not ahead:
-            return False
-        node = ahead.popleft()
-        if node.name().startswith(SELECTIONS):
+    rows = None if start is None else _made(start).shape[:1]
+    ahead = [start] if rows else []
+    for node in islice(ahead, NEAR):  # which grows meanwhile
+        if type(node).__name__.startswith(SELECTIONS):
             return True
         for parent, _ in node.next_functions:
-            if parent is not None and parent._input_metadata[0].shape[:1] == rows:
+            if parent is not None and _made(parent).shape[:1] == rows:
                 ahead.append(parent)
     return False
 

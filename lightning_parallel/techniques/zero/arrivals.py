@@ -150,7 +150,7 @@ class Rehearsal:
     """Watches which parameters a step uses, in a way that would wait for them."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.used_in_python: set[nn.Parameter] = set()
+        self.used_in_python: set[int] = set()  # their `id`, as tensors are slow to be hashed
         self._watched = [parameter for parameter in parameters if type(parameter) is nn.Parameter]
         for parameter in self._watched:
             _watch(parameter, self)
@@ -159,7 +159,7 @@ class Rehearsal:
         """See `Watch.used`. To read an attribute, such as the gradient, is not yet to use the values."""
         _release(parameter)
         if getattr(function, "__name__", "") not in ("__get__", "__set__", "__delete__"):
-            self.used_in_python.add(parameter)
+            self.used_in_python.add(id(parameter))
 
     def close(self) -> None:
         """The step is over. Rows may be on their way already, where the optimizer stepped within it."""
@@ -178,9 +178,9 @@ class Arrivals:
     def __init__(self, blocks: Iterable[nn.Module]) -> None:
         self._pending: list[Arrival] = []
         self._new: list[nn.Parameter] = []
-        self._known: set[nn.Parameter] = set()
-        self._used: set[nn.Parameter] = set()
-        self._entered: set[nn.Parameter] = set()
+        self._known: set[int] = set()
+        self._used: set[int] = set()
+        self._entered: set[int] = set()
         self._rehearsal: Rehearsal | None = None
         self._unread: list[nn.Parameter] = []
         self._running = self._compiles = False
@@ -210,11 +210,11 @@ class Arrivals:
         for arrival in started:
             if arrival not in self._pending:
                 arrival.complete()
-                self._new += [parameter for parameter in arrival.parameters if parameter not in self._known]
+                self._new += [parameter for parameter in arrival.parameters if id(parameter) not in self._known]
 
     def _may_wait(self, arrival: Arrival) -> bool:
         safe = self._entered if self._compiles else self._used
-        return not arrival.exposed and all(type(p) is nn.Parameter and p in safe for p in arrival.parameters)
+        return not arrival.exposed and all(type(p) is nn.Parameter and id(p) in safe for p in arrival.parameters)
 
     def complete(self) -> None:
         """Waits for all."""
@@ -241,7 +241,7 @@ class Arrivals:
 
     def _begin_watching(self) -> None:
         if self._new:
-            self._known.update(self._new)
+            self._known.update(map(id, self._new))
             self._rehearsal = Rehearsal(() if self._compiles else self._new)
             self._new = []
 
@@ -264,8 +264,8 @@ class Arrivals:
             if type(parameter) is Arriving:
                 parameter._use()
         if self._rehearsal is not None:
-            self._entered.update(parameters)
-            self._used.update(parameters)
+            self._entered.update(map(id, parameters))
+            self._used.update(map(id, parameters))
 
     # ---------------------------------------------------------------- what nobody may overlook
 

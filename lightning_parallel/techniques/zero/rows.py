@@ -33,7 +33,7 @@ class RowShard:
         self.start = min(mesh.get_local_rank() * self.chunk, kept.numel())
         self.stop = min(self.start + self.chunk, kept.numel())
         self._full = kept.numel() // self.chunk  # ranks whose chunks have no padding
-        self._even = kept.numel() == self.chunk * mesh.size()
+        self.even = kept.numel() == self.chunk * mesh.size()
         self._large = kept.nbytes >= IN_PLACE_BYTES
         self.chunk_bytes = self.chunk * kept.element_size()
         self._stored: DTensor | None = None
@@ -88,6 +88,9 @@ class RowShard:
 
     def copy_whole(self, source: Tensor, chunks: Tensor, scale: float) -> None:
         """Lays the whole tensor out as the chunks of all ranks, (ranks, chunk), the last ones padded with zeros."""
+        if self.even:
+            torch.mul(source.reshape(chunks.shape), scale, out=chunks)
+            return
         flat = source.reshape(-1)
         full = flat.numel() // self.chunk
         torch.mul(flat[: full * self.chunk].view(full, self.chunk), scale, out=chunks[:full])
@@ -99,13 +102,13 @@ class RowShard:
     def assembled_from(self, chunks: Tensor) -> list[tuple[Tensor, Tensor]]:
         """The copies, (target, source), that fill the parameter from the chunks of all ranks."""
         whole, rest = self._targets
-        if self._even:
+        if self.even:
             return [(whole, chunks)]
         return [(whole, chunks[: self._full]), (rest, chunks[self._full, : rest.shape[0]])]
 
     def lies_in_place(self, gathers_uneven_rows: bool) -> bool:
         """Whether the rows of all ranks are gathered where they belong, with no message beside the parameter."""
-        return self._large and (self._even or gathers_uneven_rows)
+        return self._large and (self.even or gathers_uneven_rows)
 
     def gather_in_place(self, group: dist.ProcessGroup) -> Pending:
         """Starts to gather the rows of all ranks into the parameter's own memory."""
@@ -142,7 +145,7 @@ class Gathering:
         whole = local(self._small[0].parameter).new_empty(self._group.size(), sum(self._chunks))
         own = whole[self._group.rank()]
         slots = zip(self._small, torch.split(own, self._chunks), strict=True)
-        torch._foreach_copy_([slot[: shard.numel] for shard, slot in slots], kept)
+        torch._foreach_copy_([slot if shard.even else slot[: shard.numel] for shard, slot in slots], kept)
 
         def unpack() -> None:
             columns = zip(self._small, torch.split(whole, self._chunks, dim=1), strict=True)

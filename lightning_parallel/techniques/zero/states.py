@@ -9,6 +9,7 @@ Source: S. Rajbhandari et al., ZeRO, SC 2020.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -65,7 +66,8 @@ class ShardedStatesStep(BucketedStep):
 
     def stored(self, parameter: nn.Parameter) -> Tensor:
         """The rows of the parameter that this rank's optimizer steps, as a DTensor."""
-        self._adopt_unfrozen()
+        if self._waiting:
+            self._adopt_unfrozen()
         place = self.places.get(parameter)
         return self.inner.stored(parameter) if place is None else place[0].shards[place[1]].stored()
 
@@ -97,8 +99,8 @@ class ShardedStatesStep(BucketedStep):
 
     def after_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """Starts to gather the stepped rows of all ranks into the whole parameters, in the order of the forward."""
-        stepped = {id(place[0]) for parameter in parameters if (place := self.places.get(parameter))}
-        buckets = [bucket for bucket in reversed(self.buckets) if id(bucket) in stepped]
+        stepped = set(map(id, parameters))
+        buckets = [b for b in reversed(self.buckets) if any(id(parameter) in stepped for parameter in b.parameters)]
         self._arrivals.start([bucket.gather_parameters for bucket in buckets], BESIDE_BYTES)
         self.inner.after_optimizer_step(parameters)
 
@@ -138,11 +140,13 @@ class ScatterBucket(Bucket):
         self._gathering = Gathering(self.shards, self._shard_group)
         self._replica_group = None if holders.replicas is None else holders.replicas.get_group()
         self._ranks, self._scale = holders.sharing.size(), holders.scale
-        ends = torch.tensor([shard.chunk for shard in self.shards]).cumsum(0).tolist()
+        self._sizes = [*(shard.chunk for shard in self.shards), len(self.shards)]
+        ends = [*accumulate(self._sizes[:-1])]
         self._slots = [slice(end - shard.chunk, end) for end, shard in zip(ends, self.shards, strict=True)]
         self._width = ends[-1] + len(self.shards)
         self._flags = slice(ends[-1], self._width)
         self._message: Tensor | None = None
+        self._chunks: Sequence[Tensor] = ()  # of the message: each parameter's, and the flags
         self._kept = torch.zeros(self._width, dtype=parameters[0].dtype, device=parameters[0].device)
         self._carried: list[int] = []
         self._pending: Waitable = Pending(None)
@@ -185,14 +189,15 @@ class ScatterBucket(Bucket):
         gradient = parameter.grad
         if gradient is not None and gradient.is_sparse:
             raise TypeError("sparse gradients (Embedding(sparse=True)) cannot be sharded; use sparse=False")
-        self.fill(index, local(gradient) if isinstance(gradient, DTensor) else gradient)
+        self.fill(index, gradient._local_tensor if isinstance(gradient, DTensor) else gradient)
         parameter.grad = None
 
     def fill(self, index: int, gradient: Tensor | None) -> None:
         """See `Bucket.fill`."""
         if self._message is None:
             self._message = self._kept.new_empty(self._ranks, self._width)
-        chunks = self._message[:, self._slots[index]]
+            self._chunks = torch.split(self._message, self._sizes, dim=1)
+        chunks = self._chunks[index]
         if gradient is None:
             chunks.zero_()
         else:
@@ -202,9 +207,9 @@ class ScatterBucket(Bucket):
     def start(self, unused: list[int]) -> None:
         """See `Bucket.start`."""
         assert self._message is not None
-        self._message[:, self._flags] = 1
-        for index in unused:
-            self._message[:, self._flags.start + index] = 0
+        flags = self._chunks[-1].fill_(1)
+        if unused:
+            flags[:, unused] = 0
         self._unused = unused
         beside = self.early or self._carried
         self._received = self._kept.new_empty(self._width) if beside else self._kept
@@ -213,7 +218,7 @@ class ScatterBucket(Bucket):
     def settle(self) -> None:
         """See `Bucket.settle`. Hybrid sharding now sums the shards over the replicas, in passes that synchronise."""
         self._pending.wait()
-        self._message = None
+        self._message, self._chunks = None, ()
         if self._of_one_replica:  # earlier passes were not summed over the replicas: now their sum is, with this one
             self._add_carried()
         group = self._replica_group
@@ -235,7 +240,7 @@ class ScatterBucket(Bucket):
     def drop(self) -> None:
         """See `Bucket.drop`."""
         self._pending.wait()
-        self._message, self._received = None, self._kept
+        self._message, self._chunks, self._received = None, (), self._kept
 
     def _unused_everywhere(self) -> list[int]:
         if not self._unused:
