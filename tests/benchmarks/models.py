@@ -67,3 +67,10 @@ class Tiny(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class ShardedTiny(Tiny):
+    """The same, sharded in one piece, as a user of Lightning's ModelParallelStrategy writes it."""
+
+    def configure_model(self) -> None:
+        fully_shard(self, mesh=self.device_mesh["data_parallel"])

@@ -7,7 +7,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
 from lightning_parallel import DataParallelStrategy, HybridStrategy, ZeroStrategy
 from tests.benchmarks.interleaved import Variant, measure, table_of_differences, table_of_ratios, verdict
-from tests.benchmarks.models import ShardedTransformer, Tiny, Transformer
+from tests.benchmarks.models import ShardedTiny, ShardedTransformer, Tiny, Transformer
 
 pytestmark = [pytest.mark.benchmark, pytest.mark.filterwarnings("ignore")]
 
@@ -44,6 +44,7 @@ TINY = {
     "Zero(stage=1)": Variant(Tiny, lambda: ZeroStrategy(stage=1)),
     "Zero(stage=2)": Variant(Tiny, lambda: ZeroStrategy(stage=2)),
     "Zero(stage=3)": Variant(Tiny, lambda: ZeroStrategy(stage=3)),
+    FSDP: Variant(ShardedTiny, lightning_fsdp),
 }
 
 ALONE = {

@@ -9,12 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from lightning_parallel.collectives.functional import Pending, all_reduce
 from lightning_parallel.mesh import ParallelMesh
-from lightning_parallel.techniques.gradients.bucket import Bucket
+from lightning_parallel.techniques.gradients.bucket import Bucket, copy_scaled, dense
 from lightning_parallel.techniques.gradients.buckets import BucketedStep
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.tools.holders import Holders
@@ -104,18 +103,23 @@ class AllReduceBucket(Bucket):
             self._views[index].copy_(local(parameter.grad))
             parameter.grad = gradient
 
-    def put(self, index: int) -> None:
+    def put(self, indices: Sequence[int]) -> None:
         """See `Bucket.put`. A gradient that already lives in the buffer is not copied again."""
-        parameter = self.parameters[index]
-        gradient = parameter.grad
-        if gradient is None:
-            self.fill(index, None)
-            return
-        if gradient.is_sparse:
-            raise TypeError("sparse gradients (Embedding(sparse=True)) cannot be reduced in buckets; use sparse=False")
-        self.fill(index, gradient._local_tensor if isinstance(gradient, DTensor) else gradient)
-        if parameter.dtype == self.dtype:
-            parameter.grad = self._gradient(index)
+        self._allocate()
+        views, arrived = [], []
+        for index in indices:
+            gradient = self.parameters[index].grad
+            if gradient is None or len(indices) == 1:
+                self.fill(index, None if gradient is None else dense(gradient))
+            else:
+                views.append(self._views[index])
+                arrived.append(dense(gradient))
+        if views:
+            copy_scaled(views, arrived, self._own_scale)
+        for index in indices:
+            parameter = self.parameters[index]
+            if parameter.grad is not None and parameter.dtype == self.dtype:
+                parameter.grad = self._gradient(index)
 
     def fill(self, index: int, gradient: Tensor | None) -> None:
         """See `Bucket.fill`."""
@@ -124,8 +128,11 @@ class AllReduceBucket(Bucket):
         if gradient is None:
             view.zero_()
         else:
-            scale = self.without_factor(self._scale) if self.early else self._scale
-            torch.mul(gradient if gradient.dtype == self.dtype else gradient.to(self.dtype), scale, out=view)
+            torch.mul(gradient if gradient.dtype == self.dtype else gradient.to(self.dtype), self._own_scale, out=view)
+
+    @property
+    def _own_scale(self) -> float:
+        return self.without_factor(self._scale) if self.early else self._scale
 
     def _gradient(self, index: int) -> Tensor:
         """A parameter's part of the message; `module.to` may have given other memory to the tensor that it was."""

@@ -8,6 +8,12 @@ from functools import reduce
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_parallel.techniques.tools.shards import local
+
+TOGETHER, SMALL_BYTES = 16, 2**16
+"""So many gradients of at most this size are moved into a message at once: alone, each costs more calls than bytes."""
 
 
 class Bucket(ABC):
@@ -26,6 +32,7 @@ class Bucket(ABC):
     | `take`, `lacks`     | never                               | a gradient that is final; a parameter without one  |
     | `resume`            | never                               | backward begins                                    |
     | `receive`           | a gradient arrived as `grad`        | the same, of those that were not taken             |
+    | `put`               | what arrived is in the message      | the same                                           |
     | `send`              | what is missing goes as it was      | what is missing goes as zeros                      |
     | `settle`            | some buckets later                  | the same                                           |
     | `finish` / `drop`   | all have what was reduced / never   | the same / there is no backward                    |
@@ -43,6 +50,8 @@ class Bucket(ABC):
         self.factor = 1.0
         self.without: set[int] = set()  # the missing ones that nothing will come for
         self._taken: set[int] = set()
+        self._small = [local(parameter.detach()).nbytes <= SMALL_BYTES for parameter in self.parameters]
+        self._arrived: list[int] = []  # small ones that lie where they arrived
         self.dtype = self.parameters[0].dtype
         self.agreed = False
 
@@ -64,7 +73,7 @@ class Bucket(ABC):
         """
         self.synced, self.early, self.factor = synced, early, 1.0
         self.missing = {index for index, parameter in enumerate(self.parameters) if parameter.requires_grad}
-        self._taken, self.without = set(), set()
+        self._taken, self.without, self._arrived = set(), set(), []
         self.active = bool(self.missing)
 
     def take(self, index: int, gradient: Tensor) -> None:
@@ -97,25 +106,36 @@ class Bucket(ABC):
                 "backward pass; reentrant activation checkpointing does this: call checkpoint(..., use_reentrant=False)"
             )
         self.missing.discard(index)
-        self.put(index)
+        if not self._small[index]:
+            self.put([index])
+            return
+        self._arrived.append(index)
+        if len(self._arrived) == TOGETHER:
+            self._put_arrived()
+
+    def _put_arrived(self) -> None:
+        arrived, self._arrived = self._arrived, []
+        if arrived:
+            self.put(arrived)
 
     def send(self) -> None:
         """Starts the reduction; parameters without a new gradient take part with the one they have, or with zeros."""
         late = [i for i, parameter in enumerate(self.parameters) if i in self.missing or not parameter.requires_grad]
         unused = [index for index in late if self.early or self.parameters[index].grad is None]
+        self._put_arrived()
         for index in late:
             if self.early:
                 self.fill(index, None)
             else:
-                self.put(index)
+                self.put([index])
         self.start(unused)
 
     def keep(self, index: int) -> None:  # noqa: B027
         """The gradient of one parameter grew in a pass that is not reduced."""
 
     @abstractmethod
-    def put(self, index: int) -> None:
-        """Moves what a parameter has for `grad` into the message, zeros if it has none."""
+    def put(self, indices: Sequence[int]) -> None:
+        """Moves what parameters have for `grad` into the message, zeros for those that have none."""
 
     @abstractmethod
     def fill(self, index: int, gradient: Tensor | None) -> None:
@@ -135,3 +155,24 @@ class Bucket(ABC):
     @abstractmethod
     def drop(self) -> None:
         """Waits for what is under way, and lets go of it: there is no backward for what was taken."""
+
+
+def dense(gradient: Tensor) -> Tensor:
+    """What this rank holds of a gradient.
+
+    Raises:
+        TypeError: the gradient is sparse.
+    """
+    if gradient.is_sparse:
+        raise TypeError("sparse gradients (Embedding(sparse=True)) cannot be reduced in buckets; use sparse=False")
+    return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+
+
+def copy_scaled(targets: list[Tensor], sources: list[Tensor], scale: float) -> None:
+    """Copies tensors into others, which have one dtype, and multiplies them there."""
+    torch._foreach_copy_(targets, sources)
+    kind, lies_on_host = targets[0].dtype, targets[0].is_cpu
+    if lies_on_host and kind.itemsize >= 4:  # a number becomes a tensor there each time; half precision would round it
+        torch._foreach_mul_(targets, torch.tensor(scale, dtype=kind))
+    else:
+        torch._foreach_mul_(targets, scale)

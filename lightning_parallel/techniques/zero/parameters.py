@@ -367,19 +367,20 @@ class _RequiresGrad:
     """
 
     def __init__(self, root: Root) -> None:
-        # by identity: the hash of a metric changes with its state
+        # by identity: the hash of a metric changes with its state, and that of a tensor takes a call of Python's
         self._slots = {id(module): _sharded_slots(module) for module in (root, *_entrances(root.model))}
-        self._agreed: dict[Tensor, bool] = {}
+        self._agreed: dict[int, bool] = {}
 
     def agree(self, module: nn.Module) -> None:
         """The whole and the sharded parameters under a module become as the one of the two that changed."""
         for owner, name, shard in self._slots[id(module)]:
-            whole, agreed = owner._parameters[name], self._agreed.get(shard, shard.requires_grad)
-            if whole is not None and whole.requires_grad != shard.requires_grad:
-                wanted = whole.requires_grad if shard.requires_grad == agreed else shard.requires_grad
-                whole.requires_grad_(wanted)
-                shard.requires_grad_(wanted)
-            self._agreed[shard] = shard.requires_grad
+            whole, learns = owner._parameters[name], shard.requires_grad
+            if whole is not None and whole.requires_grad != learns:
+                if learns == self._agreed.get(id(shard), learns):
+                    learns = whole.requires_grad
+                whole.requires_grad_(learns)
+                shard.requires_grad_(learns)
+            self._agreed[id(shard)] = learns
 
 
 def _sharded_slots(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:

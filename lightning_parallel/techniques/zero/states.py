@@ -14,11 +14,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightning_parallel.collectives.functional import Pending, Waitable, all_reduce, reduce_scatter
 from lightning_parallel.mesh import ParallelMesh
-from lightning_parallel.techniques.gradients.bucket import Bucket
+from lightning_parallel.techniques.gradients.bucket import Bucket, copy_scaled, dense
 from lightning_parallel.techniques.gradients.buckets import BucketedStep, has_shard
 from lightning_parallel.techniques.step import Run, Step
 from lightning_parallel.techniques.tools.holders import Holders
@@ -183,26 +182,39 @@ class ScatterBucket(Bucket):
         if storage.nbytes() and not any(map(has_shard, self.parameters)):
             storage.resize_(0)
 
-    def put(self, index: int) -> None:
+    def put(self, indices: Sequence[int]) -> None:
         """See `Bucket.put`."""
-        parameter = self.parameters[index]
-        gradient = parameter.grad
-        if gradient is not None and gradient.is_sparse:
-            raise TypeError("sparse gradients (Embedding(sparse=True)) cannot be sharded; use sparse=False")
-        self.fill(index, gradient._local_tensor if isinstance(gradient, DTensor) else gradient)
-        parameter.grad = None
+        self._allocate()
+        chunks, arrived = [], []
+        for index in indices:
+            gradient = self.parameters[index].grad
+            if gradient is not None and self.shards[index].even and len(indices) > 1:
+                chunks.append(self._chunks[index])
+                arrived.append(dense(gradient).reshape(chunks[-1].shape))
+            else:
+                self.fill(index, None if gradient is None else dense(gradient))
+        if chunks:
+            copy_scaled(chunks, arrived, self._own_scale)
+        for index in indices:
+            self.parameters[index].grad = None
 
     def fill(self, index: int, gradient: Tensor | None) -> None:
         """See `Bucket.fill`."""
-        if self._message is None:
-            self._message = self._kept.new_empty(self._ranks, self._width)
-            self._chunks = torch.split(self._message, self._sizes, dim=1)
+        self._allocate()
         chunks = self._chunks[index]
         if gradient is None:
             chunks.zero_()
         else:
-            scale = self.without_factor(self._scale) if self.early else self._scale
-            self.shards[index].copy_whole(gradient, chunks, scale)
+            self.shards[index].copy_whole(gradient, chunks, self._own_scale)
+
+    @property
+    def _own_scale(self) -> float:
+        return self.without_factor(self._scale) if self.early else self._scale
+
+    def _allocate(self) -> None:
+        if self._message is None:
+            self._message = self._kept.new_empty(self._ranks, self._width)
+            self._chunks = torch.split(self._message, self._sizes, dim=1)
 
     def start(self, unused: list[int]) -> None:
         """See `Bucket.start`."""
