@@ -1,10 +1,14 @@
 """Ranks that hold parts of one model for the same samples really read the same ones."""
 
+from unittest import mock
+
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_parallel import DataParallel, HybridStrategy, PipelineParallel
+from lightning_parallel.strategies.ranks import agreement
 from tests.models import build, points
 from tests.ranks import ranks
 from tests.trainers import trainer
@@ -52,3 +56,29 @@ def test_other_values_on_one_rank_are_named_before_the_step(kind):
 def test_the_pipeline_concerned_is_named():
     with pytest.raises(ValueError, match=r"batch \d of loader 0 differs between ranks 1, 3, which must read the same"):
         fit(DataLoader(Augmented(3), batch_size=4), 2)
+
+
+class Said(Callback):
+    """What ranks told each other in objects, from the second batch to the last."""
+
+    def __init__(self):
+        self.words = 0
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if batch_idx == 0:
+            self.patch = mock.patch.object(agreement, "gather_objects", side_effect=self.count)
+            self.patch.start()
+        elif batch_idx == 4:
+            self.patch.stop()
+
+    def count(self, value, group):
+        self.words += 1
+        return [value] * group.size()
+
+
+@ranks(4)
+def test_ranks_that_agree_say_nothing_in_words():
+    said, loader = Said(), DataLoader(points(48, seed=1), batch_size=4)
+    techniques = [PipelineParallel(2, microbatches=2), DataParallel(2)]
+    trainer(HybridStrategy(*techniques), max_epochs=1, callbacks=[said]).fit(build("plain"), loader, loader)
+    assert not said.words
