@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ from torch import Tensor
 T = TypeVar("T")
 
 ATOMS = (int, float, complex, str, bytes, type(None))
+LEAVES = (Tensor, *ATOMS)
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
@@ -29,13 +31,23 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 def children_of(value: Any) -> list[Any]:
     """The children of a container; nothing for anything else."""
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, (list, tuple)):
-        return list(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, field.name) for field in dataclasses.fields(value)]
-    return []
+    return _children_by(value.__class__)(value)
+
+
+@functools.cache  # to ask whether a class is a mapping takes longer than all else, and each value in a message is asked
+def _children_by(kind: Any) -> Callable[[Any], list[Any]]:
+    if issubclass(kind, (list, tuple)):
+        return list
+    if issubclass(kind, Mapping):
+        return lambda value: list(value.values())
+    names = field_names(kind)
+    return lambda value: [getattr(value, name) for name in names]
+
+
+@functools.cache
+def field_names(kind: Any) -> tuple[str, ...]:
+    """The names of the fields of a dataclass; none of any other class."""
+    return tuple(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else ()
 
 
 def has_numbers(value: Any) -> bool:
@@ -87,25 +99,25 @@ def map_kind(kind: type[T], change: Callable[[T], Any], value: Any) -> Any:
     """The structure of a value with everything of a kind changed, containers among them."""
     if isinstance(value, kind):
         return change(value)
-    children = [] if isinstance(value, (Tensor, *ATOMS)) else children_of(value)
+    children = [] if isinstance(value, LEAVES) else children_of(value)
     return rebuilt(value, [map_kind(kind, change, child) for child in children]) if children else value
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
     """The structure of a value with everything changed that holds nothing else."""
-    children = [] if isinstance(value, (Tensor, *ATOMS)) else children_of(value)
+    children = [] if isinstance(value, LEAVES) else children_of(value)
     return rebuilt(value, [map_leaves(change, child) for child in children]) if children else change(value)
 
 
 def rebuilt(value: Any, children: Sequence[Any]) -> Any:
     """A container like `value` with other children."""
-    if isinstance(value, Mapping):
-        return _filled(value, dict(zip(value, children, strict=True)))
     if isinstance(value, (list, tuple)):
         return like(value, children)
+    if isinstance(value, Mapping):
+        return _filled(value, dict(zip(value, children, strict=True)))
     made = copy.copy(value)
-    for field, child in zip(dataclasses.fields(value), children, strict=True):
-        object.__setattr__(made, field.name, child)
+    for name, child in zip(field_names(value.__class__), children, strict=True):
+        object.__setattr__(made, name, child)
     return made
 
 

@@ -7,7 +7,7 @@ would go on with zeros. So one microbatch of every batch runs with an eye on whe
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -119,17 +119,18 @@ class AbsentReads(TorchFunctionMode):
             mark_absent(tensor, what)
         return iter(made) if name == "__iter__" else result
 
-    @contextmanager
-    def resting(self, *given: Any) -> Iterator[None]:
+    def resting(self, *given: Any) -> AbstractContextManager[None]:
         """Inside it is not active, unless something that is given is absent, or somebody else's mode lies upon it."""
-        if _get_current_function_mode() is not self or absent_in(given):  # type: ignore[no-untyped-call]
-            yield
-            return
-        self.__exit__(None, None, None)
+        active = _get_current_function_mode() is self  # type: ignore[no-untyped-call]
+        return self._resting() if active and not absent_in(given) else nullcontext()
+
+    @contextmanager
+    def _resting(self) -> Iterator[None]:
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
-            self.__enter__()
+            self.__enter__()  # type: ignore[no-untyped-call]
 
 
 def _computed_with(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -8,14 +8,23 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_parallel.collectives.point_to_point import Arriving, Lane
-from lightning_parallel.values import TensorSpec, children_of, map_tensors, rebuilt, tensors_of
+from lightning_parallel.values import (
+    ATOMS,
+    LEAVES,
+    TensorSpec,
+    children_of,
+    field_names,
+    map_tensors,
+    rebuilt,
+    tensors_of,
+)
 
 
 @dataclass(frozen=True)
@@ -50,11 +59,28 @@ def _without_tensors(value: Any) -> Any:
     return map_tensors(TensorSpec.of, value)
 
 
+PLAIN = (*ATOMS, TensorSpec)
+
+
+def _fits(before: Any, now: Any) -> bool:
+    """Whether a value has a structure that is known, in a glance; `difference` looks closer, and tells."""
+    if isinstance(now, Tensor):
+        return type(before) is TensorSpec and before.shape == now.shape and before.dtype == now.dtype
+    if type(before) is not type(now):
+        return False
+    if isinstance(now, PLAIN):
+        return bool(before == now)
+    children, own = children_of(before), children_of(now)
+    known = bool(own) or isinstance(now, (list, tuple, dict))  # else it may be anything
+    named = isinstance(now, (list, tuple)) or _names(before) == _names(now)
+    return known and named and len(children) == len(own) and all(map(_fits, children, own))
+
+
 def difference(before: Any, now: Any, where: str = "") -> str | None:
     """Describes the first difference between two structures: its place and both values; None without one."""
     if type(before) is not type(now):
         return f"{where} is a {type(now).__name__} and was a {type(before).__name__}"
-    children, own = children_of(before), children_of(now)
+    children, own = ([], []) if isinstance(now, LEAVES) else (children_of(before), children_of(now))
     if not children and not own:
         return None if _is_same(before, now) else f"{where} is {now!r} and was {before!r}"
     names, own_names = _names(before), _names(now)
@@ -65,9 +91,7 @@ def difference(before: Any, now: Any, where: str = "") -> str | None:
 
 
 def _names(value: Any) -> list[Any]:
-    if isinstance(value, Mapping) or not is_dataclass(value):
-        return list(value) if isinstance(value, Mapping) else []
-    return [field.name for field in fields(value)]
+    return list(value) if isinstance(value, Mapping) else [*field_names(value.__class__)]
 
 
 def _is_same(before: Any, now: Any) -> bool:
@@ -135,7 +159,7 @@ class Exchange:
             structure = structure_of(value)
             self._sent[stage, signature] = pickle.loads(structure.rest)
             self.lane.send_object(structure, to, tag)
-        elif found := difference(before, _without_tensors(value)):
+        elif not _fits(before, value) and (found := difference(before, _without_tensors(value))):
             raise ValueError(
                 f"what stage {stage} hands on differs from what it handed on for a microbatch of the same shapes: "
                 f"{found}; what goes from stage to stage must follow from the batch's shapes, but for the values of "

@@ -272,7 +272,7 @@ class Executor:
     def _send_forward(self, place: Place) -> None:
         stage, microbatch = place
         signature = self._work.signatures[microbatch]
-        self._exchange.send_forward(stage, microbatch, signature, _detached(self._returned.pop(place)))
+        self._exchange.send_forward(stage, microbatch, signature, self._returned.pop(place))
 
     def _receive_forward(self, place: Place) -> None:
         stage, microbatch = place

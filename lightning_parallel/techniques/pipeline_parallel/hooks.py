@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import count
@@ -70,12 +70,12 @@ class Hooks:
         for handle in self._handles:
             handle.remove()
 
-    @contextmanager
-    def noting(self, owner: str, taken: dict[str, list[Taken]]) -> Iterator[None]:
+    def noting(self, owner: str, taken: dict[str, list[Taken]]) -> AbstractContextManager[None]:
         """Inside a block or a part runs, and what hooks in it get is noted under its name."""
-        if not self._modules:
-            yield
-            return
+        return self._noting(owner, taken) if self._modules else nullcontext()
+
+    @contextmanager
+    def _noting(self, owner: str, taken: dict[str, list[Taken]]) -> Iterator[None]:
         self._owner, self._taken = owner, taken.setdefault(owner, [])
         self._calls.clear()
         try:
