@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_parallel
-from lightning_parallel import DataParallelStrategy, ZeroStrategy
+from lightning_parallel import DataParallelStrategy, PipelineParallelStrategy, ZeroStrategy
 from tests.benchmarks.delaying import BACKEND, Pace, pretended
 from tests.benchmarks.interleaved import Repeated
+from tests.benchmarks.overlap import first_stage
 from tests.trainers import trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -66,12 +67,12 @@ class Counts(Callback):
             self.of["ours"] += frame.f_code.co_filename.startswith(PACKAGE)
 
 
-def counts(make_strategy: Callable[[], Strategy], layers: int) -> Counter[str]:
+def counts(make_strategy: Callable[[], Strategy], layers: int, batch: int = 4) -> Counter[str]:
     pace = Pace(alpha=0.0, on=True)
     found = Counts(pace)
-    with pretended(2, pace):
+    with pretended(2, pace), first_stage():
         run = {"barebones": True, "log_every_n_steps": None, "max_epochs": 1, "callbacks": [found]}
-        trainer(make_strategy(), 2, **run).fit(Chain(layers), DataLoader(Repeated((8,), 4 * 2 * (STEP + 2)), 4))
+        trainer(make_strategy(), 2, **run).fit(Chain(layers), DataLoader(Repeated((8,), batch * 2 * (STEP + 2)), batch))
     return found.of
 
 
@@ -94,3 +95,15 @@ def test_messages_and_calls_of_a_step(name: str) -> None:
     assert small["messages"] == large["messages"] == messages
     assert small["all"] - ddp[0]["all"] <= over_ddp
     assert (large["all"] - small["all"] - ddp[1]["all"] + ddp[0]["all"]) / 20 <= by_parameter
+
+
+def piped(microbatches: int) -> Counter[str]:
+    """On the first of two stages, with two of four layers, one sample in each microbatch."""
+    return counts(lambda: PipelineParallelStrategy(microbatches=microbatches, **GROUP), 4, batch=microbatches)
+
+
+def test_calls_of_a_microbatch() -> None:
+    few, many = piped(4), piped(12)
+    assert (many["messages"] - few["messages"]) / 8 == 2
+    assert (many["all"] - few["all"]) / 8 <= 430
+    assert (many["ours"] - few["ours"]) / 8 <= 215
