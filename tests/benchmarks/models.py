@@ -73,4 +73,4 @@ class ShardedTiny(Tiny):
     """The same, sharded in one piece, as a user of Lightning's ModelParallelStrategy writes it."""
 
     def configure_model(self) -> None:
-        fully_shard(self, mesh=self.device_mesh["data_parallel"])
+        fully_shard(self.network, mesh=self.device_mesh["data_parallel"])
