@@ -14,23 +14,19 @@ import zipfile
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    BytesStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
 
 from lightning_parallel.checkpoint.damage import REMEDY, Damaged
 from lightning_parallel.checkpoint.hashed import open_plain
 from lightning_parallel.checkpoint.manifest import FILE_NAME, MAX_BYTES
 from lightning_parallel.checkpoint.stored import StoredTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 INDEX, REST = ".metadata", "meta.pt"
 CLASSES = {
@@ -54,6 +50,8 @@ def is_foreign(path: Path) -> bool:
 
 def _member(kind: Any, name: str) -> Any:
     """A member of the one enumeration in an index: Python 3.11.0 to 3.11.3 pickle it as `getattr(kind, name)`."""
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING  # not before such a folder is read
+
     if kind is not _MEM_FORMAT_ENCODING:
         raise Damaged(f"the index asks {kind} for its {name}, which no checkpoint needs; it may be made to run code")
     return kind[name]
@@ -91,6 +89,8 @@ class ForeignFolder:
             raise Damaged(f"{path / INDEX} is malformed ({type(error).__name__}: {error}); {REMEDY}") from None
 
     def _checked(self, index: Any) -> Metadata:
+        from torch.distributed.checkpoint.metadata import Metadata
+
         if not isinstance(index, Metadata):
             raise Damaged(f"it is a {type(index).__name__}, no index")
         sizes: dict[str, int] = {}
@@ -135,6 +135,8 @@ class ForeignFolder:
         return read
 
     def _entry(self, name: str, known: TensorStorageMetadata | BytesStorageMetadata) -> Any:
+        from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
         if isinstance(known, BytesStorageMetadata):
             return self._loaded(self._index.storage_data[MetadataIndex(name)])
         places: list[tuple[Any, Any]] = [

@@ -6,14 +6,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise, product
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from lightning_parallel.checkpoint.manifest import Place, Table
 from lightning_parallel.checkpoint.tensors_file import DTYPES
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import SavePlan
 
 Offsets = tuple[int, ...]
 Span = tuple[Offsets, tuple[int, ...]]
@@ -49,6 +50,8 @@ def shared_out(offers: Sequence[Offer]) -> Shares:
     Raises:
         ValueError: ranks hold different things under one name, or together not the whole of it.
     """
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner  # not before a checkpoint needs it
+
     first = offers[0]
     same = {
         name: other
@@ -109,6 +112,9 @@ def _pieces(span: Span, cuts: Sequence[Sequence[int]]) -> list[Span]:
 
 
 def _plan_of(offer: Offer) -> SavePlan:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
     return SavePlan(
         [
             WriteItem(

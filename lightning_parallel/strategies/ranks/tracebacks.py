@@ -14,7 +14,6 @@ from types import TracebackType
 
 import lightning
 import torch
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 PACKAGE = Path(__file__).parents[2]
 LIBRARIES = (
@@ -45,6 +44,8 @@ def note(exception: BaseException, *texts: str) -> None:
 def tell_torchrun(exception: BaseException) -> None:
     """Leaves the traceback where torchrun looks for the one that it shows at the end."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ and isinstance(exception, Exception):
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler  # torchrun's processes have it
+
         with _short(exception):
             get_error_handler().record_exception(exception)
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from lightning_parallel.collectives.functional import by_kind
 from lightning_parallel.techniques.pipeline_parallel.halves import halves_are_apart
@@ -149,6 +148,8 @@ class Gradients:
         if not self._apart:
             saved.done = True
             return self.full(saved, seeds)
+        from torch.distributed.pipelining._backward import stage_backward_input  # not before a schedule needs halves
+
         made, saved.groups = stage_backward_input(outputs, given, list(saved.inputs), iter(self._leaves))
         for tensor in saved.inputs:
             tensor.grad = None
@@ -162,6 +163,8 @@ class Gradients:
         if not saved.inputs:
             self.full(saved, saved.seeds, final)
             return
+        from torch.distributed.pipelining._backward import stage_backward_weight
+
         before = [leaf.grad for leaf in self._leaves]
         for leaf in self._leaves:
             leaf.grad = None
