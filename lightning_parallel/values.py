@@ -67,7 +67,7 @@ def batch_size(batch: Any) -> int | None:
     return Counter(sizes).most_common(1)[0][0]
 
 
-def form_of(value: Any) -> Any:
+def outline_of(value: Any) -> Any:
     """What a nested value of plain containers and tensors is, but for sizes and numbers; None where it holds others."""
     kind = type(value)
     if kind is Tensor:
@@ -76,8 +76,8 @@ def form_of(value: Any) -> Any:
         return kind
     if kind not in (dict, list, tuple):
         return None
-    forms = [form_of(child) for child in (value.values() if kind is dict else value)]
-    return None if None in forms else (kind, tuple(value) if kind is dict else (), *forms)
+    parts = [outline_of(child) for child in (value.values() if kind is dict else value)]
+    return None if None in parts else (kind, tuple(value) if kind is dict else (), *parts)
 
 
 def _plain_lists(value: Any) -> Iterator[Sequence[Any]]:

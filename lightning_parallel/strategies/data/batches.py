@@ -24,7 +24,7 @@ from lightning_parallel.strategies.ranks.agreement import (
 )
 from lightning_parallel.strategies.ranks.signals import Requested, Signals
 from lightning_parallel.strategies.trainer import lightnings
-from lightning_parallel.values import batch_size, form_of
+from lightning_parallel.values import batch_size, outline_of
 
 ENDED: Mark = (-1, -1, 0, 0)
 
@@ -50,7 +50,7 @@ class Batches:
         self._group = group
         self._signals, self._saver = signals, saver
         self._uncounted: list[int] = []
-        self._form: Any = None  # of the batch before, and the checksum of its structure
+        self._outline: Any = None  # of the batch before, and the checksum of its structure
         self._structure = 0
         #: how much this rank's batch counts against the others' on average; 0.0 for one that does not count
         self.weight = 1.0
@@ -111,9 +111,9 @@ class Batches:
 
     def _agree(self, position: tuple[int, int, int], batch: Any, content: Content | None) -> None:
         dataloader_idx, batch_idx, last = position
-        form = form_of(batch)
-        if form is None or form != self._form:  # most batches are like the one before
-            self._form, self._structure = form, zlib.crc32(describe(batch).encode())
+        outline = outline_of(batch)
+        if outline is None or outline != self._outline:  # most batches are like the one before
+            self._outline, self._structure = outline, zlib.crc32(describe(batch).encode())
 
         def place() -> str:
             return f"batch {batch_idx} of loader {dataloader_idx}{', the last one' if last else ''}"

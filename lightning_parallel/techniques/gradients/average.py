@@ -13,7 +13,7 @@ from torch.futures import Future
 
 from lightning_parallel.collectives.functional import Pending, all_reduce
 from lightning_parallel.mesh import ParallelMesh
-from lightning_parallel.techniques.gradients.bucket import Bucket, copy_scaled, dense
+from lightning_parallel.techniques.gradients.bucket import Bucket
 from lightning_parallel.techniques.gradients.buckets import BucketedStep
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.tools.holders import Holders
@@ -67,12 +67,11 @@ class AllReduceBucket(Bucket):
         hook: BucketHook | None = None,
         index: int = 0,
     ) -> None:
-        super().__init__(parameters)
+        divided = holders.all.size() if hook else 1  # torch's hooks divide by the ranks of the group for themselves
+        super().__init__(parameters, holders.scale * divided)
         self._group = holders.all.get_group()
         self._hook = hook
         self._index = index
-        divided = holders.all.size() if hook else 1  # torch's hooks divide by the ranks of the group for themselves
-        self._scale = holders.scale * divided
         self.takes_early = hook is None  # those that send something else keep what they left out for later
         self._pending = Pending(None)
         self._message: Tensor | None = None
@@ -103,23 +102,16 @@ class AllReduceBucket(Bucket):
             self._views[index].copy_(local(parameter.grad))
             parameter.grad = gradient
 
-    def put(self, indices: Sequence[int]) -> None:
-        """See `Bucket.put`. A gradient that already lives in the buffer is not copied again."""
+    def room(self, index: int) -> Tensor | None:
+        """See `Bucket.room`."""
         self._allocate()
-        views, arrived = [], []
-        for index in indices:
-            gradient = self.parameters[index].grad
-            if gradient is None or len(indices) == 1:
-                self.fill(index, None if gradient is None else dense(gradient))
-            else:
-                views.append(self._views[index])
-                arrived.append(dense(gradient))
-        if views:
-            copy_scaled(views, arrived, self._own_scale)
-        for index in indices:
-            parameter = self.parameters[index]
-            if parameter.grad is not None and parameter.dtype == self.dtype:
-                parameter.grad = self._gradient(index)
+        return self._views[index]
+
+    def moved(self, index: int) -> None:
+        """See `Bucket.moved`. The message is where the gradient lives from now on, unless it has another dtype."""
+        parameter = self.parameters[index]
+        if parameter.grad is not None and parameter.dtype == self.dtype:
+            parameter.grad = self._gradient(index)
 
     def fill(self, index: int, gradient: Tensor | None) -> None:
         """See `Bucket.fill`."""
@@ -128,11 +120,7 @@ class AllReduceBucket(Bucket):
         if gradient is None:
             view.zero_()
         else:
-            torch.mul(gradient if gradient.dtype == self.dtype else gradient.to(self.dtype), self._own_scale, out=view)
-
-    @property
-    def _own_scale(self) -> float:
-        return self.without_factor(self._scale) if self.early else self._scale
+            torch.mul(gradient if gradient.dtype == self.dtype else gradient.to(self.dtype), self.own_scale, out=view)
 
     def _gradient(self, index: int) -> Tensor:
         """A parameter's part of the message; `module.to` may have given other memory to the tensor that it was."""

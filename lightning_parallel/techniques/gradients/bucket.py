@@ -36,13 +36,18 @@ class Bucket(ABC):
     | `send`              | what is missing goes as it was      | what is missing goes as zeros                      |
     | `settle`            | some buckets later                  | the same                                           |
     | `finish` / `drop`   | all have what was reduced / never   | the same / there is no backward                    |
+
+    Args:
+        parameters: of one dtype and device, held by the same ranks.
+        scale: by what each rank's gradients are multiplied before they are summed.
     """
 
     takes_early = True
     """Whether gradients may be reduced before their factor is known."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], scale: float) -> None:
         self.parameters = list(parameters)
+        self.scale = scale
         self.missing: set[int] = set()
         self.active = False
         self.synced = True
@@ -91,9 +96,12 @@ class Bucket(ABC):
         """One parameter has no gradient in a batch that begins early."""
         self.without.add(index)
 
-    def without_factor(self, scale: float) -> float:
-        """A scale of gradients that arrive in backward, so that `finish` may multiply all by the factor."""
-        return scale / self.factor if self.factor else 0.0
+    @property
+    def own_scale(self) -> float:
+        """By what gradients are multiplied on their way into the message; early ones by `factor` too, in `finish`."""
+        if not self.early:
+            return self.scale
+        return self.scale / self.factor if self.factor else 0.0
 
     def resume(self) -> None:  # noqa: B027
         """The backward of a batch that began early begins."""
@@ -133,9 +141,29 @@ class Bucket(ABC):
     def keep(self, index: int) -> None:  # noqa: B027
         """The gradient of one parameter grew in a pass that is not reduced."""
 
-    @abstractmethod
     def put(self, indices: Sequence[int]) -> None:
         """Moves what parameters have for `grad` into the message, zeros for those that have none."""
+        rooms, arrived = [], []
+        for index in indices:
+            gradient = self.parameters[index].grad
+            room = None if gradient is None or len(indices) == 1 else self.room(index)
+            if gradient is None or room is None:
+                self.fill(index, None if gradient is None else dense(gradient))
+            else:
+                rooms.append(room)
+                arrived.append(dense(gradient).reshape(room.shape))
+        if rooms:
+            copy_scaled(rooms, arrived, self.own_scale)
+        for index in indices:
+            self.moved(index)
+
+    @abstractmethod
+    def room(self, index: int) -> Tensor | None:
+        """Where all elements of a gradient lie in the message, in their order; None where there is padding in it."""
+
+    @abstractmethod
+    def moved(self, index: int) -> None:
+        """What a parameter had for `grad` is in the message."""
 
     @abstractmethod
     def fill(self, index: int, gradient: Tensor | None) -> None:

@@ -15,16 +15,9 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.collectives.point_to_point import Arriving, Lane
-from lightning_parallel.values import (
-    ATOMS,
-    LEAVES,
-    TensorSpec,
-    children_of,
-    field_names,
-    map_tensors,
-    rebuilt,
-    tensors_of,
-)
+from lightning_parallel.values import ATOMS, TensorSpec, children_of, field_names, map_tensors, rebuilt, tensors_of
+
+PLAIN = (*ATOMS, TensorSpec)
 
 
 @dataclass(frozen=True)
@@ -59,9 +52,6 @@ def _without_tensors(value: Any) -> Any:
     return map_tensors(TensorSpec.of, value)
 
 
-PLAIN = (*ATOMS, TensorSpec)
-
-
 def _fits(before: Any, now: Any) -> bool:
     """Whether a value has a structure that is known, in a glance; `difference` looks closer, and tells."""
     if isinstance(now, Tensor):
@@ -80,7 +70,7 @@ def difference(before: Any, now: Any, where: str = "") -> str | None:
     """Describes the first difference between two structures: its place and both values; None without one."""
     if type(before) is not type(now):
         return f"{where} is a {type(now).__name__} and was a {type(before).__name__}"
-    children, own = ([], []) if isinstance(now, LEAVES) else (children_of(before), children_of(now))
+    children, own = children_of(before), children_of(now)
     if not children and not own:
         return None if _is_same(before, now) else f"{where} is {now!r} and was {before!r}"
     names, own_names = _names(before), _names(now)

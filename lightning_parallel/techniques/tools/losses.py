@@ -204,8 +204,10 @@ BY_HAND = (
 )
 
 
-ALL: tuple[Loss | ByHand, ...] = (*LOSSES, *BY_HAND)
-WATCHES = {owner: {each.name: each for each in ALL if each.owner is owner} for owner in (NN, torch, Tensor)}
+EACH: tuple[Loss | ByHand, ...] = (*LOSSES, *BY_HAND)
+WATCHES = {owner: {each.name: each for each in EACH if each.owner is owner} for owner in (NN, torch, Tensor)}
+"""What is watched, by its owner: functions of a module are all replaced at once."""
+
 Watched = tuple[list[dict[str, Any]], Token[Any]]
 """What was there before, and what noted means."""
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_parallel.collectives.functional import Pending, Waitable, all_reduce, reduce_scatter
 from lightning_parallel.mesh import ParallelMesh
-from lightning_parallel.techniques.gradients.bucket import Bucket, copy_scaled, dense
+from lightning_parallel.techniques.gradients.bucket import Bucket
 from lightning_parallel.techniques.gradients.buckets import BucketedStep, has_shard
 from lightning_parallel.techniques.step import Run, Step
 from lightning_parallel.techniques.tools.holders import Holders
@@ -133,12 +133,12 @@ class ScatterBucket(Bucket):
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], holders: Holders, offload: bool) -> None:
-        super().__init__(parameters)
+        super().__init__(parameters, holders.scale)
         self.shards = [RowShard(parameter, holders.sharing, offload) for parameter in parameters]
         self._shard_group = holders.sharing.get_group()
         self._gathering = Gathering(self.shards, self._shard_group)
         self._replica_group = None if holders.replicas is None else holders.replicas.get_group()
-        self._ranks, self._scale = holders.sharing.size(), holders.scale
+        self._ranks = holders.sharing.size()
         self._sizes = [*(shard.chunk for shard in self.shards), len(self.shards)]
         ends = [*accumulate(self._sizes[:-1])]
         self._slots = [slice(end - shard.chunk, end) for end, shard in zip(ends, self.shards, strict=True)]
@@ -182,21 +182,14 @@ class ScatterBucket(Bucket):
         if storage.nbytes() and not any(map(has_shard, self.parameters)):
             storage.resize_(0)
 
-    def put(self, indices: Sequence[int]) -> None:
-        """See `Bucket.put`."""
+    def room(self, index: int) -> Tensor | None:
+        """See `Bucket.room`."""
         self._allocate()
-        chunks, arrived = [], []
-        for index in indices:
-            gradient = self.parameters[index].grad
-            if gradient is not None and self.shards[index].even and len(indices) > 1:
-                chunks.append(self._chunks[index])
-                arrived.append(dense(gradient).reshape(chunks[-1].shape))
-            else:
-                self.fill(index, None if gradient is None else dense(gradient))
-        if chunks:
-            copy_scaled(chunks, arrived, self._own_scale)
-        for index in indices:
-            self.parameters[index].grad = None
+        return self._chunks[index] if self.shards[index].even else None
+
+    def moved(self, index: int) -> None:
+        """See `Bucket.moved`."""
+        self.parameters[index].grad = None
 
     def fill(self, index: int, gradient: Tensor | None) -> None:
         """See `Bucket.fill`."""
@@ -205,11 +198,7 @@ class ScatterBucket(Bucket):
         if gradient is None:
             chunks.zero_()
         else:
-            self.shards[index].copy_whole(gradient, chunks, self._own_scale)
-
-    @property
-    def _own_scale(self) -> float:
-        return self.without_factor(self._scale) if self.early else self._scale
+            self.shards[index].copy_whole(gradient, chunks, self.own_scale)
 
     def _allocate(self) -> None:
         if self._message is None:
