@@ -258,8 +258,8 @@ class MeshStrategy(RankStrategy):
                 return whole.outputs(self._step.forward(whole.run(Run(run)), batch, *rest, **kwargs))
         fewest = batches.fewest_samples if batches and self._meets_in_forward else None
         with context, log.counting(weight), whole.run(self._noted(run, log)) as steps:
-            scale = scale_of(self.precision_plugin)
-            self._step.expect(Coming(scale, weight, fewest, log.alone, self._gradients.one_factor))
+            scale, seen = scale_of(self.precision_plugin), self._gradients
+            self._step.expect(Coming(scale, weight, fewest, log.alone, seen.one_factor, release=seen.release()))
             output = whole.outputs(self._step.forward(steps, batch, *rest, **kwargs))
         log.reduce_step(weight, output)
         return output

@@ -184,6 +184,8 @@ class Coming:
         one_factor: whether nothing stands between the step and backward that could multiply the loss by something that
             differs between ranks.
         early: who wants gradients that the forward computes.
+        release: sets to zero, before its time, what is in `grad` from the batch before; None: it still grows, or
+            somebody may look at it between the step and backward.
     """
 
     scale: float = 1.0
@@ -192,6 +194,7 @@ class Coming:
     alone: bool = True
     one_factor: bool = False
     early: tuple[EarlyReduction, ...] = ()
+    release: Callable[[], None] | None = None
 
     @property
     def counts(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -13,15 +13,17 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from lightning_parallel.strategies.model.divided_model import DividedModel
 from lightning_parallel.strategies.model.shown_gradient import ShownGradient
 from lightning_parallel.strategies.ranks.agreement import gather_objects
-from lightning_parallel.strategies.trainer.lightnings import somebody_overrides
+from lightning_parallel.strategies.trainer.lightnings import sets_to_zero, somebody_overrides
 from lightning_parallel.techniques.tools.shards import dtensor_of, local, shard_of
 
 BEFORE_BACKWARD = ("on_before_backward", "backward")
 AFTER_BACKWARD = ("on_after_backward",)
+BEFORE_ZERO = ("on_before_zero_grad", "optimizer_zero_grad")
 BEFORE_STEP = ("on_before_optimizer_step", "configure_gradient_clipping")
 
 
@@ -45,13 +47,25 @@ class WholeGradients:
             for hooks in (BEFORE_BACKWARD, AFTER_BACKWARD, BEFORE_STEP):
                 if any(gather_objects(somebody_overrides(hooks, divided.module, callbacks), host)):
                     self._wanted.add(hooks)
-        self.one_factor = BEFORE_BACKWARD not in self._wanted and divided.module.automatic_optimization
+        automatic = divided.module.automatic_optimization
+        self.one_factor = BEFORE_BACKWARD not in self._wanted and automatic
         """Whether nobody can multiply a loss by what differs between ranks, after the step and before its backward."""
+        self._unseen = automatic and not somebody_overrides(BEFORE_ZERO, divided.module, callbacks)
 
     def held(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """The parameters among these that this rank holds."""
         shown = {id(parameter) for parameter in self._elsewhere}
         return [parameter for parameter in parameters if id(parameter) not in shown]
+
+    def release(self) -> Callable[[], None] | None:
+        """Sets gradients to zero, as Lightning would after the step; None where it will not, or a hook sees it."""
+        trainer = self._divided.module.trainer
+        if self._divided.pipeline.ranks == 1 or not self._unseen or not sets_to_zero(trainer):
+            return None
+        (optimizer,) = trainer.optimizers
+        if "zero_grad" in vars(optimizer) or type(optimizer).zero_grad is not Optimizer.zero_grad:
+            return None
+        return optimizer.zero_grad
 
     def shown(self, hooks: tuple[str, ...]) -> AbstractContextManager[None]:
         """Around hooks of these names."""

@@ -70,6 +70,12 @@ def link_itself(callback: ModelCheckpoint) -> None:
 # ---------------------------------------------------------------- a loop
 
 
+def sets_to_zero(trainer: Trainer) -> bool:
+    """Whether Lightning sets gradients to zero between the step that comes and its backward."""
+    is_first = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
+    return trainer.training and is_first
+
+
 def agree_when_to_validate(trainer: Trainer, agree: Callable[[bool], bool]) -> None:
     """Makes ranks decide by one clock when to validate, if time decides. `decide_alone` takes it back."""
     loop: Any = trainer.fit_loop.epoch_loop

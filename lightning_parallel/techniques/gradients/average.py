@@ -102,16 +102,17 @@ class AllReduceBucket(Bucket):
             self._views[index].copy_(local(parameter.grad))
             parameter.grad = gradient
 
-    def room(self, index: int) -> Tensor | None:
-        """See `Bucket.room`."""
+    def rooms(self, indices: Sequence[int]) -> Sequence[Tensor | None]:
+        """See `Bucket.rooms`."""
         self._allocate()
-        return self._views[index]
+        return [self._views[index] for index in indices]
 
-    def moved(self, index: int) -> None:
-        """See `Bucket.moved`. The message is where the gradient lives from now on, unless it has another dtype."""
-        parameter = self.parameters[index]
-        if parameter.grad is not None and parameter.dtype == self.dtype:
-            parameter.grad = self._gradient(index)
+    def moved(self, indices: Sequence[int]) -> None:
+        """See `Bucket.moved`. The message is where gradients live from now on, unless they have another dtype."""
+        for index in indices:
+            parameter = self.parameters[index]
+            if parameter.grad is not None and parameter.dtype == self.dtype:
+                parameter.grad = self._gradient(index)
 
     def fill(self, index: int, gradient: Tensor | None) -> None:
         """See `Bucket.fill`."""

@@ -144,26 +144,24 @@ class Bucket(ABC):
     def put(self, indices: Sequence[int]) -> None:
         """Moves what parameters have for `grad` into the message, zeros for those that have none."""
         rooms, arrived = [], []
-        for index in indices:
+        for index, room in zip(indices, self.rooms(indices), strict=True):
             gradient = self.parameters[index].grad
-            room = None if gradient is None or len(indices) == 1 else self.room(index)
-            if gradient is None or room is None:
+            if gradient is None or room is None or len(indices) == 1:
                 self.fill(index, None if gradient is None else dense(gradient))
             else:
                 rooms.append(room)
                 arrived.append(dense(gradient).reshape(room.shape))
         if rooms:
             copy_scaled(rooms, arrived, self.own_scale)
-        for index in indices:
-            self.moved(index)
+        self.moved(indices)
 
     @abstractmethod
-    def room(self, index: int) -> Tensor | None:
-        """Where all elements of a gradient lie in the message, in their order; None where there is padding in it."""
+    def rooms(self, indices: Sequence[int]) -> Sequence[Tensor | None]:
+        """Where all elements of gradients lie in the message, in their order; None for one with padding in it."""
 
     @abstractmethod
-    def moved(self, index: int) -> None:
-        """What a parameter had for `grad` is in the message."""
+    def moved(self, indices: Sequence[int]) -> None:
+        """What parameters had for `grad` is in the message."""
 
     @abstractmethod
     def fill(self, index: int, gradient: Tensor | None) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.collectives.point_to_point import Arriving
+from lightning_parallel.techniques.gradients.old import OldGradients
 from lightning_parallel.techniques.pipeline_parallel.exchange import (
     Exchange,
     Structure,
@@ -63,6 +64,7 @@ class Work:
         shares: what the loss of each microbatch counts for in that of the batch.
         gradients: per stage, those of the parameters it uses.
         final: to whom they go as they are final.
+        old: gradients of the batch before.
     """
 
     steps: Sequence[Callable[[], Any]]
@@ -75,6 +77,7 @@ class Work:
     shares: Shares
     gradients: dict[int, Gradients]
     final: Final
+    old: OldGradients
     outputs: dict[int, Any] = field(default_factory=dict)
 
     @property
@@ -232,11 +235,13 @@ class Executor:
         self._hand_back(place, saved, self._gradients_of(place, saved))
 
     def _gradients_of(self, place: Place, saved: Saved) -> list[Tensor | None]:
+        self._work.old.release()
         with _without_autocast(self._exchange.lane.device):
             return self._work.gradients[place[0]].full(saved, self._seeds(place, saved), self._final(place[0]))
 
     def _backward_of_inputs(self, place: Place) -> None:
         saved = self._saved[place]
+        self._work.old.release()
         with _without_autocast(self._exchange.lane.device):
             made = self._work.gradients[place[0]].of_inputs(saved, self._seeds(place, saved))
         self._hand_back(place, saved, made)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_parallel.collectives.point_to_point import Lane, share_made
+from lightning_parallel.techniques.gradients.old import OldGradients
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut
 from lightning_parallel.techniques.pipeline_parallel.exchange import Exchange
 from lightning_parallel.techniques.pipeline_parallel.executor import Executor, LossStage, Work
@@ -102,9 +103,10 @@ class PipelineStep(WrappedStep):
         work = self._work(run, args, kwargs, learning)
         count = len(work.steps)
         schedule = self._schedule.only(count) if count < self._schedule.microbatches else self._schedule
-        Executor(self._stages, self._exchange, schedule.splits_backward, work).run(
-            schedule.with_communication()[self._rank]
-        )
+        with work.old:
+            Executor(self._stages, self._exchange, schedule.splits_backward, work).run(
+                schedule.with_communication()[self._rank]
+            )
         output, notes, unit = self._shared(work, run)
         run.replay(notes)
         loss = _loss_of(output)
@@ -140,6 +142,7 @@ class PipelineStep(WrappedStep):
             ),
             gradients={stage: Gradients(self._of_stage(stage, learning)) for stage in self._here},
             final=Final(self._coming.early, self._turns),
+            old=OldGradients(self._coming.release if training else None),
         )
 
     def _is_uneven(self, batch: Any) -> bool:

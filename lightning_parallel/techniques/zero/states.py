@@ -182,14 +182,15 @@ class ScatterBucket(Bucket):
         if storage.nbytes() and not any(map(has_shard, self.parameters)):
             storage.resize_(0)
 
-    def room(self, index: int) -> Tensor | None:
-        """See `Bucket.room`."""
+    def rooms(self, indices: Sequence[int]) -> Sequence[Tensor | None]:
+        """See `Bucket.rooms`."""
         self._allocate()
-        return self._chunks[index] if self.shards[index].even else None
+        return [self._chunks[index] if self.shards[index].even else None for index in indices]
 
-    def moved(self, index: int) -> None:
+    def moved(self, indices: Sequence[int]) -> None:
         """See `Bucket.moved`."""
-        self.parameters[index].grad = None
+        for index in indices:
+            self.parameters[index].grad = None
 
     def fill(self, index: int, gradient: Tensor | None) -> None:
         """See `Bucket.fill`."""
