@@ -9,10 +9,8 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from operator import attrgetter
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,19 +19,38 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from lightning_parallel.collectives.elements import Ranks
-from lightning_parallel.techniques.divided.tensor import Divided, alike
+from lightning_parallel.techniques.divided.table import KEPT
+from lightning_parallel.techniques.divided.tensor import Divided, Wrapper, alike
 from lightning_parallel.techniques.divided.watched import watch
-from lightning_parallel.techniques.tools.redirect import Redirected, redirect_forward
+from lightning_parallel.techniques.tools.redirect import Redirected, Surrounded, put_forward, redirect_forward
 
 log = logging.getLogger(__name__)
 
 Forward = Callable[..., Any]
 
-Slot = tuple[int, str, Divided]
+Slot = tuple[int, str, Wrapper]
 """Where a divided parameter is: the number of a table of parameters, and its name there."""
 
 Place = tuple[int, str, Any]
 """The same with its mark."""
+
+
+class Call(NamedTuple):
+    """What a graph is told of the tensors that it is called with; the same object for all calls that get such.
+
+    Attributes:
+        word: stands for all of it, and is the one thing that the graph asks for.
+        marks: of what comes in, one by one.
+        form: of what comes in.
+        places: of the parameters that look whole.
+        ranks: the groups that divide any of it.
+    """
+
+    word: str
+    marks: list[Any]
+    form: Any
+    places: list[Place]
+    ranks: list[Ranks]
 
 
 class Graphs:
@@ -51,13 +68,27 @@ class Graphs:
         self.code = _inside.__code__.replace(co_consts=(*_inside.__code__.co_consts, object()))
         """A code of its own: a compiler keeps graphs by the code that it has read."""
         self.inside = compiled(FunctionType(self.code, globals()), fullgraph=True, asks_for=_asked_of_blocks)
+        self._calls: dict[Any, Call] = {}
         self._words: dict[Any, str] = {}
 
-    def word(self, marks: list[Any], form: Any, places: list[Place]) -> str:
-        """The word for calls that get tensors of the same elements in the same form."""
+    def call(self, leaves: list[Any], form: Any, divided: list[Slot]) -> Call:
+        """What a graph is told of these leaves in this form, and of these parameters."""
         spelled = str(form) if isinstance(form, TreeSpec) else form
+        looks = [each.form if isinstance(each, Wrapper) else None for each in leaves]
+        key = spelled, *looks, *[part for number, name, each in divided for part in (number, name, each.form)]
+        known = self._calls.get(key)
+        if known is None:
+            if len(self._calls) >= KEPT:
+                self._calls.clear()
+            known = self._calls[key] = self._new(spelled, form, leaves, divided)
+        return known
+
+    def _new(self, spelled: Any, form: Any, leaves: list[Any], divided: list[Slot]) -> Call:
+        marks = list(map(_mark, leaves))
+        places = [(number, name, _mark(each)) for number, name, each in divided]
         key = spelled, *map(_hashable, marks), *[(number, name, _hashable(mark)) for number, name, mark in places]
-        return self._words.setdefault(key, str(len(self._words)))
+        word = self._words.setdefault(key, str(len(self._words)))  # lengths of sequences are none of it
+        return Call(word, marks, form, places, list(dict.fromkeys(_ranks(marks, places))))
 
 
 class CompiledForward:
@@ -79,33 +110,37 @@ class CompiledForward:
         self.tables: list[dict[str, Any]] = [part._parameters for part in module.modules()]
         self.told: list[Any] = []
         """The marks of what the graph returned."""
-        self._parts = [vars(part) for part in module.modules() if part is not module]
+        self._parts = [part for part in module.modules() if part is not module]
         self._plain = graphs.compiled(forward)
         self._eager = self._too_many = False
+        self._surrounded = _with_surroundings_of(forward, self._run)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the graph on a rank's own elements."""
-        found = [(number, name, each) for number, table in enumerate(self.tables) for name, each in table.items()
-                 if isinstance(each, Divided)]  # fmt: skip
-        looked_at = [slot for slot in found if slot[2].looked_at]
+        return self._surrounded(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        divided = [(number, name, each) for number, table in enumerate(self.tables) for name, each in table.items()
+                   if isinstance(each, Wrapper)]  # fmt: skip
+        looked_at = [slot for slot in divided if slot[2].looked_at]
         if not looked_at:
-            return self._called(found, args, kwargs)
-        with _shown(attrgetter("stored"), self.tables, looked_at):  # no module computes with these
-            return self._called([slot for slot in found if slot not in looked_at], args, kwargs)
+            return self._called(divided, args, kwargs)
+        for number, name, each in looked_at:  # no module computes with these
+            self.tables[number][name] = each.stored
+        try:
+            return self._called([slot for slot in divided if not slot[2].looked_at], args, kwargs)
+        finally:
+            self._put_back(looked_at)
 
     def _called(self, divided: list[Slot], args: Any, kwargs: Any) -> Any:
         leaves, form = taken_apart((args, kwargs))
-        marks = list(map(_mark, leaves))
-        if not divided and all(mark is None for mark in marks):
+        if not divided and not any(isinstance(leaf, Divided) for leaf in leaves):
             return self._plain(*args, **kwargs)
         if self._eager:
             return self.forward(*args, **kwargs)
-        own = [leaf.own if isinstance(leaf, Divided) else leaf for leaf in leaves]
-        places = [(number, name, _mark(each)) for number, name, each in divided]
-        word = self._graphs.word(marks, form, places)
+        call = self._graphs.call(leaves, form, divided)
         try:
-            with _shown(attrgetter("own"), self.tables, divided), _functions(self._parts):
-                output = self._graphs.inside(self, word, own, marks, form, places)
+            output = self._in_graph(call, leaves, divided)
         except TorchDynamoException as error:  # nothing of the forward has run yet
             self._give_up(error)
             return self.forward(*args, **kwargs)
@@ -113,12 +148,31 @@ class CompiledForward:
             self._go_without()
             return self.forward(*args, **kwargs)
         leaves, form = taken_apart(output)
-        watch(leaves, _ranks([*marks, *self.told], places), self._parameters())
-        return put_together([_made(*each) for each in zip(leaves, self.told, strict=True)], form)
+        watch(leaves, call.ranks, [each for table in self.tables for each in table.values() if each is not None])
+        return put_together(list(map(_made, leaves, self.told)), form)
 
-    def _parameters(self) -> list[Tensor]:
-        """The module's parameters, as they are now."""
-        return [each for table in self.tables for each in table.values() if each is not None and each.requires_grad]
+    def _in_graph(self, call: Call, leaves: list[Any], divided: list[Slot]) -> Any:
+        """Runs the graph; meanwhile divided parameters are own elements, and forwards of parts plain functions.
+
+        Compilers look at all that a module has before they read a line, and tell objects apart by identity, functions
+        by their code, so that blocks of a kind share a graph.
+        """
+        redirected = [(part, led) for part in self._parts if isinstance(led := vars(part).get("forward"), Redirected)]
+        own = [leaf.own if isinstance(leaf, Divided) else leaf for leaf in leaves]
+        try:
+            for number, name, each in divided:
+                self.tables[number][name] = each.own
+            for part, led in redirected:
+                put_forward(part, led.original if isinstance(led, Surrounded) else led.wrapped)
+            return self._graphs.inside(self, call.word, own, call.marks, call.form, call.places)
+        finally:
+            self._put_back(divided)
+            for part, led in redirected:
+                put_forward(part, led)
+
+    def _put_back(self, slots: list[Slot]) -> None:
+        for number, name, divided in slots:
+            self.tables[number][name] = divided
 
     def _go_without(self) -> None:
         """Tells once that a length or a mode came for which there is no graph; ranks are alike in that."""
@@ -145,6 +199,17 @@ class CompiledForward:
         )
         for part in _parts(self._module):
             redirect_forward(part, lambda forward, part=part: CompiledForward(part, forward, self._graphs, False))  # type: ignore[misc]
+
+
+def _with_surroundings_of(forward: Forward, run: Forward) -> Forward:
+    """What runs, with that around it which was put around a forward, and which its graphs leave out."""
+    wraps = []
+    while isinstance(forward, Redirected):
+        wraps += [forward.wrap] if isinstance(forward, Surrounded) else []
+        forward = forward.original
+    for wrap in reversed(wraps):
+        run = wrap(run)
+    return run
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:
@@ -215,34 +280,6 @@ class InGraph(TorchFunctionMode):
         if any(isinstance(leaf, Divided) for leaf in tree_leaves((args, kwargs))):
             return Divided.__torch_function__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _shown(form: Callable[[Divided], Any], tables: list[dict[str, Any]], slots: list[Slot]) -> Iterator[None]:
-    """Inside, divided parameters have another form: compilers look at all that a module has before they read a line."""
-    for number, name, divided in slots:
-        tables[number][name] = form(divided)
-    try:
-        yield
-    finally:
-        for number, name, divided in slots:
-            tables[number][name] = divided
-
-
-@contextmanager
-def _functions(parts: list[dict[str, Any]]) -> Iterator[None]:
-    """Inside, forwards of parts that a technique redirected are plain functions: graphs tell objects apart by identity.
-
-    So blocks of a kind share a graph.
-    """
-    redirected = [(table, forward) for table in parts if isinstance(forward := table.get("forward"), Redirected)]
-    for table, forward in redirected:
-        table["forward"] = forward.wrapped
-    try:
-        yield
-    finally:
-        for table, forward in redirected:
-            table["forward"] = forward
 
 
 def _mark(leaf: Any) -> Any:

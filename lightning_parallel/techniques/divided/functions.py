@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor, nn
 from torch._functorch import apis, eager_transforms
 from torch._functorch import utils as of_functions
 from torch.utils._pytree import tree_map_only
@@ -20,6 +21,9 @@ from lightning_parallel.techniques.divided.tensor import Divided
 
 KEEPS_ARGUMENTS = "_NoopSaveInputs"
 """The function by which `torch.utils.checkpoint` keeps what a recomputation starts from: it computes nothing."""
+
+PLAIN = frozenset((Tensor, nn.Parameter, int, float, bool, str, type(None)))
+"""Types of arguments that are neither divided nor called."""
 
 TRANSFORMS = (
     (apis, "vmap_impl"),
@@ -41,7 +45,9 @@ def functions_get_wholes() -> Iterator[None]:
     transforms = [(module, name, getattr(module, name)) for module, name in TRANSFORMS]
 
     def unwrapped(args: tuple[Any, ...]) -> tuple[Any, ...]:
-        if any(isinstance(each, Divided) or _is_called(each) for each in args):
+        if not PLAIN.issuperset(map(type, args)) and any(
+            isinstance(each, Divided) or _is_called(each) for each in args
+        ):
             function = sys._getframe(1).f_locals["cls"]
             if function.__name__ != KEEPS_ARGUMENTS:
                 args = tuple(_with_wholes(each, function.__name__) for each in args)

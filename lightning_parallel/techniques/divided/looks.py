@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from lightning_parallel.techniques.divided.table import Cuts
 
@@ -91,6 +92,21 @@ class LooksWhole(Tensor):
 def _told(question: Callable[..., Any], tensor: Tensor, *args: Any) -> Any:
     """The answer to a question about a whole, with a word to modes of torch that look at what a step asks."""
     return handle_torch_function(question, (tensor,), tensor, *args)
+
+
+def asking_at_once(method: Any) -> Callable[..., Any]:
+    """A method that torch has written in Python, of which the tensor is the one argument that may have rules.
+
+    Torch would look through all arguments for others that have some, which takes longer than what rules do.
+    """
+
+    @functools.wraps(method)
+    def ask(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not has_torch_function_unary(self) or torch._C._is_torch_function_mode_enabled():
+            return method(self, *args, **kwargs)
+        return type(self).__torch_function__(method, (), (self, *args), kwargs)
+
+    return ask
 
 
 def version_of(tensor: Tensor) -> int:

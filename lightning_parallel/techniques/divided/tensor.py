@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_parallel.collectives.by_elements import completed, joined, part, reduced_later, shared_out
 from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.techniques.divided.gathered import note
-from lightning_parallel.techniques.divided.looks import LooksWhole, version_of
+from lightning_parallel.techniques.divided.looks import LooksWhole, asking_at_once, version_of
 from lightning_parallel.techniques.divided.python_functions import (
     body_of,
     called_below,
@@ -155,6 +155,7 @@ class Wrapper(Divided):
 
     form: Form
     stored = _known = _gathers = None
+    split, unflatten, norm = map(asking_at_once, (Tensor.split, Tensor.unflatten, Tensor.norm))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -26,16 +26,18 @@ def watch(outputs: Sequence[Any], ranks: Sequence[Ranks], parameters: Sequence[T
         ranks: that divide what comes in or goes out.
         parameters: of the module that is a graph, as it held them.
     """
-    nodes = {each.grad_fn: None for each in outputs if isinstance(each, Tensor) and each.grad_fn is not None}
+    check = partial(_check, ranks, parameters)
+    nodes = {each.grad_fn for each in outputs if isinstance(each, Tensor)}
     for node in nodes:
-        node.register_prehook(partial(_check, ranks, parameters))
+        if node is not None:
+            node.register_prehook(check)
 
 
 def _check(ranks: Sequence[Ranks], parameters: Sequence[Tensor], gradients: Any) -> None:
     if all(each.reduces_later for each in ranks):
         return
     averages = any(each.averages is not None for each in ranks)
-    if any(_gets_a_summand(parameter, averages) for parameter in parameters):
+    if any(parameter.requires_grad and _gets_a_summand(parameter, averages) for parameter in parameters):
         raise RuntimeError(
             "a backward pass of the step's own asks for gradients of parameters in a compiled block, of which "
             "ranks have summands until the step ends; use self.manual_backward(loss) in place of "

@@ -40,14 +40,17 @@ def tensors_kept(model: nn.Module) -> Iterator[dict[str, torch.dtype]]:
 
 @contextmanager
 def in_place(model: nn.Module) -> Iterator[None]:
-    """Afterwards modules have the parameters and buffers that they had, also those that code replaced by shapes.
+    """Afterwards modules have the parameters, buffers and parts that they had: what code put there has only shapes.
 
-    A module may cast its own weight in its forward, or count in a buffer by putting another one in its place.
+    A module may cast its own weight in its forward, count in a buffer by putting another one in its place, or copy a
+    part of the model when it first runs.
     """
-    tables: list[dict[str, Any]] = [t for module in model.modules() for t in (module._parameters, module._buffers)]
+    modules = list(model.modules())
+    tables: list[dict[str, Any]] = [t for each in modules for t in (each._parameters, each._buffers, each._modules)]
     before = [dict(table) for table in tables]
     try:
         yield
     finally:
         for table, own in zip(tables, before, strict=True):
+            table.clear()
             table.update(own)

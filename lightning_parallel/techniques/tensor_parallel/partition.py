@@ -19,14 +19,94 @@ from lightning_parallel.techniques.divided import rules  # noqa: F401  (enters t
 from lightning_parallel.techniques.divided.table import Cuts
 from lightning_parallel.techniques.divided.tensor import Divided, Wrapper, alike
 from lightning_parallel.techniques.tools.leaves import leaf_of
-from lightning_parallel.techniques.tools.redirect import Forward, redirect_forward
+from lightning_parallel.techniques.tools.redirect import Forward, surround_forward
 from lightning_parallel.techniques.tools.shards import divides, pieces
 
-Slot = tuple[dict[str, Any], str]
-"""The place of a parameter: a module's table, and its name there."""
 
-Hidden = tuple[dict[str, Any], str, Tensor, Divided]
-"""A parameter that is stored, its place, and what looks whole there for a while."""
+class Place:
+    """Where a module finds a parameter, and what it finds there while it computes.
+
+    As long as what is stored stays the same, what looks whole is the same tensor in each forward.
+
+    Args:
+        table: the module's parameters.
+        name: the parameter's in it.
+    """
+
+    def __init__(self, table: dict[str, Any], name: str) -> None:
+        self.table, self.name = table, name
+        self._kept: Any = None
+        self._shown: Any = None
+        self._memory: Any = None
+        """Where the elements were when it was made."""
+
+    @property
+    def parameter(self) -> Any:
+        """What stands there now."""
+        return self.table[self.name]
+
+    def show(self) -> bool:
+        """Puts what looks whole there, if what is stored stands there and is not sharded further at the moment."""
+        raise NotImplementedError
+
+    def hide(self) -> None:
+        """What is stored stands there again."""
+        self.table[self.name], shown = self._kept, self._shown
+        if type(shown) is not Wrapper or shown._gathers is not None or shown._known is not None:
+            shown.forget()
+
+
+class DividedPlace(Place):
+    """The place of a parameter of which ranks have different elements.
+
+    Args:
+        table: see `Place`.
+        name: see `Place`.
+        cuts: which elements.
+        shape: of this rank's.
+    """
+
+    def __init__(self, table: dict[str, Any], name: str, cuts: Cuts, shape: torch.Size) -> None:
+        super().__init__(table, name)
+        self._cuts, self._shape = cuts, shape
+
+    def show(self) -> bool:
+        """See `Place.show`; one whose views were changed is made anew."""
+        kept, shown = self.table[self.name], self._shown
+        if kept is not self._kept or kept._local_tensor is not self._memory or type(shown) is not Wrapper or (
+            shown.own.requires_grad is not kept.requires_grad
+        ):  # fmt: skip
+            if not isinstance(kept, DTensor) or kept._local_tensor.shape != self._shape:
+                return False
+            shown = Divided(leaf_of(kept), self._cuts)
+            shown.stored = kept
+            self._kept, self._shown, self._memory = kept, shown, kept._local_tensor
+        self.table[self.name] = shown
+        return True
+
+
+class AlikePlace(Place):
+    """The place of a parameter that all ranks have alike, of whose gradients they have summands.
+
+    Args:
+        table: see `Place`.
+        name: see `Place`.
+        ranks: that add them up.
+    """
+
+    def __init__(self, table: dict[str, Any], name: str, ranks: Ranks) -> None:
+        super().__init__(table, name)
+        self._ranks = ranks
+
+    def show(self) -> bool:
+        """See `Place.show`."""
+        kept = self.table[self.name]
+        if kept is not self._kept or kept.data_ptr() != self._memory or type(self._shown) is not Wrapper:
+            if isinstance(kept, (Divided, DTensor)):
+                return False
+            self._kept, self._shown, self._memory = kept, alike(kept, self._ranks), kept.data_ptr()
+        self.table[self.name] = self._shown
+        return True
 
 
 class Partition:
@@ -49,9 +129,9 @@ class Partition:
         self._units = [Unit(name, block, ranks, deep=True) for name, block in blocks.items()]
         self._units += [Unit(name, module, ranks, deep=False) for name, module in outside.items()]
         for unit in self._units:
-            redirect_forward(unit.module, unit.wrap)
+            surround_forward(unit.module, unit.wrap)
             for part in unit.parts:  # a layer that recomputes what is in it calls them alone, in backward
-                redirect_forward(part.module, part.wrap)
+                surround_forward(part.module, part.wrap)
 
     @property
     def partial(self) -> list[str]:
@@ -60,7 +140,7 @@ class Partition:
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that all ranks have alike, as they are now, by the names that `partial` has."""
-        return {name: table[own] for unit in self._units for name, (table, own) in unit.alike.items()}
+        return {name: place.parameter for unit in self._units for name, place in unit.alike.items()}
 
     @property
     def met(self) -> frozenset[str]:
@@ -75,13 +155,14 @@ class Partition:
     def begin(self) -> None:
         """Before a batch: gradients of parameters that met divided tensors are from now on summed once a step."""
         for unit in self._units:
-            unit.begin()
+            if unit.met:
+                unit.begin()
         self.ranks.met.clear()
 
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Inside, parameters look whole; those that ZeRO has sharded at the moment stay as they are."""
-        hidden: list[Hidden] = []
+        hidden: list[Place] = []
         try:
             for unit in self._units:
                 hidden += unit.show()
@@ -101,19 +182,17 @@ class Unit:
     """
 
     def __init__(self, name: str, module: nn.Module, ranks: Ranks, deep: bool) -> None:
-        self.name, self.module, self.ranks, self._deep = name, module, ranks, deep
+        self.module, self.ranks, self._deep = module, ranks, deep
         self.summands: list[str] = []
         """The names of alike parameters of whose gradients ranks have summands."""
         self.met: set[str] = set()
         """Names of those that met divided tensors since the batch began."""
-        self._divided: list[tuple[dict[str, Any], str, Cuts, torch.Size]] = []
-        self._wholes: dict[int, tuple[Divided, Tensor]] = {}
-        self._alike: dict[str, tuple[Divided, int]] = {}
-        self.alike: dict[str, Slot] = {}
-        """Where the parameters are that all ranks have alike."""
+        self._divided: list[DividedPlace] = []
+        self.alike: dict[str, AlikePlace] = {}
+        """The parameters that all ranks have alike, by name."""
         for own, parameter in module._parameters.items():
             if parameter is not None:
-                self._enter(f"{name}.{own}" if name else own, (module._parameters, own), parameter)
+                self._enter(f"{name}.{own}" if name else own, own, parameter)
         inner = [(own, part) for own, part in module.named_modules() if own and part._parameters] if deep else []
         self.parts = [Unit(f"{name}.{own}", part, ranks, deep=False) for own, part in inner]
         """The modules within that have divided parameters of their own."""
@@ -122,12 +201,12 @@ class Unit:
             self.alike.update(part.alike)
         self.parts = [part for part in self.parts if part._divided]
 
-    def _enter(self, name: str, slot: Slot, parameter: Any) -> None:
-        cuts = cuts_of(parameter, self.ranks)
+    def _enter(self, name: str, own: str, parameter: Any) -> None:
+        cuts, table = cuts_of(parameter, self.ranks), self.module._parameters
         if cuts:
-            self._divided.append((*slot, cuts, parameter._local_tensor.shape))
+            self._divided.append(DividedPlace(table, own, cuts, parameter._local_tensor.shape))
         else:
-            self.alike[name] = slot
+            self.alike[name] = AlikePlace(table, own, self.ranks)
 
     def begin(self) -> None:
         """See `Partition.begin`."""
@@ -136,15 +215,15 @@ class Unit:
 
     def wrap(self, forward: Forward) -> Forward:
         """The forward of the module, in which parameters look whole."""
-        first = next(((table, own) for table, own, *_ in self._divided), None)
+        first = None if self._deep or not self._divided else self._divided[0]
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not self._deep and first is not None and isinstance(first[0][first[1]], Divided):
+            if first is not None and isinstance(first.parameter, Divided):  # as it is within a block
                 return forward(*args, **kwargs)
             hidden = self.show()
             try:
                 output = forward(*args, **kwargs)
-                if not torch.compiler.is_dynamo_compiling() and self.ranks.met:
+                if self.ranks.met:
                     self._note()
             finally:
                 put_back(hidden)
@@ -154,56 +233,20 @@ class Unit:
 
     def _note(self) -> None:
         """Keeps the names of parameters that met divided tensors in this forward."""
-        self.met |= {name for name, (table, own) in self.alike.items() if id(table[own]) in self.ranks.met}
+        self.met |= {name for name, place in self.alike.items() if id(place.parameter) in self.ranks.met}
 
-    def show(self) -> list[Hidden]:
-        """Puts divided and alike parameters into the module's tables in place of what is stored; see `put_back`."""
-        hidden: list[Hidden] = []
-        for place, (table, own, cuts, shape) in enumerate(self._divided):
-            kept = table[own]
-            if isinstance(kept, DTensor) and kept._local_tensor.shape == shape:  # else ZeRO has sharded it again
-                table[own] = shown = self._looking_whole(place, kept, cuts)
-                hidden.append((table, own, kept, shown))
-        for name in self.summands:
-            table, own = self.alike[name]
-            kept = table[own]
-            if not isinstance(kept, (Divided, DTensor)):
-                table[own] = shown = self._looking_alike(name, kept)
-                hidden.append((table, own, kept, shown))
+    def show(self) -> list[Place]:
+        """Puts what looks whole into the module's tables; returns where, see `put_back`."""
+        hidden: list[Place] = [place for place in self._divided if place.show()]
+        if self.summands:
+            hidden += [place for place in map(self.alike.__getitem__, self.summands) if place.show()]
         return hidden
 
-    def _looking_whole(self, place: int, kept: DTensor, cuts: Cuts) -> Divided:
-        """The parameter as modules find it: the same tensor in each forward, as long as what is stored is the same."""
-        shown, memory = self._wholes.get(place, (None, None))
-        if shown is None or kept._local_tensor is not memory or not _is_of(shown, kept):
-            shown = Divided(leaf_of(kept), cuts)
-            shown.stored = kept
-            self._wholes[place] = shown, kept._local_tensor
-        return shown
 
-    def _looking_alike(self, name: str, kept: Tensor) -> Divided:
-        """The same of a parameter that all ranks have alike."""
-        if torch.compiler.is_dynamo_compiling():
-            return alike(kept, self.ranks)
-        shown, memory = self._alike.get(name, (None, 0))
-        if shown is None or shown.own is not kept or memory != kept.data_ptr():
-            shown = alike(kept, self.ranks)
-            self._alike[name] = shown, kept.data_ptr()
-        return shown
-
-
-def put_back(hidden: list[Hidden]) -> None:
+def put_back(hidden: list[Place]) -> None:
     """What is stored stands in the tables of modules again."""
-    for table, own, kept, shown in hidden:
-        table[own] = kept
-        shown.forget()
-
-
-def _is_of(shown: Divided, kept: DTensor) -> bool:
-    """Whether this is what modules find for a parameter; of one whose views were changed a step makes another."""
-    if torch.compiler.is_dynamo_compiling() or type(shown) is not Wrapper or shown.stored is not kept:
-        return False
-    return shown.own.requires_grad is kept.requires_grad
+    for place in hidden:
+        place.hide()
 
 
 def cuts_of(parameter: Tensor, ranks: Ranks) -> Cuts:

@@ -30,6 +30,10 @@ class _Hidden:
     order: dict[str, list[str]] = field(default_factory=dict)
     tied: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the module hides nothing: it has what was there when it was made."""
+        return _Hidden, ()
+
 
 def hide(model: nn.Module, names: Collection[str], make: Make) -> None:
     """Hides parameters and buffers by their FQN; what takes their place as attributes, `make` makes from them."""

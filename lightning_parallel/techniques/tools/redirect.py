@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 Forward = Callable[..., Any]
@@ -23,6 +24,14 @@ class Redirected:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
         return self.wrapped(*args, **kwargs)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the module, in memory or in a file, has its own forward: what is wrapped leads to this module."""
+        return _itself, (self.original,)
+
+
+def _itself(forward: Forward) -> Forward:
+    return forward
+
 
 def redirect_forward(module: nn.Module, wrap: Callable[[Forward], Forward]) -> None:
     """Replaces the module's `forward` by `wrap(forward)`; later redirections wrap earlier ones."""
@@ -30,19 +39,41 @@ def redirect_forward(module: nn.Module, wrap: Callable[[Forward], Forward]) -> N
     module.__dict__["forward"] = Redirected(wrap(original), original)
 
 
+class Surrounded(Redirected):
+    """A forward with something done around it that computes nothing: a compiler does it around its graph.
+
+    Args:
+        wrap: makes a forward with that around it.
+        original: see `Redirected`.
+    """
+
+    def __init__(self, wrap: Callable[[Forward], Forward], original: Forward) -> None:
+        super().__init__(wrap(original), original)
+        self.wrap = wrap
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
+        if torch.compiler.is_dynamo_compiling():
+            return self.original(*args, **kwargs)
+        return self.wrapped(*args, **kwargs)
+
+
+def surround_forward(module: nn.Module, wrap: Callable[[Forward], Forward]) -> None:
+    """As `redirect_forward`, with a `wrap` that adds nothing to what is computed, see `Surrounded`."""
+    module.__dict__["forward"] = Surrounded(wrap, module.forward)
+
+
 def restore_forward(module: nn.Module) -> None:
     """Takes all redirections of the module back."""
     while isinstance(redirected := module.__dict__.get("forward"), Redirected):
-        if isinstance(redirected.original, Redirected):
-            module.__dict__["forward"] = redirected.original
-        elif _is_of_class(module, redirected.original):
-            del module.__dict__["forward"]
-        else:
-            module.__dict__["forward"] = redirected.original
+        put_forward(module, redirected.original)
 
 
-def _is_of_class(module: nn.Module, forward: Forward) -> bool:
-    return getattr(forward, "__func__", None) is getattr(type(module), "forward", None)
+def put_forward(module: nn.Module, forward: Forward) -> None:
+    """Makes this the module's forward; that of its class needs no entry of its own."""
+    if getattr(forward, "__func__", None) is getattr(type(module), "forward", None):
+        module.__dict__.pop("forward", None)
+    else:
+        module.__dict__["forward"] = forward
 
 
 @contextmanager
