@@ -6,7 +6,7 @@ reads what any other wrote: each rank takes its own part of every tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -92,10 +92,7 @@ def _fits(parameter: nn.Parameter, value: Any) -> bool:
 
 @contextmanager
 def _held_plain(module: nn.Module, shards: Set[int]) -> Iterator[None]:
-    """Inside, the module has what this rank holds in place of these shards: DTensor cannot copy lists of elements.
-
-    `fully_shard` looks after a load whether parameters were replaced; what is held here is filled in place.
-    """
+    """Inside, the module has what this rank holds in place of these shards: DTensor cannot copy lists of elements."""
     parts = [part for part in module.modules() if any(id(kept) in shards for kept in part._parameters.values())]
     before = [(part, dict(part._parameters)) for part in parts]
     plain: dict[int, nn.Parameter] = {}
@@ -105,36 +102,10 @@ def _held_plain(module: nn.Module, shards: Set[int]) -> Iterator[None]:
                 held = plain.setdefault(id(kept), nn.Parameter(local(kept), kept.requires_grad))
                 part._parameters[name] = held
     try:
-        with without_hooks_of_fully_shard(parts):
-            yield
+        yield
     finally:
         for part, parameters in before:
             part._parameters.update(parameters)
-
-
-@contextmanager
-def without_hooks_of_fully_shard(parts: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, states of these modules are made and loaded, copied and pickled as if nobody had sharded them."""
-    tables: list[Any] = [
-        table
-        for part in parts
-        for table in (part._state_dict_pre_hooks, part._load_state_dict_pre_hooks, part._load_state_dict_post_hooks)
-    ]
-    before = [table.copy() for table in tables]
-    for table in tables:
-        for key, hook in list(table.items()):
-            if _module_of(hook).startswith("torch.distributed.fsdp"):
-                del table[key]
-    try:
-        yield
-    finally:
-        for table, hooks in zip(tables, before, strict=True):
-            table.update(hooks)
-
-
-def _module_of(hook: Any) -> str:
-    """Of a hook, or of what torch wraps around it."""
-    return str(getattr(getattr(hook, "hook", hook), "__module__", ""))
 
 
 POSITIONS = "lightning_parallel_positions"

@@ -20,7 +20,6 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel.strategies.checkpoint.whole import without_hooks_of_fully_shard
 from lightning_parallel.strategies.model.divided_model import DividedModel
 from lightning_parallel.strategies.model.foreign_hooks import Places
 from lightning_parallel.strategies.model.shown_gradient import ShownGradient
@@ -202,8 +201,7 @@ def _undivided(module: nn.Module) -> Iterator[list[Pair]]:
             whole[id(tensor)] = tensor, _whole(tensor)
         part._parameters[name] = whole[id(tensor)][1]
     try:
-        with without_hooks_of_fully_shard({part for part, _, _ in divided}):
-            yield [*whole.values()]
+        yield [*whole.values()]
     finally:
         for part, name, tensor in divided:
             part._parameters[name] = tensor

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_parallel.collectives.functional import all_reduce
 from lightning_parallel.techniques.tools.shards import local
+from lightning_parallel.techniques.zero.reads import groups_of, is_known
 
 
 class ShardedBackward:
@@ -31,26 +32,28 @@ class ShardedBackward:
 
     def __init__(self, root: Any, group: dist.ProcessGroup) -> None:
         self._root, self._ranks = root, group
-        states = list(_states(root))
+        states = list(states_of(root))
         self._state = states[0]
-        self._root_groups = [group for each in (root, *root.shells) for group in _groups(each._get_fsdp_state())]
+        self._root_groups = [group for each in (root, *root.shells) for group in groups_of(each._get_fsdp_state())]
         self._kinds = {
-            id(group): kind for module, kind in root.fewer.items() for group in _groups(module._get_fsdp_state())
+            id(group): kind for module, kind in root.fewer.items() for group in groups_of(module._get_fsdp_state())
         }
-        self._by_group = [(group, list(group.fsdp_params)) for state in states for group in _groups(state)]
+        self._by_group = [(group, list(group.fsdp_params)) for state in states for group in groups_of(state)]
         self._attended: dict[Tensor, RemovableHandle] = {}
         self._used: set[Any] = set()
         self._filled: dict[Any, Tensor | None] = {}
-        self._finished = False
+        self._finished = self._ending = False
         self.synced = True
         for state in states:
             state._root_post_backward_final_callback = partial(self._finish, state._root_post_backward_final_callback)
-            for param_group in _groups(state):
+            for param_group in groups_of(state):
                 param_group.post_backward = partial(self._reduce, param_group, param_group.post_backward)
 
     def run(self, backward: Callable[[], None]) -> None:
         """Runs a backward pass to its end, also where this rank had no gradient for any of the root's parameters."""
         self._finished = False
+        if not self._root.running:
+            self._root.reads.gather()
         backward()
         if self._root.running and not self._finished:
             self._state._root_post_backward_final_callback()
@@ -64,7 +67,7 @@ class ShardedBackward:
     def casts(self) -> Iterator[tuple[Tensor, torch.dtype, torch.dtype]]:
         """The sharded parameters that a module cast while they were whole, from what and to what."""
         for p in (p for _, parameters in self._by_group for p in parameters):
-            if _is_known(p) and p.unsharded_param.dtype != p.sharded_param.dtype:
+            if is_known(p) and p.unsharded_param.dtype != p.sharded_param.dtype:
                 yield p.sharded_param, p.sharded_param.dtype, p.unsharded_param.dtype
 
     def close(self) -> None:
@@ -80,11 +83,17 @@ class ShardedBackward:
     # ---------------------------------------------------------------- parameters that a rank did not use
 
     def _reduce(self, group: Any, reduce: Callable[[], None], *unused: Any) -> None:
-        """Ranks that used a group, and all of them for the root, send all its gradients: zeros for those they lack."""
-        learning = [p for p in group.fsdp_params if _is_known(p) and p.unsharded_param.requires_grad]
+        """Ranks that used a group, and all of them for the root, send all its gradients: zeros for those they lack.
+
+        What a step reads outside of its blocks waits for the end, as more may come for it.
+        """
+        kept = self._root.reads.keeps(group)
+        if kept and not self._ending:
+            return
+        learning = [p for p in group.fsdp_params if is_known(p) and p.unsharded_param.requires_grad]
         used = {p for p in learning if p.unsharded_param.grad is not None or p.unsharded_accumulated_grad is not None}
         self._used |= used
-        if used or group in self._root_groups:
+        if used or kept or group in self._root_groups:
             for p in learning:
                 if p not in used:
                     self._filled.setdefault(p, p.sharded_param.grad)
@@ -95,7 +104,11 @@ class ShardedBackward:
         reduce()
 
     def _finish(self, finish: Callable[[], None]) -> None:
-        finish()
+        self._ending = True
+        try:
+            finish()
+        finally:
+            self._ending = False
         self._finished = True
         if self.synced:
             self._forget_unused()
@@ -126,21 +139,10 @@ class ShardedBackward:
         return {p for p, count in zip(parameters, used.tolist(), strict=True) if count > 0}
 
 
-def _states(root: nn.Module) -> Iterator[Any]:
+def states_of(root: nn.Module) -> Iterator[Any]:
     """The states that `fully_shard` keeps, the root's first; modules sharded together share one."""
     seen: set[int] = set()
     for module in root.modules():
         if isinstance(module, FSDPModule) and id(state := module._get_fsdp_state()) not in seen:
             seen.add(id(state))
             yield state
-
-
-def _groups(state: Any) -> list[Any]:
-    if "_fsdp_param_groups" in vars(state):  # torch 2.13
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-
-
-def _is_known(parameter: Any) -> bool:
-    """Whether a parameter was ever whole."""
-    return "_unsharded_param" in vars(parameter)

@@ -30,8 +30,10 @@ from lightning_parallel.techniques.step import Run, Step, WrappedStep
 from lightning_parallel.techniques.tools.holders import copied_axes
 from lightning_parallel.techniques.tools.redirect import Forward, redirect_forward
 from lightning_parallel.techniques.tools.shards import divides, dtensor_of, has_no_rows
-from lightning_parallel.techniques.zero.backward import ShardedBackward
+from lightning_parallel.techniques.zero.backward import ShardedBackward, states_of
 from lightning_parallel.techniques.zero.casts import refuse_casts
+from lightning_parallel.techniques.zero.reads import OutsideReads
+from lightning_parallel.techniques.zero.writes import StepsWrites
 
 T = TypeVar("T")
 
@@ -73,9 +75,11 @@ class Root(nn.Module):
         self.units, self.shells = nn.ModuleList(), nn.ModuleList()
         self.fewer: dict[nn.Module, Kind] = {}
         """The modules whose parameters fewer ranks share than the root's."""
+        self.reads = OutsideReads(())
         self.running = False
         self.in_backward = False
         self.before_forward_of: Callable[[nn.Module], None] = _nothing
+        self.before_end: Callable[[], None] = _nothing
 
     def forward(self, run: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Runs a step of the user's while the root's parameters are whole."""
@@ -83,15 +87,19 @@ class Root(nn.Module):
         for shell in self.shells:
             run = partial(shell, run)
         try:
-            return run(*args, **kwargs)
+            with self.reads.watching():
+                result = run(*args, **kwargs)
+                self.before_end()
+                return result
         finally:
             self.running = False
 
     def gather(self) -> None:
-        """Makes whole what belongs to no unit, anew where it is whole already."""
+        """Makes whole what belongs to no unit or is read outside of it, anew where it is whole already."""
         for module in (self, *self.shells):
             module.reshard()
             module.unshard()
+        self.reads.gather()
 
     def enter(self, module: nn.Module, run: Callable[..., Any]) -> Forward:
         """`run`, entering the root first when no step is running: for a forward called between steps.
@@ -109,7 +117,7 @@ class Root(nn.Module):
         return entered
 
 
-def _nothing(_: nn.Module) -> None:
+def _nothing(*_: nn.Module) -> None:
     pass
 
 
@@ -124,12 +132,12 @@ def shard_parameters(model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan, o
     # A pipeline runs its blocks many times in a step: there they are gathered once, with the root.
     blocks = list(plan.find_blocks(model).values()) if mesh.sizes["pp"] == 1 else []
     groups = _groups_of_blocks(blocks)
-    root = Root(model)
+    root, together = Root(model), []
     for kind in kinds:
         for group in groups:
             units = [_wrap(block) for block in group if any(p in kind.parameters for p in block.parameters())]
             root.units.extend(units)
-            kind.shard(units, root, offload)
+            together.append(kind.shard(units, root, offload))
     for module in _entrances(model):
         redirect_forward(module, partial(root.enter, module))
     ordinary, *others = kinds
@@ -137,6 +145,8 @@ def shard_parameters(model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan, o
         root.shells.append(shell := Shell(model))
         kind.shard([shell], root, offload)
     ordinary.shard([root], root, offload)
+    root.reads = OutsideReads([each for each in together if each], [root, *root.shells])
+    _remove_hooks_of_state_dicts(root)
     return root
 
 
@@ -154,11 +164,15 @@ class Kind:
     scale: float | None
     parameters: set[nn.Parameter]
 
-    def shard(self, modules: list[Any], root: Root, offload: bool) -> None:
-        """Gives modules to `fully_shard`, all together, with those of their parameters that are of this kind."""
+    def shard(self, modules: list[Any], root: Root, offload: bool) -> list[Any]:
+        """Gives modules to `fully_shard`, all together, with those of their parameters that are of this kind.
+
+        Returns:
+            Those that have some.
+        """
         mine = [module for module in modules if self.scale is None or self._has_some(module)]
         if not mine:
-            return
+            return []
         policy = CPUOffloadPolicy(pin_memory=self.mesh.device_type != "cpu") if offload else OffloadPolicy()
         fully_shard(
             mine if len(mine) > 1 else mine[0],
@@ -176,6 +190,7 @@ class Kind:
                 module.set_force_sum_reduction_for_comms(True)  # what divides within a sum, NCCL alone has
         if self.scale is not None:
             root.fewer.update(dict.fromkeys(mine, self))
+        return mine
 
     def _has_some(self, module: nn.Module) -> bool:
         return any(parameter in self.parameters for parameter in module.parameters())
@@ -292,12 +307,17 @@ class ShardedParametersStep(WrappedStep):
         self._root = root
         self._backward = ShardedBackward(root, mesh.loss.get_group())
         self._flags = _RequiresGrad(root)
-        root.before_forward_of = self._flags.agree
+        self._began = False
+        self._writes = StepsWrites(states_of(root), root)
+        root.before_forward_of, root.before_end = self._flags.agree, self._writes.keep
 
     def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
         """See `Step.forward`."""
 
         def whole(*args: Any, **kwargs: Any) -> T:
+            if not self._began:  # `fully_shard` puts more of them there when the root first runs
+                _remove_hooks_of_state_dicts(self._root)
+                self._began = True
             self._flags.agree(self._root)
             self._backward.attend()
             output = self.inner.forward(run, *args, **kwargs)
@@ -328,22 +348,28 @@ class ShardedParametersStep(WrappedStep):
             self._root.set_requires_all_reduce(True)
             self._backward.synced = True
 
+    def before_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
+        """See `Step.before_optimizer_step`. Inside a step, what is whole now is newer than its shards."""
+        if self._root.running:
+            self._writes.keep()
+        self.inner.before_optimizer_step(parameters)
+
     def after_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """See `Step.after_optimizer_step`. Inside a step, what is whole now is out of date."""
         if self._root.running:
             self._flags.agree(self._root)
-            self._root.gather()
+            with self._writes.forgotten():
+                self._root.gather()
         self.inner.after_optimizer_step(parameters)
 
     def close(self) -> None:
         """See `Step.close`."""
         self._backward.close()
-        _remove_hooks_of_state_dicts(self._root)
         self.inner.close()
 
 
 def _remove_hooks_of_state_dicts(root: nn.Module) -> None:
-    """Takes hooks of `fully_shard` off the user's modules: they keep shards alive, and fail where a whole is loaded."""
+    """Takes hooks of `fully_shard` off the user's modules: states are made, loaded and copied as if they were alone."""
     for module in root.modules():
         kinds: tuple[dict[int, Any], ...] = (
             module._state_dict_pre_hooks,
@@ -373,8 +399,11 @@ class _RequiresGrad:
 
     def agree(self, module: nn.Module) -> None:
         """The whole and the sharded parameters under a module become as the one of the two that changed."""
-        for owner, name, shard in self._slots[id(module)]:
-            whole, learns = owner._parameters[name], shard.requires_grad
+        slots = self._slots[id(module)]
+        with torch._C.DisableTorchFunctionSubclass():  # it would take its time where shards are `Away`
+            learning = [shard.requires_grad for *_, shard in slots]
+        for (owner, name, shard), learns in zip(slots, learning, strict=True):
+            whole = owner._parameters[name]
             if whole is not None and whole.requires_grad != learns:
                 if learns == self._agreed.get(id(shard), learns):
                     learns = whole.requires_grad

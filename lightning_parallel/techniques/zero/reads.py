@@ -1,0 +1,183 @@
+"""Parameters of units that a step reads outside of their blocks: penalties on weights, copies of a block, tied weights.
+
+Between the forwards of its blocks a unit is sharded, so code of the step's own would find shards there. While a step
+runs these have the class `Away`, which every use of them in Python passes through. The first function that reads values
+of one gathers its unit; from then on the unit is whole from the beginning of every step to its end, as is what belongs
+to no unit. All ranks must read in the same step, as they must run the same blocks.
+
+| a unit | in a forward | in a backward |
+|---|---|---|
+| as a rule | whole while its blocks run | whole while its blocks go back; then its gradients are reduced |
+| read outside of its blocks | whole | whole; its gradients are reduced at the end |
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
+
+from lightning_parallel.techniques.tools.shards import shard_of
+
+ABOUT = frozenset(
+    (
+        *("__get__", "__set__", "__delete__", "__hash__", "__repr__", "__len__", "size", "numel", "nelement", "dim"),
+        *("ndimension", "stride", "storage_offset", "element_size", "get_device", "data_ptr", "is_contiguous"),
+        *("is_floating_point", "is_complex", "is_signed", "is_pinned", "is_shared", "is_same_size", "requires_grad_"),
+        *("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "untyped_storage", "full_tensor"),
+        *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "to_local", "redistribute"),
+        *("new_zeros", "new_ones", "new_full", "new_empty"),
+    )
+)
+"""Functions that ask about a tensor, and need not its values."""
+
+VALUES = frozenset((Tensor.data, Tensor.T, Tensor.mT, Tensor.H, Tensor.mH, Tensor.real, Tensor.imag))
+"""Attributes by which its values are read or written."""
+
+
+class Away(DTensor):
+    """The class of a sharded parameter while a step runs and its unit is not whole.
+
+    Attributes:
+        reads: makes it whole.
+    """
+
+    reads: OutsideReads
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name, attribute = kwargs or {}, function.__name__, getattr(function, "__self__", None)
+        if name in ABOUT and attribute not in VALUES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        first = args[0].reads.gathered(args[0]) if args and type(args[0]) is cls else None
+        if isinstance(first, DTensor) and attribute is Tensor.data:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(first, *args[1:])
+        whole_args, kwargs = tree_map_only(cls, lambda each: each.reads.whole(each), (tuple(args), kwargs))
+        result = function(*whole_args, **kwargs)
+        if isinstance(first, DTensor) and _changes(name):
+            first._local_tensor.copy_(shard_of(whole_args[0].detach(), first)._local_tensor)
+        return result
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        whole = self.reads.whole(self)
+        return memo.setdefault(id(self), nn.Parameter(whole.detach().clone(), whole.requires_grad))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return copy.deepcopy(self).__reduce_ex__(protocol)
+
+
+def _changes(name: str) -> bool:
+    return name in ("__setitem__",) or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+
+
+class OutsideReads:
+    """What steps read of units outside of their blocks.
+
+    Args:
+        units: those that are gathered together, for each such group.
+        others: modules whose parameters are whole during every step.
+    """
+
+    def __init__(self, units: Sequence[Sequence[Any]], others: Sequence[Any] = ()) -> None:
+        self._units = [(group, group[0]._get_fsdp_state()) for group in units]
+        self._others = [module._get_fsdp_state() for module in others]
+        self._kept: list[Any] = []
+        """The states of units that are whole during steps."""
+        self._away: dict[int, tuple[Sequence[Any], Any, Any]] = {}
+        self._watched: list[Any] = []
+
+    def keeps(self, group: Any) -> bool:
+        """Whether a group of parameters, as `fully_shard` has it, is whole during steps."""
+        return any(group in groups_of(state) for state in self._kept)
+
+    def gather(self) -> None:
+        """Makes what steps read whole, anew where it is whole already."""
+        for units, state in self._units:
+            if state in self._kept:
+                _reshard(units)
+                _unshard(units)
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Around the forward of a step: what was read before is whole, and what is read now is noticed."""
+        self.gather()
+        for state in (*self._others, *self._kept):
+            self._watch_parts(state)
+        for units, state in self._units:
+            if state not in self._kept:
+                for parameter in _parameters(state):
+                    self._away[id(parameter.sharded_param)] = units, state, parameter
+                    self._watch(parameter.sharded_param)
+        try:
+            yield
+        finally:
+            for tensor in self._watched:
+                tensor.__class__ = DTensor
+                del vars(tensor)["reads"]
+            self._watched.clear()
+            self._away.clear()
+            for units, state in self._units:
+                if state in self._kept:
+                    _reshard(units)
+
+    def _watch(self, tensor: Any) -> None:
+        vars(tensor)["reads"], tensor.__class__ = self, Away
+        self._watched.append(tensor)
+
+    def _watch_parts(self, state: Any) -> None:
+        """What tensor parallelism divides is a part of the whole even where it is gathered."""
+        for parameter in _parameters(state):
+            if type(parameter.unsharded_param) is DTensor:
+                self._watch(parameter.unsharded_param)
+
+    def gathered(self, part: Any) -> Any:
+        """What stands for a part where its unit is whole, as it is from now on: a part still beside tensor parallel."""
+        if id(part) not in self._away:
+            return part
+        units, state, parameter = self._away[id(part)]
+        if state not in self._kept:
+            self._kept.append(state)
+            _unshard(units)
+            self._watch_parts(state)
+        return parameter.unsharded_param
+
+    def whole(self, part: Any) -> Any:
+        """The whole of which a step reads a part."""
+        gathered = self.gathered(part)
+        return gathered.full_tensor() if isinstance(gathered, DTensor) else gathered
+
+
+def _parameters(state: Any) -> list[Any]:
+    return [parameter for group in groups_of(state) for parameter in group.fsdp_params]
+
+
+def groups_of(state: Any) -> list[Any]:
+    """The groups of parameters of a state of `fully_shard`."""
+    if "_fsdp_param_groups" in vars(state):  # torch 2.13
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def is_known(parameter: Any) -> bool:
+    """Whether a parameter was ever whole."""
+    return "_unsharded_param" in vars(parameter)
+
+
+def _unshard(units: Sequence[Any]) -> None:
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
+
+
+def _reshard(units: Sequence[Any]) -> None:
+    for unit in units:
+        unit.set_reshard_after_forward(True, recurse=False)
+        unit.reshard()

@@ -1,0 +1,101 @@
+"""What a step writes to whole parameters reaches the shards: weights that are clipped, normalised or copied in a step.
+
+`fully_shard` drops what it gathered, with all that was written to it. So before shards take the place of wholes, a
+rank copies its rows back. To ask whether there is a change would take as long, and code can write without leaving a
+trace, as `weight.data.clamp_()` does. Where wholes have a lower precision only elements that differ are copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lightning_parallel.techniques.tools.shards import local
+from lightning_parallel.techniques.zero.reads import groups_of, is_known
+
+
+class StepsWrites:
+    """Watches over wholes while a step runs.
+
+    Args:
+        states: of `fully_shard`, all of one model.
+        root: tells by `running` whether a step runs.
+    """
+
+    def __init__(self, states: Iterable[Any], root: Any) -> None:
+        self._groups = [group for state in states for group in groups_of(state)]
+        self._root, self._forgets = root, False
+        self._memory: dict[int, Tensor] = {}
+        """Where wholes lie, by the `id` of parameters as `fully_shard` has them."""
+        for group in self._groups:
+            group.wait_for_unshard = partial(self._after_gathering, group, group.wait_for_unshard)
+            group.reshard = partial(self._before_dropping, group, group.reshard)
+
+    def keep(self) -> None:
+        """Writes all wholes to the shards."""
+        for group in self._groups:
+            if group.is_unsharded:
+                self._keep(group)
+
+    @contextmanager
+    def forgotten(self) -> Iterator[None]:
+        """Inside, wholes are dropped as they are: an optimizer has stepped the shards."""
+        self._forgets = True
+        try:
+            yield
+        finally:
+            self._forgets = False
+
+    def _after_gathering(self, group: Any, wait: Callable[[], None]) -> None:
+        wait()
+        for parameter in group.fsdp_params:
+            if id(parameter) not in self._memory and is_known(parameter):
+                self._memory[id(parameter)] = _elements(parameter)
+
+    def _before_dropping(self, group: Any, drop: Callable[[], None]) -> None:
+        if self._root.running and not self._forgets and group.is_unsharded:
+            self._keep(group)
+        drop()
+
+    @torch.no_grad()
+    def _keep(self, group: Any) -> None:
+        kept: list[Tensor] = []
+        written: list[Tensor] = []
+        for parameter in group.fsdp_params:
+            whole, shard = _elements(parameter), parameter.sharded_param._local_tensor
+            rows = _rows(parameter, whole, shard)
+            if whole.dtype == shard.dtype:
+                kept.append(shard)
+                written.append(rows)
+            else:
+                shard.copy_(torch.where(rows == shard.to(rows), shard.to(rows.device), rows.to(shard.dtype)))
+            self._put_back(parameter, whole)
+        if kept:
+            torch._foreach_copy_(kept, written)
+
+    def _put_back(self, parameter: Any, whole: Tensor) -> None:
+        """Code may have given a parameter other memory, as in `weight.data = normalised(weight)`."""
+        memory = self._memory[id(parameter)]
+        if whole.data_ptr() != memory.data_ptr():
+            local(parameter.unsharded_param).data = memory
+
+
+def _elements(parameter: Any) -> Tensor:
+    """What a rank has of a gathered parameter."""
+    gathered: Any = parameter.unsharded_param
+    elements: Tensor = gathered._local_tensor if isinstance(gathered, DTensor) else gathered
+    return elements.detach()
+
+
+def _rows(parameter: Any, whole: Tensor, shard: Tensor) -> Tensor:
+    """This rank's rows of a whole."""
+    dim, info = parameter.fsdp_placement.dim, parameter.mesh_info
+    each = -(-whole.size(dim) // info.shard_mesh_size)
+    start = min(each * info.shard_mesh_rank, whole.size(dim))
+    return whole.narrow(dim, start, shard.size(dim))

@@ -1,0 +1,166 @@
+"""Steps that read and write weights themselves, outside of the blocks they belong to or within: penalties, clipping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_parallel import HybridStrategy, TensorParallel, TensorParallelStrategy, Zero, ZeroStrategy
+from lightning_parallel.techniques.zero import parameters
+from tests.ranks import begun_on_one, run_on_ranks
+from tests.strategies.one_and_two import made, require_like
+from tests.tiers import covering
+from tests.trainers import trainer
+
+SAMPLES, WIDTH = 24, 10
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 18), nn.Linear(18, WIDTH)
+        self.act: Callable[[Layer], Any] = lambda layer: None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.act(self)
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Model(LightningModule):
+    """Each step does something to its weights, or with them."""
+
+    def __init__(self, act: Callable[[Any], Any], within: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.layers = nn.Linear(4, WIDTH), nn.ModuleList(Layer() for _ in range(4))
+        self.head = nn.Linear(WIDTH, 3)
+        self.act: Callable[[Any], Any] = lambda module: None
+        if within:
+            for layer in self.layers:
+                layer.act = act
+        else:
+            self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        more = self.act(self)
+        loss = (self(batch[0]) - 1).square().mean()
+        return loss if more is None else loss + more
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+class ByHand(Model):
+    """Optimizes by itself, twice in each step."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        for _ in range(2):
+            loss = super().training_step(batch, batch_idx)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+
+
+# ---------------------------------------------------------------- what steps do
+
+
+def penalty(module: Any) -> Tensor:
+    return 0.01 * sum(parameter.square().sum() for parameter in module.parameters())
+
+
+def distance_of_layers(module: Any) -> Tensor:
+    one, other = module.layers[0], module.layers[-1]
+    return 0.1 * (one.up.weight @ other.down.weight).abs().mean()
+
+
+def borrowed(module: Any) -> Tensor:
+    taken = F.linear(torch.ones(1, WIDTH), module.layers[1].up.weight, module.layers[2].up.bias)
+    return 0.1 * taken.square().mean()
+
+
+def clipped(module: Any) -> None:
+    for parameter in module.parameters():
+        parameter.data.clamp_(-0.2, 0.2)
+
+
+@torch.no_grad()
+def shrunk(module: Any) -> None:
+    for parameter in module.parameters():
+        parameter.copy_(0.97 * parameter)
+
+
+def loaded(module: Any) -> None:
+    module.load_state_dict({name: 0.97 * value for name, value in module.state_dict().items()})
+
+
+@torch.no_grad()
+def counted_and_clipped(module: Any) -> None:
+    if module.global_rank == 0:
+        assert sum(parameter.numel() for parameter in module.parameters()) == module.count
+    clipped(module)
+
+
+@torch.no_grad()
+def clipped_in_place(layer: Layer) -> None:
+    layer.up.weight.clamp_(-0.2, 0.2)
+
+
+def normalised(layer: Layer) -> None:
+    layer.up.weight.data = torch.renorm(layer.up.weight.data, p=2, dim=0, maxnorm=0.5)
+
+
+OUTSIDE = penalty, distance_of_layers, borrowed, clipped, shrunk, loaded, counted_and_clipped
+WITHIN = clipped_in_place, normalised
+ACTS = {act.__name__: act for act in (*OUTSIDE, *WITHIN)}
+
+
+def trained(act: str, by_hand: bool, unit_bytes: int, strategy: Any, batch_size: int) -> Any:
+    parameters.UNIT_BYTES, before = unit_bytes, parameters.UNIT_BYTES
+    try:
+        module = (ByHand if by_hand else Model)(ACTS[act], ACTS[act] in WITHIN)
+        module.count = sum(parameter.numel() for parameter in module.parameters())
+        samples = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(1))
+        trainer(made(strategy), max_epochs=2).fit(module, DataLoader(TensorDataset(samples), batch_size))
+    finally:
+        parameters.UNIT_BYTES = before
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+WHOLE, UNITS = 2**24, 64
+LAYOUTS: dict[str, Any] = {
+    "zero 1": (2, 2, WHOLE, partial(ZeroStrategy, stage=1)),
+    "zero 2": (2, 2, WHOLE, partial(ZeroStrategy, stage=2)),
+    "zero 3": (2, 2, WHOLE, partial(ZeroStrategy, stage=3)),
+    "zero 3 in units": (2, 2, UNITS, partial(ZeroStrategy, stage=3)),
+    "zero 3 in units, on 3": (3, 3, UNITS, partial(ZeroStrategy, stage=3)),
+    "replicated zero 3 in units": (4, 4, UNITS, lambda: HybridStrategy(Zero(2, replicate=2))),
+    "tensor parallel": (2, 1, WHOLE, partial(TensorParallelStrategy, 2)),
+    "zero 3 in units beside tensor parallel": (4, 2, UNITS, lambda: HybridStrategy(Zero(2), TensorParallel(2))),
+}
+
+
+@covering(layout=LAYOUTS, act=ACTS, by_hand=(False, True))
+def test_steps_read_and_write_weights_as_on_one_device(layout: str, act: str, by_hand: bool) -> None:
+    ranks, data_ranks, unit_bytes, strategy = LAYOUTS[layout]
+    expected = begun_on_one(trained, act, by_hand, unit_bytes, None, 12 if data_ranks == 3 else 8)
+    size = 4 if data_ranks == 3 else 8 // data_ranks
+    for found in run_on_ranks(ranks, trained, act, by_hand, unit_bytes, strategy, size):
+        require_like(expected.result(), found)
