@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.tensor import DTensor
 
 from lightning_parallel.collectives.functional import all_gather, reduce_scatter, uses_exchange
 from lightning_parallel.mesh import ParallelMesh
@@ -32,6 +31,7 @@ from lightning_parallel.techniques.tools.redirect import Forward, redirect_forwa
 from lightning_parallel.techniques.tools.shards import divides, dtensor_of, has_no_rows
 from lightning_parallel.techniques.zero.backward import ShardedBackward, states_of
 from lightning_parallel.techniques.zero.casts import refuse_casts
+from lightning_parallel.techniques.zero.learning import Learning
 from lightning_parallel.techniques.zero.reads import OutsideReads
 from lightning_parallel.techniques.zero.writes import StepsWrites
 
@@ -306,7 +306,7 @@ class ShardedParametersStep(WrappedStep):
         super().__init__(inner)
         self._root = root
         self._backward = ShardedBackward(root, mesh.loss.get_group())
-        self._flags = _RequiresGrad(root)
+        self._flags = Learning({id(module): module for module in (root, *_entrances(root.model))})
         self._began = False
         self._writes = StepsWrites(states_of(root), root)
         root.before_forward_of, root.before_end = self._flags.agree, self._writes.keep
@@ -383,39 +383,3 @@ def _remove_hooks_of_state_dicts(root: nn.Module) -> None:
 
 def _is_of_fsdp(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
-
-
-class _RequiresGrad:
-    """Keeps the whole parameters of a running step frozen exactly when the sharded ones are, and the other way round.
-
-    `fully_shard` looks at that when it gathers. Within a step, `toggle_optimizer` freezes what the optimizer holds, the
-    shards; a user who writes `self.critic.requires_grad_(False)` there freezes the whole ones.
-    """
-
-    def __init__(self, root: Root) -> None:
-        # by identity: the hash of a metric changes with its state, and that of a tensor takes a call of Python's
-        self._slots = {id(module): _sharded_slots(module) for module in (root, *_entrances(root.model))}
-        self._agreed: dict[int, bool] = {}
-
-    def agree(self, module: nn.Module) -> None:
-        """The whole and the sharded parameters under a module become as the one of the two that changed."""
-        slots = self._slots[id(module)]
-        with torch._C.DisableTorchFunctionSubclass():  # it would take its time where shards are `Away`
-            learning = [shard.requires_grad for *_, shard in slots]
-        for (owner, name, shard), learns in zip(slots, learning, strict=True):
-            whole = owner._parameters[name]
-            if whole is not None and whole.requires_grad != learns:
-                if learns == self._agreed.get(id(shard), learns):
-                    learns = whole.requires_grad
-                whole.requires_grad_(learns)
-                shard.requires_grad_(learns)
-            self._agreed[id(shard)] = learns
-
-
-def _sharded_slots(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
-    return [
-        (owner, name, parameter)
-        for owner in module.modules()
-        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False)
-        if isinstance(parameter, DTensor)
-    ]
