@@ -71,7 +71,7 @@ class MeshStrategy(RankStrategy):
     def _begin(self) -> None:
         self._ready = self._within_step = False
         self._step = Step()
-        self._stored = StoredOptimizers(self, self._store)
+        self._stored = StoredOptimizers(self, self._store, lambda: self._whole.steppable())
         self._log: StepLog | None = None
         self._building = Building(self.techniques)
         self._divided: DividedModel | None = None
@@ -289,7 +289,7 @@ class MeshStrategy(RankStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Lightning's, of an optimizer that a hook may have put in the place of another."""
-        self._stored.take()
+        self._stored.require_known(optimizer)
         return super().optimizer_step(optimizer, *args, **kwargs)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

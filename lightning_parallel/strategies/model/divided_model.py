@@ -200,6 +200,11 @@ class DividedModel:
         with elsewhere.unshown(self.module):
             return set(self.module.parameters())
 
+    def steppable(self) -> set[nn.Parameter] | None:
+        """The parameters that optimizers may step here, None for any: where all ranks compute alike."""
+        alike = self.pipeline.ranks == 1 and self.mesh.loss.size() == 1
+        return None if alike else self.held() | self.stand_ins()
+
     def state_dict(self, in_parts: bool) -> dict[str, Any]:
         """Tensors under the user's names, which are the same on all ranks.
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from lightning.pytorch.strategies import Strategy
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer
@@ -16,10 +17,17 @@ class StoredOptimizers:
     Args:
         strategy: which knows those that the trainer has now.
         store: makes others step what is stored, or raises.
+        steppable: the parameters that they may step, as the run begins; None for any.
     """
 
-    def __init__(self, strategy: Strategy, store: Callable[[Sequence[Optimizer]], Sequence[StoredOptimizer]]) -> None:
-        self._strategy, self._store = strategy, store
+    def __init__(
+        self,
+        strategy: Strategy,
+        store: Callable[[Sequence[Optimizer]], Sequence[StoredOptimizer]],
+        steppable: Callable[[], Collection[nn.Parameter] | None],
+    ) -> None:
+        self._strategy, self._store, self._steppable = strategy, store, steppable
+        self._parameters: dict[int, nn.Parameter] | None = None
         self._known: dict[int, StoredOptimizer] = {}
         self.look_at_loss = False
         """Whether any of them may decide by what its closure returns."""
@@ -30,6 +38,8 @@ class StoredOptimizers:
         for optimizer in optimizers:
             if id(optimizer) not in self._known:
                 new = [each for each in optimizers if id(each) not in self._known]
+                if not self._known and (steppable := self._steppable()) is not None:
+                    self._parameters = {id(parameter): parameter for parameter in steppable}
                 known = self._known | {id(stored.optimizer): stored for stored in self._store(new)}
                 self._known = {id(each): known[id(each)] for each in optimizers}
                 self.look_at_loss = any(stored.looks_at_loss for stored in self._known.values())
@@ -39,3 +49,18 @@ class StoredOptimizers:
         """What makes this one step what is stored."""
         self.take()
         return self._known[id(optimizer)]
+
+    def require_known(self, optimizer: Optimizer) -> None:
+        """Raises ValueError for an optimizer that is about to step a parameter which came while the run went on."""
+        self.take()
+        if self._parameters is None:
+            return
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if not self._parameters.keys() >= set(map(id, held)):
+            new = next(parameter for parameter in held if id(parameter) not in self._parameters)
+            raise ValueError(
+                f"{type(optimizer).__name__} steps a parameter of shape {list(new.shape)} that the module did not have "
+                "when the run began: ranks divide what it had then, and average the gradients of that alone, so each "
+                "would step this one by its own; make it in __init__, configure_model or setup, and freeze it "
+                "(requires_grad_(False)) until it is needed"
+            )
