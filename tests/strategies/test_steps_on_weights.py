@@ -36,17 +36,16 @@ class Layer(nn.Module):
 class Model(LightningModule):
     """Each step does something to its weights, or with them."""
 
-    def __init__(self, act: Callable[[Any], Any], within: bool) -> None:
+    def __init__(self, act: Callable[[Any], Any]) -> None:
         super().__init__()
+        self.found: list[float] = []
         torch.manual_seed(0)
         self.stem, self.layers = nn.Linear(4, WIDTH), nn.ModuleList(Layer() for _ in range(4))
         self.head = nn.Linear(WIDTH, 3)
-        self.act: Callable[[Any], Any] = lambda module: None
-        if within:
-            for layer in self.layers:
-                layer.act = act
-        else:
-            self.act = act
+        self.act: Callable[[Any], Any] = act if act in OUTSIDE else lambda module: None
+        self.after: Callable[[Any], Any] = act if act in AFTER else lambda module: None
+        for layer in self.layers if act in WITHIN else ():
+            layer.act = act
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
@@ -59,15 +58,19 @@ class Model(LightningModule):
         loss = (self(batch[0]) - 1).square().mean()
         return loss if more is None else loss + more
 
+    def on_after_backward(self) -> None:
+        if self.automatic_optimization:
+            self.after(self)
+
     def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=0.01)
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.5)
 
 
 class ByHand(Model):
     """Optimizes by itself, twice in each step."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, act: Callable[[Any], Any]) -> None:
+        super().__init__(act)
         self.automatic_optimization = False
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
@@ -76,6 +79,7 @@ class ByHand(Model):
             loss = super().training_step(batch, batch_idx)
             optimizer.zero_grad()
             self.manual_backward(loss)
+            self.after(self)
             optimizer.step()
 
 
@@ -127,21 +131,38 @@ def normalised(layer: Layer) -> None:
     layer.up.weight.data = torch.renorm(layer.up.weight.data, p=2, dim=0, maxnorm=0.5)
 
 
+def gradients_clipped(module: Any) -> None:
+    torch.nn.utils.clip_grad_norm_(module.parameters(), 0.05)
+
+
+def gradients_changed(module: Any) -> None:
+    for number, parameter in enumerate(module.parameters()):
+        if parameter.grad is not None and number % 3:
+            parameter.grad.mul_(0.5)
+    module.head.bias.grad = None
+    module.stem.bias.grad = 2 * module.stem.bias.grad
+
+
+def gradients_read(module: Any) -> None:
+    module.found.append(sum(float(parameter.grad.square().sum()) for parameter in module.parameters()))
+
+
 OUTSIDE = penalty, distance_of_layers, borrowed, clipped, shrunk, loaded, counted_and_clipped
 WITHIN = clipped_in_place, normalised
-ACTS = {act.__name__: act for act in (*OUTSIDE, *WITHIN)}
+AFTER = gradients_clipped, gradients_changed, gradients_read
+ACTS = {act.__name__: act for act in (*OUTSIDE, *WITHIN, *AFTER)}
 
 
 def trained(act: str, by_hand: bool, unit_bytes: int, strategy: Any, batch_size: int) -> Any:
     parameters.UNIT_BYTES, before = unit_bytes, parameters.UNIT_BYTES
     try:
-        module = (ByHand if by_hand else Model)(ACTS[act], ACTS[act] in WITHIN)
+        module = (ByHand if by_hand else Model)(ACTS[act])
         module.count = sum(parameter.numel() for parameter in module.parameters())
         samples = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(1))
         trainer(made(strategy), max_epochs=2).fit(module, DataLoader(TensorDataset(samples), batch_size))
     finally:
         parameters.UNIT_BYTES = before
-    return {name: value.clone() for name, value in module.state_dict().items()}
+    return module.found, {name: value.clone() for name, value in module.state_dict().items()}
 
 
 WHOLE, UNITS = 2**24, 64

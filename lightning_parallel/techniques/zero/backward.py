@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from lightning_parallel.collectives.functional import all_reduce
 from lightning_parallel.techniques.tools.shards import local
-from lightning_parallel.techniques.zero.reads import groups_of, is_known
+from lightning_parallel.techniques.zero.groups import groups_of, is_known, states_of
 
 
 class ShardedBackward:
@@ -137,12 +136,3 @@ class ShardedBackward:
         for group in ranks:
             all_reduce(used, group).wait()
         return {p for p, count in zip(parameters, used.tolist(), strict=True) if count > 0}
-
-
-def states_of(root: nn.Module) -> Iterator[Any]:
-    """The states that `fully_shard` keeps, the root's first; modules sharded together share one."""
-    seen: set[int] = set()
-    for module in root.modules():
-        if isinstance(module, FSDPModule) and id(state := module._get_fsdp_state()) not in seen:
-            seen.add(id(state))
-            yield state

@@ -29,8 +29,10 @@ from lightning_parallel.techniques.step import Run, Step, WrappedStep
 from lightning_parallel.techniques.tools.holders import copied_axes
 from lightning_parallel.techniques.tools.redirect import Forward, redirect_forward
 from lightning_parallel.techniques.tools.shards import divides, dtensor_of, has_no_rows
-from lightning_parallel.techniques.zero.backward import ShardedBackward, states_of
+from lightning_parallel.techniques.zero.backward import ShardedBackward
 from lightning_parallel.techniques.zero.casts import refuse_casts
+from lightning_parallel.techniques.zero.gradients import StepsGradients
+from lightning_parallel.techniques.zero.groups import shards_of, states_of
 from lightning_parallel.techniques.zero.learning import Learning
 from lightning_parallel.techniques.zero.reads import OutsideReads
 from lightning_parallel.techniques.zero.writes import StepsWrites
@@ -308,7 +310,8 @@ class ShardedParametersStep(WrappedStep):
         self._backward = ShardedBackward(root, mesh.loss.get_group())
         self._flags = Learning({id(module): module for module in (root, *_entrances(root.model))})
         self._began = False
-        self._writes = StepsWrites(states_of(root), root)
+        self._writes, self._gradients = StepsWrites(states_of(root), root), StepsGradients(partial(shards_of, root))
+        root.reads.gradients = self._gradients
         root.before_forward_of, root.before_end = self._flags.agree, self._writes.keep
 
     def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
@@ -324,17 +327,23 @@ class ShardedParametersStep(WrappedStep):
             self._flags.agree(self._root)
             return output
 
-        result: T = self._root(whole, *args, **kwargs)
+        try:
+            result: T = self._root(whole, *args, **kwargs)
+        finally:
+            self._gradients.hide()
         refuse_casts(self._root.model, self._backward.casts())
         return result
 
     def backward(self, run: Callable[[], None]) -> None:
         """See `Step.backward`. Inside a step (manual optimization) the root's parameters stay whole."""
         self._root.in_backward = True
+        self._gradients.hide()
         try:
             self._backward.run(lambda: self.inner.backward(run))
         finally:
             self._root.in_backward = False
+        if self._root.running:
+            self._gradients.show()
 
     @contextmanager
     def unsynced(self) -> Iterator[None]:
@@ -352,6 +361,7 @@ class ShardedParametersStep(WrappedStep):
         """See `Step.before_optimizer_step`. Inside a step, what is whole now is newer than its shards."""
         if self._root.running:
             self._writes.keep()
+            self._gradients.settle()
         self.inner.before_optimizer_step(parameters)
 
     def after_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:

@@ -24,6 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.techniques.tools.shards import shard_of
+from lightning_parallel.techniques.zero.gradients import StepsGradients
+from lightning_parallel.techniques.zero.groups import groups_of
 
 ABOUT = frozenset(
     (
@@ -53,6 +55,8 @@ class Away(DTensor):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name, attribute = kwargs or {}, function.__name__, getattr(function, "__self__", None)
+        if attribute is Tensor.grad and (gradients := args[0].reads.gradients).shows(args[0]):
+            return gradients.of(args[0]) if name == "__get__" else gradients.write(args[0], *args[1:])
         if name in ABOUT and attribute not in VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
@@ -93,6 +97,8 @@ class OutsideReads:
         """The states of units that are whole during steps."""
         self._away: dict[int, tuple[Sequence[Any], Any, Any]] = {}
         self._watched: list[Any] = []
+        self.gradients: Any = StepsGradients(dict)
+        """Shows whole gradients to a step that has run a backward."""
 
     def keeps(self, group: Any) -> bool:
         """Whether a group of parameters, as `fully_shard` has it, is whole during steps."""
@@ -157,18 +163,6 @@ class OutsideReads:
 
 def _parameters(state: Any) -> list[Any]:
     return [parameter for group in groups_of(state) for parameter in group.fsdp_params]
-
-
-def groups_of(state: Any) -> list[Any]:
-    """The groups of parameters of a state of `fully_shard`."""
-    if "_fsdp_param_groups" in vars(state):  # torch 2.13
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-
-
-def is_known(parameter: Any) -> bool:
-    """Whether a parameter was ever whole."""
-    return "_unsharded_param" in vars(parameter)
 
 
 def _unshard(units: Sequence[Any]) -> None:

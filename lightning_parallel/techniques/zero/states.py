@@ -24,6 +24,7 @@ from lightning_parallel.techniques.tools.holders import Holders
 from lightning_parallel.techniques.tools.shards import local
 from lightning_parallel.techniques.zero.arrivals import Arrival, Arrivals, refuse_unwatched_use
 from lightning_parallel.techniques.zero.compilers import Compilers
+from lightning_parallel.techniques.zero.gradients import StepsGradients
 from lightning_parallel.techniques.zero.rows import Gathering, RowShard
 
 BUCKET_BYTES = 25 * 2**20
@@ -61,6 +62,8 @@ class ShardedStatesStep(BucketedStep):
         self._arrivals = Arrivals(blocks)
         self._compilers = Compilers(parameters, self._arrivals.before_compiling)
         self._offload, self._stage = offload, stage
+        self._gradients = StepsGradients(lambda: {id(parameter): parameter for parameter in self.places})
+        self._in_step = False
         super().__init__(inner, parameters, mesh, self._make_bucket, BUCKET_BYTES, accumulates_locally=stage == 1)
 
     def stored(self, parameter: nn.Parameter) -> Tensor:
@@ -76,13 +79,21 @@ class ShardedStatesStep(BucketedStep):
 
     def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
         """See `Step.forward`."""
-        with self._arrivals.forward():
-            return self.inner.forward(run, *args, **kwargs)
+        self._in_step = True
+        try:
+            with self._arrivals.forward():
+                return self.inner.forward(run, *args, **kwargs)
+        finally:
+            self._in_step = False
+            self._gradients.hide()
 
     def backward(self, run: Callable[[], None]) -> None:
         """See `Step.backward`."""
         unread = self._arrivals.before_backward()
+        self._gradients.hide()
         super().backward(run)
+        if self._in_step:
+            self._gradients.show()
         if unread and (self.synced or self._stage == 2):
             refuse_unwatched_use([p for p in unread if self._has_new_gradient(*self.places[p])])
 
@@ -91,6 +102,7 @@ class ShardedStatesStep(BucketedStep):
 
     def before_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """Users may have written into parameters: rows on the host take over what they wrote."""
+        self._gradients.settle()
         for parameter in parameters if self._offload else ():
             if place := self.places.get(parameter):
                 place[0].shards[place[1]].follow()

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_parallel.techniques.tools.shards import local
-from lightning_parallel.techniques.zero.reads import groups_of, is_known
+from lightning_parallel.techniques.zero.groups import groups_of, is_known
 
 
 class StepsWrites:

@@ -1,0 +1,106 @@
+"""Gradients within a step, where it runs its backward itself: whoever reads one finds it whole.
+
+ZeRO leaves each rank a part of a gradient. A step that clips gradients by hand between its backward and
+`optimizer.step()` would find parts under stages 1 and 2, and under stage 3, whose wholes have none, nothing at all. So
+from the end of such a backward to that of the step, `grad` of a parameter is gathered when it is read, and what becomes
+of it reaches the part before anybody else looks there. All ranks must read the same ones, as they must in hooks.
+
+| of a parameter, after a backward within a step       | what is done                                              |
+|------------------------------------------------------|-----------------------------------------------------------|
+| its gradient is read                                 | gathered once, and kept                                   |
+| its gradient is written                              | kept in the place of what was gathered                    |
+| an optimizer steps, a backward begins, the step ends | what is kept is copied to the parts, unless these are gone |
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_parallel.techniques.tools.shards import shard_of, whole_tensor
+
+INNER = ("lightning_parallel.", "torch.distributed.", "torch._dynamo", "torch._functorch", "torch._subclasses")
+"""Modules that read gradients for themselves, as `fully_shard` does."""
+
+
+OWN: Any = Tensor.grad
+
+
+class StepsGradients:
+    """Shows whole gradients to a step.
+
+    Args:
+        parts: by the `id` of a parameter, what has the part of its gradient.
+    """
+
+    def __init__(self, parts: Callable[[], dict[int, Any]]) -> None:
+        self._find, self._parts = parts, dict[int, Any]()
+        self._kept: dict[int, tuple[Any, Tensor | None]] = {}
+
+    def show(self) -> None:
+        """A backward within a step is over."""
+        if "grad" not in vars(nn.Parameter):
+            self._parts = self._find()
+            nn.Parameter.grad = property(self._read, self._write, OWN.__delete__)  # type: ignore[assignment]
+
+    def hide(self) -> None:
+        """Another one begins, or the step is over."""
+        if self._parts:
+            self.settle()
+            self._parts = {}
+            del nn.Parameter.grad
+
+    @torch.no_grad()
+    def settle(self) -> None:
+        """Copies to the parts what was read, and perhaps changed, or written."""
+        kept, self._kept = self._kept, {}
+        with torch._C.DisableTorchFunctionSubclass():
+            for part, gradient in kept.values():
+                if gradient is None or not isinstance(own := OWN.__get__(part), DTensor):
+                    OWN.__set__(part, gradient)
+                elif own is not None:  # else it was zeroed
+                    own._local_tensor.copy_(shard_of(gradient, own)._local_tensor)
+
+    def of(self, parameter: Any) -> Tensor | None:
+        """The whole gradient of a parameter that is being shown."""
+        part = self._parts[id(parameter)]
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            own: Tensor | None = OWN.__get__(part)
+            if not isinstance(own, DTensor):
+                return own
+            if id(part) not in self._kept:
+                self._kept[id(part)] = part, whole_tensor(own)
+        return self._kept[id(part)][1]
+
+    def write(self, parameter: Any, gradient: Tensor | None) -> None:
+        """A step writes the gradient of a parameter that is being shown."""
+        part = self._parts[id(parameter)]
+        self._kept[id(part)] = part, gradient
+
+    def shows(self, parameter: Any) -> bool:
+        """Whether whoever asks for the gradient of this one now is shown a whole."""
+        return id(parameter) in self._parts and not _is_inner()
+
+    def _read(self, parameter: nn.Parameter) -> Tensor | None:
+        return self.of(parameter) if self.shows(parameter) else OWN.__get__(parameter)
+
+    def _write(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
+        if self.shows(parameter):
+            self.write(parameter, gradient)
+        else:
+            OWN.__set__(parameter, gradient)
+
+
+def _is_inner() -> bool:
+    """Whether code that reads a gradient for itself asks, through this file and modes of torch."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and (
+        frame.f_globals.get("__name__") == __name__ or frame.f_code.co_name == "__torch_function__"
+    ):
+        frame = frame.f_back
+    return frame is not None and str(frame.f_globals.get("__name__")).startswith(INNER)
