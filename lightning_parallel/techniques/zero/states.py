@@ -90,7 +90,8 @@ class ShardedStatesStep(BucketedStep):
     def backward(self, run: Callable[[], None]) -> None:
         """See `Step.backward`."""
         unread = self._arrivals.before_backward()
-        self._gradients.hide()
+        if self._in_step:
+            self._gradients.hide()
         super().backward(run)
         if self._in_step:
             self._gradients.show()
@@ -102,7 +103,8 @@ class ShardedStatesStep(BucketedStep):
 
     def before_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """Users may have written into parameters: rows on the host take over what they wrote."""
-        self._gradients.settle()
+        if self._in_step:
+            self._gradients.settle()
         for parameter in parameters if self._offload else ():
             if place := self.places.get(parameter):
                 place[0].shards[place[1]].follow()

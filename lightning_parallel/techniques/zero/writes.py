@@ -69,6 +69,8 @@ class StepsWrites:
         written: list[Tensor] = []
         for parameter in group.fsdp_params:
             whole, shard = _elements(parameter), parameter.sharded_param._local_tensor
+            if whole.dtype != self._memory[id(parameter)].dtype:  # it was cast, which is refused, see `refuse_casts`
+                continue
             rows = _rows(parameter, whole, shard)
             if whole.dtype == shard.dtype:
                 kept.append(shard)
