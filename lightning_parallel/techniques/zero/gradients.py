@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +40,8 @@ class StepsGradients:
 
     def __init__(self, parts: Callable[[], dict[int, Any]]) -> None:
         self._find, self._parts = parts, dict[int, Any]()
-        self._kept: dict[int, tuple[Any, Tensor | None]] = {}
+        self._gathered: dict[int, tuple[Any, Tensor]] = {}
+        self._written: dict[int, tuple[Any, Any]] = {}
 
     def show(self) -> None:
         """A backward within a step is over."""
@@ -58,29 +59,34 @@ class StepsGradients:
     @torch.no_grad()
     def settle(self) -> None:
         """Copies to the parts what was read, and perhaps changed, or written."""
-        kept, self._kept = self._kept, {}
+        gathered, self._gathered = self._gathered, {}
+        written, self._written = self._written, {}
         with torch._C.DisableTorchFunctionSubclass():
-            for part, gradient in kept.values():
-                if gradient is None or not isinstance(own := OWN.__get__(part), DTensor):
-                    OWN.__set__(part, gradient)
-                elif own is not None:  # else it was zeroed
+            for part, gradient in gathered.values():
+                if isinstance(own := OWN.__get__(part), DTensor):  # else it was zeroed
                     own._local_tensor.copy_(shard_of(gradient, own)._local_tensor)
+            for part, gradient in written.values():
+                whole = gradient is None or isinstance(gradient, DTensor) or not isinstance(part, DTensor)
+                OWN.__set__(part, gradient if whole else shard_of(gradient, part))
 
     def of(self, parameter: Any) -> Tensor | None:
         """The whole gradient of a parameter that is being shown."""
         part = self._parts[id(parameter)]
+        if id(part) in self._written:
+            return cast("Tensor | None", self._written[id(part)][1])
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             own: Tensor | None = OWN.__get__(part)
             if not isinstance(own, DTensor):
                 return own
-            if id(part) not in self._kept:
-                self._kept[id(part)] = part, whole_tensor(own)
-        return self._kept[id(part)][1]
+            if id(part) not in self._gathered:
+                self._gathered[id(part)] = part, whole_tensor(own)
+        return self._gathered[id(part)][1]
 
     def write(self, parameter: Any, gradient: Tensor | None) -> None:
         """A step writes the gradient of a parameter that is being shown."""
         part = self._parts[id(parameter)]
-        self._kept[id(part)] = part, gradient
+        self._gathered.pop(id(part), None)
+        self._written[id(part)] = part, gradient
 
     def shows(self, parameter: Any) -> bool:
         """Whether whoever asks for the gradient of this one now is shown a whole."""
