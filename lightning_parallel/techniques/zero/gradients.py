@@ -66,8 +66,9 @@ class StepsGradients:
                 if isinstance(own := OWN.__get__(part), DTensor):  # else it was zeroed
                     own._local_tensor.copy_(shard_of(gradient, own)._local_tensor)
             for part, gradient in written.values():
-                whole = gradient is None or isinstance(gradient, DTensor) or not isinstance(part, DTensor)
-                OWN.__set__(part, gradient if whole else shard_of(gradient, part))
+                like = own if isinstance(own := OWN.__get__(part), DTensor) else part
+                divide = isinstance(like, DTensor) and gradient is not None and not isinstance(gradient, DTensor)
+                OWN.__set__(part, shard_of(gradient, like) if divide else gradient)
 
     def of(self, parameter: Any) -> Tensor | None:
         """The whole gradient of a parameter that is being shown."""
