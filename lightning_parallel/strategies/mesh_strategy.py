@@ -71,7 +71,7 @@ class MeshStrategy(RankStrategy):
     def _begin(self) -> None:
         self._ready = self._within_step = False
         self._step = Step()
-        self._stored = StoredOptimizers(self, self._store, lambda: self._whole.steppable())
+        self._stored = StoredOptimizers(self, self._store)
         self._log: StepLog | None = None
         self._building = Building(self.techniques)
         self._divided: DividedModel | None = None
@@ -168,7 +168,7 @@ class MeshStrategy(RankStrategy):
         """Makes the user's optimizers; where parameters are stored in shards, they step the shards."""
         with self._whole.shown():
             super().setup_optimizers(trainer)
-        self._stored.take()
+        self._stored.take(self._whole.steppable())
 
     def _store(self, optimizers: Sequence[Optimizer]) -> list[StoredOptimizer]:
         elsewhere, shards = self._whole.stand_ins(), any(map(self._is_sharded, self._module().parameters()))

@@ -210,7 +210,7 @@ def _undivided(module: nn.Module) -> Iterator[list[Pair]]:
 
 
 def _whole(tensor: Any) -> nn.Parameter:
-    with torch.no_grad():
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # this is no read of the step's own
         made = nn.Parameter(whole_tensor(tensor.detach()).clone(), tensor.requires_grad)
         if isinstance(tensor.grad, ShownGradient):
             made.grad = tensor.grad  # one for both: the optimizer has the divided parameter

@@ -17,29 +17,27 @@ class StoredOptimizers:
     Args:
         strategy: which knows those that the trainer has now.
         store: makes others step what is stored, or raises.
-        steppable: the parameters that they may step, as the run begins; None for any.
     """
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        store: Callable[[Sequence[Optimizer]], Sequence[StoredOptimizer]],
-        steppable: Callable[[], Collection[nn.Parameter] | None],
-    ) -> None:
-        self._strategy, self._store, self._steppable = strategy, store, steppable
+    def __init__(self, strategy: Strategy, store: Callable[[Sequence[Optimizer]], Sequence[StoredOptimizer]]) -> None:
+        self._strategy, self._store = strategy, store
         self._parameters: dict[int, nn.Parameter] | None = None
         self._known: dict[int, StoredOptimizer] = {}
         self.look_at_loss = False
         """Whether any of them may decide by what its closure returns."""
 
-    def take(self) -> None:
-        """Knows those that are new; those that the trainer has no more are forgotten with the next of them."""
+    def take(self, steppable: Collection[nn.Parameter] | None = None) -> None:
+        """Knows those that are new; those that the trainer has no more are forgotten with the next of them.
+
+        Args:
+            steppable: as the run begins, the parameters that they may step; None for any.
+        """
+        if steppable is not None:
+            self._parameters = {id(parameter): parameter for parameter in steppable}
         optimizers = self._strategy.optimizers
         for optimizer in optimizers:
             if id(optimizer) not in self._known:
                 new = [each for each in optimizers if id(each) not in self._known]
-                if not self._known and (steppable := self._steppable()) is not None:
-                    self._parameters = {id(parameter): parameter for parameter in steppable}
                 known = self._known | {id(stored.optimizer): stored for stored in self._store(new)}
                 self._known = {id(each): known[id(each)] for each in optimizers}
                 self.look_at_loss = any(stored.looks_at_loss for stored in self._known.values())

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.techniques.tools.shards import shard_of
 from lightning_parallel.techniques.zero.gradients import StepsGradients
-from lightning_parallel.techniques.zero.groups import groups_of
+from lightning_parallel.techniques.zero.groups import groups_of, is_known
 
 ABOUT = frozenset(
     (
@@ -141,8 +141,8 @@ class OutsideReads:
     def _watch_parts(self, state: Any) -> None:
         """What tensor parallelism divides is a part of the whole even where it is gathered."""
         for parameter in _parameters(state):
-            if type(parameter.unsharded_param) is DTensor:
-                self._watch(parameter.unsharded_param)
+            if is_known(parameter) and type(parameter._unsharded_param) is DTensor:
+                self._watch(parameter._unsharded_param)
 
     def gathered(self, part: Any) -> Any:
         """What stands for a part where its unit is whole, as it is from now on: a part still beside tensor parallel."""
