@@ -85,7 +85,9 @@ class StepsWrites:
         """Code may have given a parameter other memory, as in `weight.data = normalised(weight)`."""
         memory = self._memory[id(parameter)]
         if whole.data_ptr() != memory.data_ptr():
-            with torch.autograd._unsafe_preserve_version_counter(memory):  # what backward needs has not changed
+            with torch.autograd.grad_mode._unsafe_preserve_version_counter(
+                memory
+            ):  # what backward needs has not changed
                 memory.copy_(whole)  # it may not be dropped now
             local(parameter.unsharded_param).data = memory
 
