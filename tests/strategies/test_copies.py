@@ -25,19 +25,11 @@ from lightning_parallel import (
 from lightning_parallel.techniques.tools.redirect import redirect_forward, surround_forward
 from tests.ranks import RanksFailed, begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import made, require_like
+from tests.strategies.test_unusual_models import WIDTH, Layer
 from tests.tiers import covering
 from tests.trainers import trainer
 
-SAMPLES, WIDTH = 16, 8
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+SAMPLES = 16
 
 
 class Net(nn.Module):

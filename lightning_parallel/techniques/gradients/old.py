@@ -6,16 +6,13 @@ Hardly any does. Where none has when the first new gradient comes, the old ones 
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor, nn
 from typing_extensions import Self
 
-INNER = ("lightning_parallel.", "torch.distributed.", "torch._dynamo", "torch._functorch", "torch._subclasses")
-"""Modules that read gradients for themselves; what they call, or who calls them, sees nothing of it."""
+from lightning_parallel.techniques.gradients.asked import OWN, ask, ask_no_more, is_being_asked, is_inner
 
 
 class OldGradients:
@@ -42,17 +39,16 @@ class OldGradients:
 
     def __enter__(self) -> Self:
         """From now on reads are seen."""
-        if self._release is not None and "grad" in vars(nn.Parameter):  # somebody else looks already
+        if self._release is not None and is_being_asked():  # somebody else looks already
             self._release = None
         if self._release is not None:
-            own: Any = Tensor.grad
-            nn.Parameter.grad = property(self._seen, own.__set__, own.__delete__)  # type: ignore[assignment]
+            ask(self._seen, OWN.__set__)
         return self
 
     def __exit__(self, *_: object) -> None:
         """The step is over."""
         if self._release is not None:
-            del nn.Parameter.grad
+            ask_no_more()
 
     def release(self) -> None:
         """A new gradient is about to be computed."""
@@ -61,9 +57,8 @@ class OldGradients:
             self._released = True
 
     def _seen(self, parameter: nn.Parameter) -> Tensor | None:
-        own: Any = Tensor.grad
-        gradient: Tensor | None = own.__get__(parameter)
-        if not str(sys._getframe(1).f_globals.get("__name__")).startswith(INNER):
+        gradient: Tensor | None = OWN.__get__(parameter)
+        if not is_inner(__name__):
             self._read = True
             if self._released and gradient is None and threading.get_ident() == self._thread:
                 raise RuntimeError(

@@ -5,16 +5,15 @@ ZeRO leaves each rank a part of a gradient. A step that clips gradients by hand 
 from the end of such a backward to that of the step, `grad` of a parameter is gathered when it is read, and what becomes
 of it reaches the part before anybody else looks there. All ranks must read the same ones, as they must in hooks.
 
-| of a parameter, after a backward within a step       | what is done                                              |
-|------------------------------------------------------|-----------------------------------------------------------|
-| its gradient is read                                 | gathered once, and kept                                   |
-| its gradient is written                              | kept in the place of what was gathered                    |
+| of a parameter, after a backward within a step       | what is done                                               |
+|------------------------------------------------------|------------------------------------------------------------|
+| its gradient is read                                 | gathered once, and kept                                    |
+| its gradient is written                              | kept in the place of what was gathered                     |
 | an optimizer steps, a backward begins, the step ends | what is kept is copied to the parts, unless these are gone |
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -22,13 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_parallel.techniques.gradients.asked import OWN, ask, ask_no_more, is_being_asked, is_inner
 from lightning_parallel.techniques.tools.shards import shard_of, whole_tensor
-
-INNER = ("lightning_parallel.", "torch.distributed.", "torch._dynamo", "torch._functorch", "torch._subclasses")
-"""Modules that read gradients for themselves, as `fully_shard` does."""
-
-
-OWN: Any = Tensor.grad
 
 
 class StepsGradients:
@@ -45,16 +39,16 @@ class StepsGradients:
 
     def show(self) -> None:
         """A backward within a step is over."""
-        if "grad" not in vars(nn.Parameter):
+        if not is_being_asked():
             self._parts = self._find()
-            nn.Parameter.grad = property(self._read, self._write, OWN.__delete__)  # type: ignore[assignment]
+            ask(self._read, self._write)
 
     def hide(self) -> None:
         """Another one begins, or the step is over."""
         if self._parts:
             self.settle()
             self._parts = {}
-            del nn.Parameter.grad
+            ask_no_more()
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -91,7 +85,7 @@ class StepsGradients:
 
     def shows(self, parameter: Any) -> bool:
         """Whether whoever asks for the gradient of this one now is shown a whole."""
-        return id(parameter) in self._parts and not _is_inner()
+        return id(parameter) in self._parts and not is_inner(__name__)
 
     def _read(self, parameter: nn.Parameter) -> Tensor | None:
         return self.of(parameter) if self.shows(parameter) else OWN.__get__(parameter)
@@ -101,13 +95,3 @@ class StepsGradients:
             self.write(parameter, gradient)
         else:
             OWN.__set__(parameter, gradient)
-
-
-def _is_inner() -> bool:
-    """Whether code that reads a gradient for itself asks, through this file and modes of torch."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and (
-        frame.f_globals.get("__name__") == __name__ or frame.f_code.co_name == "__torch_function__"
-    ):
-        frame = frame.f_back
-    return frame is not None and str(frame.f_globals.get("__name__")).startswith(INNER)

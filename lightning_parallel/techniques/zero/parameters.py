@@ -77,7 +77,7 @@ class Root(nn.Module):
         self.units, self.shells = nn.ModuleList(), nn.ModuleList()
         self.fewer: dict[nn.Module, Kind] = {}
         """The modules whose parameters fewer ranks share than the root's."""
-        self.reads = OutsideReads(())
+        self.reads: OutsideReads
         self.running = False
         self.in_backward = False
         self.before_forward_of: Callable[[nn.Module], None] = _nothing
@@ -147,7 +147,8 @@ def shard_parameters(model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan, o
         root.shells.append(shell := Shell(model))
         kind.shard([shell], root, offload)
     ordinary.shard([root], root, offload)
-    root.reads = OutsideReads([each for each in together if each], [root, *root.shells])
+    gradients = StepsGradients(partial(shards_of, root))
+    root.reads = OutsideReads([each for each in together if each], [root, *root.shells], gradients)
     _remove_hooks_of_state_dicts(root)
     return root
 
@@ -310,8 +311,7 @@ class ShardedParametersStep(WrappedStep):
         self._backward = ShardedBackward(root, mesh.loss.get_group())
         self._flags = Learning({id(module): module for module in (root, *_entrances(root.model))})
         self._began = False
-        self._writes, self._gradients = StepsWrites(states_of(root), root), StepsGradients(partial(shards_of, root))
-        root.reads.gradients = self._gradients
+        self._writes, self._gradients = StepsWrites(states_of(root), root), root.reads.gradients
         root.before_forward_of, root.before_end = self._flags.agree, self._writes.keep
 
     def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:

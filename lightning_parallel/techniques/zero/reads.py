@@ -32,8 +32,8 @@ ABOUT = frozenset(
         *("__get__", "__set__", "__delete__", "__hash__", "__repr__", "__len__", "size", "numel", "nelement", "dim"),
         *("ndimension", "stride", "storage_offset", "element_size", "get_device", "data_ptr", "is_contiguous"),
         *("is_floating_point", "is_complex", "is_signed", "is_pinned", "is_shared", "is_same_size", "requires_grad_"),
-        *("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "untyped_storage", "full_tensor"),
-        *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "to_local", "redistribute"),
+        *("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "untyped_storage"),
+        *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like"),
         *("new_zeros", "new_ones", "new_full", "new_empty"),
     )
 )
@@ -79,7 +79,7 @@ class Away(DTensor):
 
 
 def _changes(name: str) -> bool:
-    return name in ("__setitem__",) or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+    return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
 
 
 class OutsideReads:
@@ -88,17 +88,17 @@ class OutsideReads:
     Args:
         units: those that are gathered together, for each such group.
         others: modules whose parameters are whole during every step.
+        gradients: shows whole ones to a step that has run a backward.
     """
 
-    def __init__(self, units: Sequence[Sequence[Any]], others: Sequence[Any] = ()) -> None:
+    def __init__(self, units: Sequence[Sequence[Any]], others: Sequence[Any], gradients: StepsGradients) -> None:
         self._units = [(group, group[0]._get_fsdp_state()) for group in units]
         self._others = [module._get_fsdp_state() for module in others]
         self._kept: list[Any] = []
         """The states of units that are whole during steps."""
         self._away: dict[int, tuple[Sequence[Any], Any, Any]] = {}
         self._watched: list[Any] = []
-        self.gradients: Any = StepsGradients(dict)
-        """Shows whole gradients to a step that has run a backward."""
+        self.gradients = gradients
 
     def keeps(self, group: Any) -> bool:
         """Whether a group of parameters, as `fully_shard` has it, is whole during steps."""

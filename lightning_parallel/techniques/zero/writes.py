@@ -85,10 +85,9 @@ class StepsWrites:
         """Code may have given a parameter other memory, as in `weight.data = normalised(weight)`."""
         memory = self._memory[id(parameter)]
         if whole.data_ptr() != memory.data_ptr():
-            with torch.autograd.grad_mode._unsafe_preserve_version_counter(
-                memory
-            ):  # what backward needs has not changed
-                memory.copy_(whole)  # it may not be dropped now
+            # it may stay whole, and has not changed for what backward computes from it
+            with torch.autograd.grad_mode._unsafe_preserve_version_counter(memory):
+                memory.copy_(whole)
             local(parameter.unsharded_param).data = memory
 
 
