@@ -242,6 +242,12 @@ class Step:
         """The tensor as large as which a gradient is while it accumulates: `parameter`, or what is stored for it."""
         return parameter
 
+    def average_given(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Called in manual optimization before an optimizer steps: gradients that no backward computed become means.
+
+        A step may compute them by `torch.autograd.grad` and set them itself. All ranks must call.
+        """
+
     def before_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """Called before an optimizer changes what is stored for `parameters`, so that it follows what users wrote."""
 
@@ -310,6 +316,10 @@ class WrappedStep(Step):
     def accumulated(self, parameter: nn.Parameter) -> Tensor:
         """See `Step.accumulated`."""
         return self.inner.accumulated(parameter)
+
+    def average_given(self, parameters: Sequence[nn.Parameter]) -> None:
+        """See `Step.average_given`."""
+        self.inner.average_given(parameters)
 
     def before_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """See `Step.before_optimizer_step`."""

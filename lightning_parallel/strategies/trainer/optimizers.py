@@ -48,8 +48,18 @@ class StoredOptimizers:
         self.take()
         return self._known[id(optimizer)]
 
-    def require_known(self, optimizer: Optimizer) -> None:
-        """Raises ValueError for an optimizer that is about to step a parameter which came while the run went on."""
+    def before_step(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step.
+
+        Raises:
+            ValueError: it steps a parameter that came while the run went on.
+        """
+        self._require_known(optimizer)
+        module = self._strategy.lightning_module
+        if module is not None and not module.automatic_optimization:
+            self.of(optimizer).average_given()
+
+    def _require_known(self, optimizer: Optimizer) -> None:
         self.take()
         if self._parameters is None:
             return

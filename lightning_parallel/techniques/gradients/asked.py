@@ -7,7 +7,7 @@ same attribute: compiled blocks have the same graphs.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +17,26 @@ OWN: Any = Tensor.grad
 
 INNER = ("lightning_parallel.", "torch.distributed.", "torch._dynamo", "torch._functorch", "torch._subclasses")
 """Modules that read gradients for themselves; what they call, or who calls them, sees nothing of it."""
+
+
+class Given:
+    """Which gradients may be given by the user: of parameters that no backward went to since they were stepped.
+
+    It is known at no cost in a backward. Where it is said too often, as of two steps by one gradient, means of means
+    are the same.
+    """
+
+    def __init__(self) -> None:
+        self.stepped: set[int] | None = None
+        """The `id` of parameters that were stepped since the last backward, which clears it; None before the first."""
+
+    def among(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether there are such among those that are about to be stepped."""
+        return self.stepped is None or not self.stepped.isdisjoint(map(id, parameters))
+
+    def step(self, parameters: Sequence[nn.Parameter]) -> None:
+        """They are stepped now."""
+        self.stepped = {*(self.stepped or ()), *map(id, parameters)}
 
 
 def is_being_asked() -> bool:

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_parallel.collectives.functional import all_reduce
 from lightning_parallel.mesh import ParallelMesh
+from lightning_parallel.techniques.gradients.asked import Given
 from lightning_parallel.techniques.gradients.bucket import Bucket
 from lightning_parallel.techniques.gradients.early import Agreement, Factor
 from lightning_parallel.techniques.step import Coming, Step, WrappedStep
@@ -67,6 +68,7 @@ class BucketedStep(WrappedStep):
         self._waiting = list(parameters)
         self._handles: list[RemovableHandle] = []
         self._running = self._early = False
+        self._given = Given()
         self._turns = inner.turns
         self._grew = False  # in passes that were not reduced
         self._agreement: Agreement | None = None
@@ -105,7 +107,15 @@ class BucketedStep(WrappedStep):
         finally:
             self._running = self._early = False
         self._grew = not self.synced
+        self._given.stepped = set()
         return None
+
+    def average_given(self, parameters: Sequence[nn.Parameter]) -> None:
+        """See `Step.average_given`: a backward to which nothing comes reduces what parameters have for `grad`."""
+        if self._given.among(parameters):
+            self.backward(nothing)
+        self._given.step(parameters)
+        self.inner.average_given(parameters)
 
     def close(self) -> None:
         """Removes the hooks from the parameters."""
@@ -245,6 +255,10 @@ class BucketedStep(WrappedStep):
                 hook = partial(self._on_gradient, bucket, index)
                 register = cast(Callable[..., RemovableHandle], parameter.register_post_accumulate_grad_hook)
                 self._handles.append(register(hook))
+
+
+def nothing() -> None:
+    """A backward to which nothing comes: what parameters have for `grad` is reduced."""
 
 
 def _is_hooked(parameter: nn.Parameter) -> bool:

@@ -128,6 +128,10 @@ class StoredOptimizer:
         groups = self._groups or [group["params"] for group in self.optimizer.param_groups]
         return [*chain.from_iterable(groups)]
 
+    def average_given(self) -> None:
+        """See `Step.average_given`."""
+        self._step.average_given(self._parameters())
+
     # ---------------------------------------------------------------- stepping
 
     @contextmanager

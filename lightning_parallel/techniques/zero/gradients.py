@@ -8,7 +8,7 @@ of it reaches the part before anybody else looks there. All ranks must read the 
 | of a parameter, after a backward within a step       | what is done                                               |
 |------------------------------------------------------|------------------------------------------------------------|
 | its gradient is read                                 | gathered once, and kept                                    |
-| its gradient is written                              | kept in the place of what was gathered                     |
+| its gradient is written                              | kept, and made a mean as by a backward                     |
 | an optimizer steps, a backward begins, the step ends | what is kept is copied to the parts, unless these are gone |
 """
 
@@ -35,7 +35,7 @@ class StepsGradients:
     def __init__(self, parts: Callable[[], dict[int, Any]]) -> None:
         self._find, self._parts = parts, dict[int, Any]()
         self._gathered: dict[int, tuple[Any, Tensor]] = {}
-        self._written: dict[int, tuple[Any, Any]] = {}
+        self._written: dict[int, tuple[Any, Any, Any]] = {}
 
     def show(self) -> None:
         """A backward within a step is over."""
@@ -51,24 +51,28 @@ class StepsGradients:
             ask_no_more()
 
     @torch.no_grad()
-    def settle(self) -> None:
-        """Copies to the parts what was read, and perhaps changed, or written."""
+    def settle(self) -> bool:
+        """Copies to the parts what was read, and perhaps changed; what was written lies on parameters as given.
+
+        Returns:
+            Whether there is such: a gradient that the step gave, of which nobody has made a mean.
+        """
         gathered, self._gathered = self._gathered, {}
         written, self._written = self._written, {}
         with torch._C.DisableTorchFunctionSubclass():
             for part, gradient in gathered.values():
                 if isinstance(own := OWN.__get__(part), DTensor):  # else it was zeroed
                     own._local_tensor.copy_(shard_of(gradient, own)._local_tensor)
-            for part, gradient in written.values():
-                like = own if isinstance(own := OWN.__get__(part), DTensor) else part
-                divide = isinstance(like, DTensor) and gradient is not None and not isinstance(gradient, DTensor)
-                OWN.__set__(part, shard_of(gradient, like) if divide else gradient)
+            for part, parameter, gradient in written.values():
+                OWN.__set__(part, None)
+                OWN.__set__(parameter, gradient)
+        return any(gradient is not None for *_, gradient in written.values())
 
     def of(self, parameter: Any) -> Tensor | None:
         """The whole gradient of a parameter that is being shown."""
         part = self._parts[id(parameter)]
         if id(part) in self._written:
-            return cast("Tensor | None", self._written[id(part)][1])
+            return cast("Tensor | None", self._written[id(part)][2])
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             own: Tensor | None = OWN.__get__(part)
             if not isinstance(own, DTensor):
@@ -77,11 +81,17 @@ class StepsGradients:
                 self._gathered[id(part)] = part, whole_tensor(own)
         return self._gathered[id(part)][1]
 
-    def write(self, parameter: Any, gradient: Tensor | None) -> None:
-        """A step writes the gradient of a parameter that is being shown."""
-        part = self._parts[id(parameter)]
+    def write(self, asked: Any, parameter: Any, gradient: Tensor | None) -> None:
+        """A step writes the gradient of a parameter that is being shown.
+
+        Args:
+            asked: of which it is written.
+            parameter: the same where it is whole.
+            gradient: whole, or None.
+        """
+        part = self._parts[id(asked)]
         self._gathered.pop(id(part), None)
-        self._written[id(part)] = part, gradient
+        self._written[id(part)] = part, parameter, gradient
 
     def shows(self, parameter: Any) -> bool:
         """Whether whoever asks for the gradient of this one now is shown a whole."""
@@ -92,6 +102,6 @@ class StepsGradients:
 
     def _write(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
         if self.shows(parameter):
-            self.write(parameter, gradient)
+            self.write(parameter, parameter, gradient)
         else:
             OWN.__set__(parameter, gradient)

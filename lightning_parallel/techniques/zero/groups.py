@@ -1,12 +1,17 @@
-"""What `fully_shard` keeps of modules that it was given, in private fields that differ between versions of torch."""
+"""What `fully_shard` keeps of modules in private fields, which differ between versions of torch, and how it sends."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from lightning_parallel.collectives.functional import all_gather, reduce_scatter
 
 
 def states_of(root: nn.Module) -> Iterator[Any]:
@@ -36,3 +41,29 @@ def shards_of(root: nn.Module) -> dict[int, Any]:
     known = [parameter for group in groups for parameter in group.fsdp_params if is_known(parameter)]
     wholes = {id(parameter._unsharded_param): parameter.sharded_param for parameter in known}
     return wholes | {id(parameter.sharded_param): parameter.sharded_param for parameter in known}
+
+
+class OwnAllGather(AllGather):
+    """How `fully_shard` gathers where processes exchange messages by themselves."""
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:  # noqa: D102
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(  # noqa: D102
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> None:
+        all_gather(output_tensor, input_tensor, group).wait()
+
+
+class OwnReduceScatter(ReduceScatter):
+    """How it reduces gradients there."""
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:  # noqa: D102
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(  # noqa: D102
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        reduce_scatter(output_tensor, input_tensor, group).wait()
+        if op == dist.ReduceOp.AVG:
+            output_tensor.div_(group.size())

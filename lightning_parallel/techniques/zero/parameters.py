@@ -16,15 +16,14 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from lightning_parallel.collectives.functional import all_gather, reduce_scatter, uses_exchange
+from lightning_parallel.collectives.functional import uses_exchange
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.plan import ParallelPlan
+from lightning_parallel.techniques.gradients.asked import Given
 from lightning_parallel.techniques.step import Run, Step, WrappedStep
 from lightning_parallel.techniques.tools.holders import copied_axes
 from lightning_parallel.techniques.tools.redirect import Forward, redirect_forward
@@ -32,7 +31,7 @@ from lightning_parallel.techniques.tools.shards import divides, dtensor_of, has_
 from lightning_parallel.techniques.zero.backward import ShardedBackward
 from lightning_parallel.techniques.zero.casts import refuse_casts
 from lightning_parallel.techniques.zero.gradients import StepsGradients
-from lightning_parallel.techniques.zero.groups import shards_of, states_of
+from lightning_parallel.techniques.zero.groups import OwnAllGather, OwnReduceScatter, shards_of, states_of
 from lightning_parallel.techniques.zero.learning import Learning
 from lightning_parallel.techniques.zero.reads import OutsideReads
 from lightning_parallel.techniques.zero.writes import StepsWrites
@@ -186,8 +185,8 @@ class Kind:
         )
         for module in mine:
             if uses_exchange(self.mesh.get_group(self.mesh.ndim - 1)):
-                module.set_custom_all_gather(_AllGather())
-                module.set_custom_reduce_scatter(_ReduceScatter())
+                module.set_custom_all_gather(OwnAllGather())
+                module.set_custom_reduce_scatter(OwnReduceScatter())
             if self.scale is not None:
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # what divides within a sum, NCCL alone has
@@ -280,28 +279,6 @@ def _groups_of_blocks(blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
     return [group for group in groups if group]
 
 
-class _AllGather(AllGather):
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> None:
-        all_gather(output_tensor, input_tensor, group).wait()
-
-
-class _ReduceScatter(ReduceScatter):
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> None:
-        reduce_scatter(output_tensor, input_tensor, group).wait()
-        if op == dist.ReduceOp.AVG:
-            output_tensor.div_(group.size())
-
-
 class ShardedParametersStep(WrappedStep):
     """Runs every step through the root, so that parameters are whole while the user's code can see them."""
 
@@ -310,6 +287,7 @@ class ShardedParametersStep(WrappedStep):
         self._root = root
         self._backward = ShardedBackward(root, mesh.loss.get_group())
         self._flags = Learning({id(module): module for module in (root, *_entrances(root.model))})
+        self._given = Given()
         self._began = False
         self._writes, self._gradients = StepsWrites(states_of(root), root), root.reads.gradients
         root.before_forward_of, root.before_end = self._flags.agree, self._writes.keep
@@ -342,6 +320,7 @@ class ShardedParametersStep(WrappedStep):
             self._backward.run(lambda: self.inner.backward(run))
         finally:
             self._root.in_backward = False
+        self._given.stepped = set()
         if self._root.running:
             self._gradients.show()
 
@@ -356,6 +335,13 @@ class ShardedParametersStep(WrappedStep):
         finally:
             self._root.set_requires_all_reduce(True)
             self._backward.synced = True
+
+    def average_given(self, parameters: Sequence[nn.Parameter]) -> None:
+        """See `Step.average_given`: the end of a backward reduces what wholes have for `grad`."""
+        if (self._gradients.settle() or self._given.among(parameters)) and self._root.running:
+            self.backward(_nothing)
+        self._given.step(parameters)
+        self.inner.average_given(parameters)
 
     def before_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """See `Step.before_optimizer_step`. Inside a step, what is whole now is newer than its shards."""

@@ -55,8 +55,9 @@ class Away(DTensor):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name, attribute = kwargs or {}, function.__name__, getattr(function, "__self__", None)
-        if attribute is Tensor.grad and (gradients := args[0].reads.gradients).shows(args[0]):
-            return gradients.of(args[0]) if name == "__get__" else gradients.write(args[0], *args[1:])
+        if attribute is Tensor.grad:
+            shown = args[0].reads.gradients.shows(args[0])  # which looks at who calls this
+            return args[0]._gradient(function, shown, *args[1:])
         if name in ABOUT and attribute not in VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
@@ -64,14 +65,27 @@ class Away(DTensor):
         if isinstance(first, DTensor) and attribute is Tensor.data:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(first, *args[1:])
-        whole_args, kwargs = tree_map_only(cls, lambda each: each.reads.whole(each), (tuple(args), kwargs))
+        whole_args, kwargs = tree_map_only(cls, lambda each: each.reads.whole(each, function), (tuple(args), kwargs))
         result = function(*whole_args, **kwargs)
         if isinstance(first, DTensor) and _changes(name):
             first._local_tensor.copy_(shard_of(whole_args[0].detach(), first)._local_tensor)
         return result
 
+    def _gradient(self, function: Any, shown: bool, *given: Any) -> Any:
+        """Reads or writes `grad`; a whole that a step gives belongs to the whole parameter."""
+        gradients, whole = self.reads.gradients, bool(given) and type(given[0]) is Tensor
+        if shown:
+            if not given:
+                return gradients.of(self)
+            return gradients.write(self, self.reads.gathered(self) if whole else self, given[0])
+        if whole:
+            self.reads.gathered(self).grad = given[0]
+            return None
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(self, *given)
+
     def __deepcopy__(self, memo: Any) -> Any:
-        whole = self.reads.whole(self)
+        whole = self.reads.whole(self, copy.deepcopy)
         return memo.setdefault(id(self), nn.Parameter(whole.detach().clone(), whole.requires_grad))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -155,10 +169,18 @@ class OutsideReads:
             self._watch_parts(state)
         return parameter.unsharded_param
 
-    def whole(self, part: Any) -> Any:
-        """The whole of which a step reads a part."""
+    def whole(self, part: Any, reader: Any) -> Any:
+        """The whole of which a function reads a part."""
         gathered = self.gathered(part)
-        return gathered.full_tensor() if isinstance(gathered, DTensor) else gathered
+        if not isinstance(gathered, DTensor):
+            return gathered
+        if reader is torch.autograd.grad:
+            raise RuntimeError(
+                f"torch.autograd.grad is asked for the gradient of a parameter of shape {tuple(gathered.shape)}, which "
+                "ZeRO 3 shards and tensor parallel divides, so no whole of it is in the graph; use "
+                "self.manual_backward(loss), or Zero(..., stage=2)"
+            )
+        return gathered.full_tensor()
 
 
 def _parameters(state: Any) -> list[Any]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_parallel.collectives.functional import Pending, Waitable, all_reduce, reduce_scatter
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.techniques.gradients.bucket import Bucket
-from lightning_parallel.techniques.gradients.buckets import BucketedStep, has_shard
+from lightning_parallel.techniques.gradients.buckets import BucketedStep, has_shard, nothing
 from lightning_parallel.techniques.step import Run, Step
 from lightning_parallel.techniques.tools.holders import Holders
 from lightning_parallel.techniques.tools.shards import local
@@ -97,6 +97,12 @@ class ShardedStatesStep(BucketedStep):
             self._gradients.show()
         if unread and (self.synced or self._stage == 2):
             refuse_unwatched_use([p for p in unread if self._has_new_gradient(*self.places[p])])
+
+    def average_given(self, parameters: Sequence[nn.Parameter]) -> None:
+        """See `Step.average_given`."""
+        if self._gradients.settle():
+            self.backward(nothing)
+        super().average_given(parameters)
 
     def _has_new_gradient(self, bucket: ScatterBucket, index: int) -> bool:
         return bucket.active and index not in bucket.missing
