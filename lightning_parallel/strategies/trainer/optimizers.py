@@ -54,21 +54,20 @@ class StoredOptimizers:
         Raises:
             ValueError: it steps a parameter that came while the run went on.
         """
-        self._require_known(optimizer)
+        self.take()
+        if self._parameters is not None:
+            for group in optimizer.param_groups:
+                if not self._parameters.keys() >= set(map(id, group["params"])):
+                    self._refuse(optimizer, group["params"])
         module = self._strategy.lightning_module
         if module is not None and not module.automatic_optimization:
             self.of(optimizer).average_given()
 
-    def _require_known(self, optimizer: Optimizer) -> None:
-        self.take()
-        if self._parameters is None:
-            return
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if not self._parameters.keys() >= set(map(id, held)):
-            new = next(parameter for parameter in held if id(parameter) not in self._parameters)
-            raise ValueError(
-                f"{type(optimizer).__name__} steps a parameter of shape {list(new.shape)} that the module did not have "
-                "when the run began: ranks divide what it had then, and average the gradients of that alone, so each "
-                "would step this one by its own; make it in __init__, configure_model or setup, and freeze it "
-                "(requires_grad_(False)) until it is needed"
-            )
+    def _refuse(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
+        new = next(parameter for parameter in parameters if id(parameter) not in (self._parameters or ()))
+        raise ValueError(
+            f"{type(optimizer).__name__} steps a parameter of shape {list(new.shape)} that the module did not have "
+            "when the run began: ranks divide what it had then, and average the gradients of that alone, so each "
+            "would step this one by its own; make it in __init__, configure_model or setup, and freeze it "
+            "(requires_grad_(False)) until it is needed"
+        )
