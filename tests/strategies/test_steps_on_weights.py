@@ -47,6 +47,7 @@ class Model(LightningModule):
     def __init__(self, act: Callable[[Any], Any]) -> None:
         super().__init__()
         self.found: list[float] = []
+        self.kept: list[Tensor] = []
         torch.manual_seed(0)
         self.stem, self.layers = nn.Linear(4, WIDTH), nn.ModuleList(Layer() for _ in range(4))
         self.head = nn.Linear(WIDTH, 3)
@@ -161,13 +162,21 @@ def gradients_read(module: Any) -> None:
     module.found.append(sum(float(parameter.grad.square().sum()) for parameter in module.parameters()))
 
 
+def gradients_kept(module: Any) -> None:
+    """Those of the step before are compared with those of this one; every other one is kept by a view of it."""
+    gradients = [parameter.grad for parameter in module.parameters()]
+    pairs = zip(module.kept, gradients, strict=False)
+    module.found.append(sum(float((old.view(-1) * new.view(-1)).sum()) for old, new in pairs))
+    module.kept = [gradient.view(-1) if number % 2 else gradient for number, gradient in enumerate(gradients)]
+
+
 def gradients_given(module: Any) -> None:
     """They come from `torch.autograd.grad`, and no backward runs."""
 
 
 OUTSIDE = penalty, distance_of_layers, borrowed, clipped, shrunk, loaded, counted_and_clipped
 WITHIN = clipped_in_place, normalised
-AFTER = gradients_clipped, gradients_changed, gradients_read, gradients_given
+AFTER = gradients_clipped, gradients_changed, gradients_read, gradients_kept, gradients_given
 ACTS = {act.__name__: act for act in (*OUTSIDE, *WITHIN, *AFTER)}
 
 
@@ -208,3 +217,38 @@ def test_steps_read_and_write_weights_as_on_one_device(layout: str, act: str, by
         return
     for found in run_on_ranks(ranks, trained, act, by_hand, unit_bytes, strategy, size):
         require_like(expected.result(), found)
+
+
+class Accumulates(Model):
+    """Looks at gradients before it steps by them, and keeps them, or where they lie."""
+
+    def __init__(self, keeps: bool) -> None:
+        super().__init__(penalty)
+        self.keeps, self.places = keeps, [set[int]() for _ in self.parameters()]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        if self.keeps:
+            gradients_kept(self)
+        for places, parameter in zip(self.places, self.parameters(), strict=True):
+            gradient: Any = parameter.grad
+            places.add(gradient.data_ptr())
+
+
+def accumulated(keeps: bool, strategy: Any, batch_size: int) -> Any:
+    module, samples = Accumulates(keeps), torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(1))
+    run = trainer(made(strategy), max_epochs=2, accumulate_grad_batches=3)
+    run.fit(module, DataLoader(TensorDataset(samples), batch_size))
+    return module.found, [len(places) for places in module.places], module.state_dict()
+
+
+@pytest.mark.parametrize("layout", ["data parallel", "zero 1", "zero 2"])
+def test_gradients_kept_from_step_to_step_while_they_accumulate(layout: str) -> None:
+    ranks, _, _, strategy = LAYOUTS[layout]
+    expected = begun_on_one(accumulated, True, None, 4)
+    for found in run_on_ranks(ranks, accumulated, True, strategy, 2):
+        require_like([*expected.result()][::2], [*found][::2])
+
+
+def test_gradients_that_nobody_keeps_have_one_place() -> None:
+    for _, places, _ in run_on_ranks(2, accumulated, False, DataParallelStrategy, 2):
+        assert set(places) == {1}

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning_parallel.strategies.checkpoint.saver import Saver
 from lightning_parallel.strategies.data.loaders import DividedIterable
 from lightning_parallel.strategies.data.randomness import RandomState
-from lightning_parallel.strategies.data.shares import PassNotes, Readers, Share
+from lightning_parallel.strategies.data.shares import PassNotes, Readers
 from lightning_parallel.strategies.ranks.agreement import (
     EVENLY,
     Comparison,
@@ -157,8 +157,7 @@ class Batches:
                 require_same(what, gather_objects(f"checksum {notes.order}", self._group), remedy)
 
     def _weight_of(self, readings: Sequence[Any], batch_idx: int) -> float:
-        shares: list[Share | None] = [(_notes(reading) or PassNotes()).uneven.get(batch_idx) for reading in readings]
-        uneven = [share for share in shares if share is not None]
+        uneven = [notes.uneven[batch_idx] for each in readings if (notes := _notes(each)) and batch_idx in notes.uneven]
         if not uneven:
             return 1.0
         if len(readings) > 1:

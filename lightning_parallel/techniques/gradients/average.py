@@ -15,6 +15,7 @@ from lightning_parallel.collectives.functional import Pending, all_reduce
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.techniques.gradients.bucket import Bucket
 from lightning_parallel.techniques.gradients.buckets import BucketedStep
+from lightning_parallel.techniques.gradients.memory import Lent
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.tools.holders import Holders
 from lightning_parallel.techniques.tools.shards import as_gradient, local
@@ -87,20 +88,27 @@ class AllReduceBucket(Bucket):
         super().agree(dtype)
 
     def begin(self, synced: bool, early: bool = False) -> None:
-        """See `Bucket.begin`. Gradients of the batch before live in the buffer: what is taken goes into a new one."""
+        """See `Bucket.begin`. Gradients of the batch before live in the buffer: what is taken goes into a new one.
+
+        So does everything where somebody keeps one of them.
+        """
         super().begin(synced, early)
-        if early and any(parameter.grad is not None for parameter in self.parameters):
+        if self._message is not None and (
+            self._lent.is_kept(self.parameters) or (early and any(p.grad is not None for p in self.parameters))
+        ):
             self._message = None
 
     def keep(self, index: int) -> None:
-        """See `Bucket.keep`. The gradient moves into the buffer, where later passes add to it."""
-        if self._is_cast(index):
+        """See `Bucket.keep`. The gradient moves into the buffer, where later passes add to it, unless one is kept."""
+        parameter = self.parameters[index]
+        grown = parameter.grad
+        if parameter.dtype != self.dtype:  # lives beside the message
             return
         self._allocate()
-        parameter, gradient = self.parameters[index], self._gradient(index)
-        if parameter.grad is not None and parameter.grad is not gradient and not parameter.grad.is_sparse:
-            self._views[index].copy_(local(parameter.grad))
-            parameter.grad = gradient
+        if grown is None or grown is self._gradient(index) or grown.is_sparse or self._lent.is_one_kept(index):
+            return
+        self._views[index].copy_(local(grown))
+        parameter.grad = self._gradient(index)
 
     def rooms(self, indices: Sequence[int]) -> Sequence[Tensor | None]:
         """See `Bucket.rooms`."""
@@ -130,10 +138,6 @@ class AllReduceBucket(Bucket):
             gradient = self._gradients[index] = self._as_gradient(index)
         return gradient
 
-    def _is_cast(self, index: int) -> bool:
-        """Whether a parameter's gradient has another dtype than the message, and so lives beside it."""
-        return self.parameters[index].dtype != self.dtype
-
     def start(self, unused: list[int]) -> None:
         """See `Bucket.start`."""
         self._unused = unused
@@ -155,7 +159,7 @@ class AllReduceBucket(Bucket):
         for index, parameter in enumerate(self.parameters):
             if self.early and (index in self._taken or index in self._unused):
                 self._grow(index) if index in used else None
-            elif index in self._unused or self._is_cast(index):
+            elif index in self._unused or parameter.dtype != self.dtype:
                 parameter.grad = self._gradient(index).to(parameter.dtype) if index in used else None
 
     def drop(self) -> None:
@@ -186,6 +190,7 @@ class AllReduceBucket(Bucket):
         *slots, self._flags = torch.split(self._message, [*sizes, len(sizes)])
         self._views = [slot.view_as(part) for slot, part in zip(slots, kept, strict=True)]
         self._gradients = [self._as_gradient(index) for index in range(len(sizes))]
+        self._lent = Lent(self._message, self._gradients)
 
     def _as_gradient(self, index: int) -> Tensor:
         return as_gradient(self._views[index].detach(), self.parameters[index])

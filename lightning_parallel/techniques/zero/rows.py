@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_parallel.collectives.functional import All, Pending, Waitable, all_gather, all_gather_rows, uses_exchange
+from lightning_parallel.techniques.gradients.memory import users_of
 from lightning_parallel.techniques.tools.shards import divided_again, local
 
 IN_PLACE_BYTES = 2**20
@@ -153,10 +154,3 @@ class Gathering:
             torch._foreach_copy_([target for target, _ in copies], [source for _, source in copies])
 
         return Pending(all_gather(whole, own, self._group), unpack)
-
-
-def users_of(tensor: Tensor) -> int:
-    """How many tensors use the memory of a tensor."""
-    storage = tensor.untyped_storage()
-    count: int = torch._C._storage_Use_Count(storage._cdata)
-    return count - 1  # `storage` itself

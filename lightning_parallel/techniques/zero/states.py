@@ -19,6 +19,7 @@ from lightning_parallel.collectives.functional import Pending, Waitable, all_red
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.techniques.gradients.bucket import Bucket
 from lightning_parallel.techniques.gradients.buckets import BucketedStep, has_shard, nothing
+from lightning_parallel.techniques.gradients.memory import Lent
 from lightning_parallel.techniques.step import Run, Step
 from lightning_parallel.techniques.tools.holders import Holders
 from lightning_parallel.techniques.tools.shards import local
@@ -166,14 +167,16 @@ class ScatterBucket(Bucket):
         self._flags = slice(ends[-1], self._width)
         self._message: Tensor | None = None
         self._chunks: Sequence[Tensor] = ()  # of the message: each parameter's, and the flags
-        self._kept = torch.zeros(self._width, dtype=parameters[0].dtype, device=parameters[0].device)
+        self._make_kept()
         self._carried: list[int] = []
         self._pending: Waitable = Pending(None)
         self._of_one_replica = False  # what is kept is not summed over replicas yet
-        self._gradients = [
-            shard.as_dtensor(self._kept[slot][: shard.numel])
-            for shard, slot in zip(self.shards, self._slots, strict=True)
-        ]
+
+    def _make_kept(self) -> None:
+        first, slots = self.parameters[0], zip(self.shards, self._slots, strict=True)
+        self._kept = torch.zeros(self._width, dtype=first.dtype, device=first.device)
+        self._gradients = [shard.as_dtensor(self._kept[slot][: shard.numel]) for shard, slot in slots]
+        self._lent = Lent(self._kept, self._gradients)
 
     # ---------------------------------------------------------------- gradients
 
@@ -186,7 +189,9 @@ class ScatterBucket(Bucket):
 
     def resume(self) -> None:
         """See `Bucket.resume`. Gradients that are sharded already step aside, to be added to in `finish`."""
-        # Views of kept are the gradients that users and optimizers hold: its memory may go and come, it may not move.
+        if self._lent.is_kept(self.parameters):
+            self._make_kept()
+        # Views of kept are the gradients that optimizers hold: its memory may go and come, it may not move.
         self._kept.untyped_storage().resize_(self._width * self._kept.element_size())
         held = [i for i, parameter in enumerate(self.parameters) if parameter.grad is not None]
         self._carried = [i for i in held if has_shard(self.parameters[i])]
@@ -198,9 +203,10 @@ class ScatterBucket(Bucket):
 
     def keep(self, index: int) -> None:
         """See `Bucket.keep`. While whole gradients grow there are no shards of them, nor memory for shards."""
-        storage = self._kept.untyped_storage()
-        if storage.nbytes() and not any(map(has_shard, self.parameters)):
-            storage.resize_(0)
+        if self._kept.untyped_storage().nbytes() and not any(map(has_shard, self.parameters)):
+            if self._lent.is_kept(self.parameters):
+                self._make_kept()
+            self._kept.untyped_storage().resize_(0)
 
     def rooms(self, indices: Sequence[int]) -> Sequence[Tensor | None]:
         """See `Bucket.rooms`."""
