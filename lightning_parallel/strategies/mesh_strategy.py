@@ -134,10 +134,9 @@ class MeshStrategy(RankStrategy):
         if not self.is_distributed:
             adopted.be_silent_on_syncing()
             return
-        self._batches = Batches(self._readers(), self._host_group(), lambda: adopted.signals, self._saves())
-        self._callback = MeshCallback(
-            self._batches, self._unite_buffers, self._unite_metrics, lambda: self._whole.shown()
-        )
+        signals, unite = lambda: adopted.signals, (self._unite_buffers, self._unite_metrics)
+        self._batches = Batches(self._readers(), self._host_group(), signals, self._saves(), self._stored.settings)
+        self._callback = MeshCallback(self._batches, *unite, lambda: self._whole.shown())
         adopted.call_first(self._callback)
         adopted.keep_time_together(self.broadcast)
 

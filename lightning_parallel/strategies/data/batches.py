@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from lightning_parallel.strategies.checkpoint.saver import Saver
 from lightning_parallel.strategies.data.loaders import DividedIterable
@@ -37,6 +39,7 @@ class Batches:
         group: all ranks, for messages of the host.
         signals: what was asked of this process; none before the run has begun.
         saver: knows whether a save in the background has failed.
+        settings: the numbers by which optimizers step at the moment.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Batches:
         group: dist.ProcessGroup,
         signals: Callable[[], Signals | None],
         saver: Saver,
+        settings: Callable[[], list[Any]],
     ) -> None:
         self.readers = readers
         self._group = group
@@ -52,6 +56,7 @@ class Batches:
         self._uncounted: list[int] = []
         self._outline: Any = None  # of the batch before, and the checksum of its structure
         self._structure = 0
+        self._find_settings, self._settings, self._checksum = settings, list[Any](), 0
         #: how much this rank's batch counts against the others' on average; 0.0 for one that does not count
         self.weight = 1.0
         #: the least number of samples that any rank has of this batch
@@ -82,7 +87,8 @@ class Batches:
         loaders = [combined.flattened[dataloader_idx]] if lightnings.reads_in_turn(combined) else combined.flattened
         last = is_last and any(length_of(loader) is None for loader in loaders)
         readings = _readings(combined, loaders, dataloader_idx)
-        self._agree((dataloader_idx, batch_idx, int(last)), batch, self._content(readings, batch_idx))
+        content = None if self.readers.copies == 1 else self._content(readings, batch_idx)
+        self._agree((dataloader_idx, batch_idx, int(last)), batch, content)
         if batch_idx == 0:
             self._require_same_order(loaders, readings)
         self.weight = self._weight_of(readings, batch_idx)
@@ -92,7 +98,8 @@ class Batches:
     def end(self) -> None:
         """All loaders have been read."""
         self.weight = 1.0
-        self._compare(ENDED, lambda: "none is left", lambda: "", self._content([], 0))
+        content = None if self.readers.copies == 1 else self._content([], 0)
+        self._compare(ENDED, lambda: "none is left", lambda: "", content)
 
     def drop_uncounted_predictions(self, loop: Any) -> None:
         """Removes what a prediction loop keeps for samples that do not count; they come last."""
@@ -102,9 +109,7 @@ class Batches:
                     kept.pop()
         self._uncounted.clear()
 
-    def _content(self, readings: Sequence[Any], batch_idx: int) -> Content | None:
-        if self.readers.copies == 1:
-            return None
+    def _content(self, readings: Sequence[Any], batch_idx: int) -> Content:
         found = [(_notes(reading) or PassNotes()).contents.pop(batch_idx, None) for reading in readings]
         known = [checksum for checksum in found if checksum is not None]
         return Content(self.readers.ranks, self.readers.rank, zlib.crc32(repr(known).encode()) if known else None)
@@ -118,7 +123,10 @@ class Batches:
         def place() -> str:
             return f"batch {batch_idx} of loader {dataloader_idx}{', the last one' if last else ''}"
 
-        mark, samples = (*position, self._structure), batch_size(batch) or 1
+        if (settings := self._find_settings()) != self._settings:
+            self._settings, numbers = settings, pytree.tree_map_only(Tensor, float, settings)
+            self._checksum = zlib.crc32(repr(numbers).encode())
+        mark, samples = (*position, self._structure ^ self._checksum), batch_size(batch) or 1
         self.fewest_samples = self._compare(mark, place, lambda: describe(batch), content, samples)
 
     def _compare(
@@ -137,7 +145,7 @@ class Batches:
         signals = self._signals()
         requested = Requested() if signals is None else signals.requested
         comparison = Comparison(mark, (*requested, self._saver.failed), self._group, content, samples)
-        comparison.finish(place, structure)
+        comparison.finish(place, structure, lambda: str(self._settings))
         stop, requeue, failed = comparison.anybody
         if failed:
             self._saver.fail()

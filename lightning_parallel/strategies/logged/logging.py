@@ -292,7 +292,7 @@ class StepLog:
         if chosen or means.all:
             self._sums = BatchSums([each.summed(share, ranks) for each in chosen], means, share, self._group)
         self._pending = [lambda: self._place(chosen, means)]
-        for how in ("min", "max"):
+        for how in ("min", "max") if len(chosen) < len(moving) else ():
             if extremes := [each for each in moving if each.how == how]:
                 sent = self._sent([each.extreme(share) for each in extremes], how)
                 self._pending.append(partial(self._place_extremes, extremes, means, sent))

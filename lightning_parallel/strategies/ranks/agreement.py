@@ -158,12 +158,13 @@ class Comparison:
         self.fewest = samples
         self.same_means = True
 
-    def finish(self, where: Callable[[], str], what: Callable[[], str]) -> None:
+    def finish(self, where: Callable[[], str], what: Callable[[], str], how: Callable[[], str] = str) -> None:
         """Waits for the others.
 
         Args:
             where: tells the place in words; called only if ranks differ, as is `what`.
             what: tells what the checksum is of.
+            how: tells by which numbers optimizers step, of which it is too.
 
         Raises:
             ValueError: on every rank, if they are at different places or hold different things.
@@ -174,7 +175,7 @@ class Comparison:
         *self.anybody, most, least, fewest = numbers[2 * readers : -2 * places]
         self.same_means, self.fewest = most == -least, -int(fewest)
         if numbers[-2 * places : -places] != [-lowest for lowest in numbers[-places:]]:
-            self._explain(gather_objects((where(), what()), self._group))
+            self._explain(gather_objects((where(), what(), how()), self._group))
         if self._content is not None and self._content.differs(numbers):
             self._explain_content(self._content, where())
 
@@ -189,18 +190,25 @@ class Comparison:
                     "depend on the sample, or leave out seed_everything(workers=True), which seeds workers by rank"
                 )
 
-    def _explain(self, said: list[tuple[str, str]]) -> None:
-        places = [place for place, _ in said]
+    def _explain(self, said: list[tuple[str, str, str]]) -> None:
+        places = [place for place, *_ in said]
         if any(place.startswith(RETURNED) for place in places):
             remedy = "a batch is skipped on all ranks or on none: return a loss times zero, or decide it by batch_idx"
-            require_same("whether a step returns a loss", [f"{place} {what}".rstrip() for place, what in said], remedy)
+            require_same(
+                "whether a step returns a loss", [f"{place} {what}".rstrip() for place, what, _ in said], remedy
+            )
         if any(place.startswith(LOGGED) for place in places):
             remedy = "log on all ranks alike, or on one with rank_zero_only=True"
-            require_same("what is logged", [f"{place} {what}".rstrip() for place, what in said], remedy)
+            require_same("what is logged", [f"{place} {what}".rstrip() for place, what, _ in said], remedy)
         if BACKWARD in places:
             require_same("what ranks do next", places, "call self.manual_backward equally often on all ranks")
         require_same("the end of the data", places, EVENLY)
-        require_same("the structure of a batch", [what for _, what in said], "look at the dataset there")
+        require_same("the structure of a batch", [what for _, what, _ in said], "look at the dataset there")
+        require_same("learning rates, momenta and weight decays of optimizers", [how for *_, how in said], ALIKE)
 
 
+ALIKE = (
+    "set them where all ranks come, such as on_train_batch_end, by what all of them have: trainer.callback_metrics, or "
+    "self.all_gather(loss).mean()"
+)
 EVENLY = "every rank must read equally many batches"

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from lightning.pytorch.strategies import Strategy
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer
+
+SCHEDULED = "lr", "momentum", "betas", "weight_decay"
+"""What schedulers and users change in the groups of optimizers while they train."""
 
 
 class StoredOptimizers:
@@ -47,6 +51,11 @@ class StoredOptimizers:
         """What makes this one step what is stored."""
         self.take()
         return self._known[id(optimizer)]
+
+    def settings(self) -> list[Any]:
+        """The `SCHEDULED` numbers of each group of each optimizer, which must be the same on all ranks."""
+        optimizers = self._strategy.optimizers
+        return [group.get(name) for each in optimizers for group in each.param_groups for name in SCHEDULED]
 
     def before_step(self, optimizer: Optimizer) -> None:
         """An optimizer is about to step.
