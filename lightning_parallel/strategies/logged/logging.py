@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchmetrics import MeanMetric, Metric
@@ -40,8 +41,15 @@ from lightning_parallel.strategies.logged.step_values import (
     without_effect,
 )
 from lightning_parallel.strategies.logged.sums import BatchSums, scale_together, single_samples
-from lightning_parallel.strategies.ranks.agreement import BACKWARD, LOGGED, RETURNED, Comparison, Content
-from lightning_parallel.strategies.ranks.signals import Requested
+from lightning_parallel.strategies.ranks.agreement import (
+    BACKWARD,
+    BEGUN,
+    LOGGED,
+    NOTHING,
+    RETURNED,
+    Comparison,
+    Content,
+)
 from lightning_parallel.techniques.tools.means import Means
 from lightning_parallel.values import batch_size
 
@@ -101,6 +109,7 @@ class StepLog:
         self._seen: SeenKind | None = None
         self._told: set[str] = set()
         self._quotients = Quotients()
+        self._may_leave = is_overridden("on_train_batch_start", module)  # by returning -1
         self._log = module.log
         self._metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
         self._own_groups = [(metric, metric.process_group, metric.dist_sync_on_step) for metric in self._metrics]
@@ -250,6 +259,8 @@ class StepLog:
     @contextmanager
     def counting(self, share: float) -> Iterator[None]:
         """Around the user's step, for its means; with share 0.0 metrics stay as they are."""
+        if self._may_leave and self._module.trainer.training:  # and steps of some techniques wait for each other
+            Comparison((-4, 0, 0, 0), NOTHING, self._host, self._content).finish(lambda: BEGUN, str)
         self._inside_step = True
         self.means, self._sums = Means() if self._group.size() > 1 else None, None
         watched = list(self._counted_by(share))
@@ -360,7 +371,7 @@ class StepLog:
         means = self.means or Means()
         numbers = (len(means.all) << 16) + len(single_samples(means))
         mark = (what, more, 0, zlib.crc32("\n".join(names).encode()))
-        comparison = Comparison(mark, Requested(), self._host, self._content, means=numbers)
+        comparison = Comparison(mark, NOTHING, self._host, self._content, means=numbers)
         comparison.finish(lambda: said, lambda: ", ".join(names))
         if comparison.same_means:
             return means

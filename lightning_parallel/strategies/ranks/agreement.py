@@ -94,8 +94,12 @@ def require_same(what: str, values: Sequence[object], remedy: str) -> None:
 LOGGED = "a step that logged"
 RETURNED = "a step that returned"
 BACKWARD = "a backward pass within a step"
+BEGUN = "a step that began"
 NOT_KNOWN = float("-inf")
 Mark = tuple[int, int, int, int]
+Asked = tuple[float, float, float]
+"""Whether this process was asked to stop, or to be queued again, and whether a save in the background failed."""
+NOTHING: Asked = (0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,7 @@ class Comparison:
 
     Args:
         mark: where this rank is: loader, batch, whether it is the last, and a checksum of the rest.
-        requested: what was asked of this rank; `anybody` then says what was asked of any.
+        asked: what was asked of this rank; `anybody` then says what was asked of any.
         group: all ranks.
         content: what this rank reads; on all ranks with as many `readers`.
         samples: how many this rank has; `fewest` then says how many any of them has at least.
@@ -142,7 +146,7 @@ class Comparison:
     def __init__(
         self,
         mark: Mark,
-        requested: Sequence[float],
+        asked: Asked,
         group: dist.ProcessGroup,
         content: Content | None = None,
         samples: int = 0,
@@ -150,7 +154,7 @@ class Comparison:
     ) -> None:
         self._group, self._content = group, content
         read = [] if content is None else content.numbers()
-        numbers = [*read, *requested, means, -means, -samples, *mark, *[-number for number in mark]]
+        numbers = [*read, *asked, means, -means, -samples, *mark, *[-number for number in mark]]
         self._numbers = torch.tensor(numbers, dtype=torch.float64)
         self._work = highest(self._numbers, group)
         self._places = len(mark)
@@ -202,7 +206,12 @@ class Comparison:
             require_same("what is logged", [f"{place} {what}".rstrip() for place, what, _ in said], remedy)
         if BACKWARD in places:
             require_same("what ranks do next", places, "call self.manual_backward equally often on all ranks")
-        require_same("the end of the data", places, EVENLY)
+        if BEGUN in places:
+            remedy = (
+                "on_train_batch_start returns -1 on all ranks or on none: decide it by batch_idx, or by what all have"
+            )
+            require_same("whether an epoch goes on", places, remedy)
+        require_same("the end of the data", places, f"{EVENLY}, or set trainer.should_stop when all others do")
         require_same("the structure of a batch", [what for _, what, _ in said], "look at the dataset there")
         require_same("learning rates, momenta and weight decays of optimizers", [how for *_, how in said], ALIKE)
 

@@ -1,0 +1,100 @@
+"""Epochs that a module leaves before their data end: on all ranks, or by an error on all."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_parallel import (
+    DataParallelStrategy,
+    ParallelPlan,
+    PipelineParallelStrategy,
+    TensorParallelStrategy,
+    ZeroStrategy,
+)
+from tests.ranks import begun_on_one, run_on_ranks
+from tests.strategies.one_and_two import made, require_like
+from tests.trainers import trainer
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())  # type: ignore[no-any-return]
+
+
+class Leaves(LightningModule):
+    """Leaves each epoch before its third batch, on some ranks."""
+
+    def __init__(self, by: str, ranks: set[int]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.by, self.ranks, self.begun = by, ranks, 0
+        self.layers = nn.Sequential(Layer(), Layer())
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.layers(batch[0]).square().mean()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class LeavesBefore(Leaves):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        self.begun += 1
+        return -1 if batch_idx == 2 and self.global_rank in self.ranks else None
+
+
+class LeavesAfter(Leaves):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.begun += 1
+        self.trainer.should_stop = batch_idx == 1 and self.global_rank in self.ranks
+
+
+KINDS = {"before": LeavesBefore, "after": LeavesAfter}
+
+
+def trained(by: str, ranks: set[int], strategy: Any, batch_size: int) -> Any:
+    module = KINDS[by](by, ranks)
+    data = TensorDataset(torch.randn(16, 4, generator=torch.Generator().manual_seed(1)))
+    trainer(made(strategy), max_epochs=2).fit(module, DataLoader(data, batch_size))
+    return module.begun, {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def refused(by: str, strategy: Any, batch_size: int) -> None:
+    said = {"before": "whether an epoch goes on.*on_train_batch_start returns -1", "after": r"should_stop when all"}
+    with pytest.raises(ValueError, match=said[by]):
+        trained(by, {1}, strategy, batch_size)
+
+
+LAYOUTS: dict[str, Any] = {
+    "data parallel": (DataParallelStrategy, 2),
+    "zero 1": (partial(ZeroStrategy, stage=1), 2),
+    "zero 3": (partial(ZeroStrategy, stage=3), 2),
+    "tensor parallel": (partial(TensorParallelStrategy, 2), 4),
+    "pipeline": (partial(PipelineParallelStrategy, plan=ParallelPlan(blocks="layers.*")), 4),
+}
+
+
+@pytest.mark.parametrize("by", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_ranks_leave_together(layout: str, by: str) -> None:
+    expected = begun_on_one(trained, by, {0}, None, 4)
+    for found in run_on_ranks(2, trained, by, {0, 1}, *LAYOUTS[layout]):
+        require_like(expected.result(), found)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("by", KINDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rank_that_leaves_alone_is_an_error_on_all(layout: str, by: str) -> None:
+    run_on_ranks(2, refused, by, *LAYOUTS[layout])
