@@ -23,6 +23,7 @@ from lightning_parallel import (
     TensorParallel,
     ZeroStrategy,
 )
+from lightning_parallel.techniques.tools.losses import METHODS, unwatch_methods
 from lightning_parallel.techniques.tools.means import Means
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.tiers import covering
@@ -52,7 +53,6 @@ def test_a_sum_that_is_divided_counts_by_what_divides_it() -> None:
     assert [float(mean.over.count) for mean in means.all] == [3, 3, 3, 3, 3, 3, 3, 6, 0, 0]
     assert [float(each.detach()) for each in empty] == [0, 0]  # and not 0 / 0, for other parts may have some
     torch.testing.assert_close(made[0], losses[mask > 0].mean())
-    assert all("mean" not in vars(Tensor) and name not in vars(Tensor) for name in ("__truediv__", "div", "clamp"))
 
 
 def test_a_mean_of_what_a_mask_selects_counts_as_much_as_it_selects() -> None:
@@ -247,3 +247,14 @@ def test_means_by_hand_in_evaluations_are_those_of_one_device(layout: str) -> No
     begun = begun_on_one(evaluated, HybridStrategy, 1)
     for values in run_on_ranks(ranks, evaluated, strategy, readers):
         assert values == pytest.approx(begun.result(), rel=1e-9)
+
+
+def methods_after_a_run() -> bool:
+    unwatch_methods()
+    before = {name: vars(Tensor).get(name) for name in METHODS}
+    curve("masked", DataParallelStrategy, 2)
+    return {name: vars(Tensor).get(name) for name in METHODS} == before
+
+
+def test_tensors_have_their_own_methods_after_a_run() -> None:
+    assert all(run_on_ranks(2, methods_after_a_run))

@@ -50,6 +50,7 @@ from lightning_parallel.strategies.ranks.agreement import (
     Comparison,
     Content,
 )
+from lightning_parallel.techniques.tools.losses import unwatch_methods
 from lightning_parallel.techniques.tools.means import Means
 from lightning_parallel.values import batch_size
 
@@ -124,7 +125,8 @@ class StepLog:
         return self._group.size() == 1
 
     def close(self) -> None:
-        """Gives the module its own `log` and the metrics their own groups back."""
+        """Gives the module its own `log`, the metrics their own groups and torch its own methods back."""
+        unwatch_methods()
         self._module.__dict__.pop("log", None)
         for metric, group, on_step in self._own_groups:
             metric.process_group, metric.dist_sync_on_step = group, on_step
