@@ -102,6 +102,7 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> 
 
 
 # The next three make a new tensor of another one. What `torch.compile` traces goes through torch's traceable forms.
+# Tensors on meta stand for what other ranks compute, as those of another stage of a pipeline: nothing is sent for them.
 
 
 def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -109,7 +110,8 @@ def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     if torch.compiler.is_dynamo_compiling():
         return _traced(traceable.all_reduce(tensor, "sum", group))
     total = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
+    if not tensor.is_meta:
+        dist.all_reduce(total, group=group)
     return total
 
 
@@ -119,7 +121,8 @@ def parts_of_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     if torch.compiler.is_dynamo_compiling():
         return _traced(traceable.all_gather_tensor(tensor[None], 0, group))
     output = tensor.new_empty((group.size(), *tensor.shape))
-    all_gather(output, tensor, group).wait()
+    if not tensor.is_meta:
+        all_gather(output, tensor, group).wait()
     return output
 
 
@@ -129,7 +132,8 @@ def scattered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     if torch.compiler.is_dynamo_compiling():
         return _traced(traceable.reduce_scatter_tensor(tensor, "sum", 0, group))[0]
     output = tensor.new_empty(tensor.shape[1:])
-    reduce_scatter(output, tensor, group).wait()
+    if not tensor.is_meta:
+        reduce_scatter(output, tensor, group).wait()
     return output
 
 

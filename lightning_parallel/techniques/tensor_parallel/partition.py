@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -63,12 +62,11 @@ class DividedPlace(Place):
         table: see `Place`.
         name: see `Place`.
         cuts: which elements.
-        shape: of this rank's.
     """
 
-    def __init__(self, table: dict[str, Any], name: str, cuts: Cuts, shape: torch.Size) -> None:
+    def __init__(self, table: dict[str, Any], name: str, cuts: Cuts) -> None:
         super().__init__(table, name)
-        self._cuts, self._shape = cuts, shape
+        self._cuts, self._axes = cuts, _axes_of(table[name])
 
     def show(self) -> bool:
         """See `Place.show`; one whose views were changed is made anew."""
@@ -76,13 +74,18 @@ class DividedPlace(Place):
         if kept is not self._kept or kept._local_tensor is not self._memory or type(shown) is not Wrapper or (
             shown.own.requires_grad is not kept.requires_grad
         ):  # fmt: skip
-            if not isinstance(kept, DTensor) or kept._local_tensor.shape != self._shape:
+            if not isinstance(kept, DTensor) or _axes_of(kept) > self._axes:  # a shard may have the shape of the part
                 return False
             shown = Divided(leaf_of(kept), self._cuts)
             shown.stored = kept
             self._kept, self._shown, self._memory = kept, shown, kept._local_tensor
         self.table[self.name] = shown
         return True
+
+
+def _axes_of(parameter: DTensor) -> int:
+    """How many axes of ranks divide a parameter."""
+    return sum(map(divides, parameter.placements))
 
 
 class AlikePlace(Place):
@@ -204,7 +207,7 @@ class Unit:
     def _enter(self, name: str, own: str, parameter: Any) -> None:
         cuts, table = cuts_of(parameter, self.ranks), self.module._parameters
         if cuts:
-            self._divided.append(DividedPlace(table, own, cuts, parameter._local_tensor.shape))
+            self._divided.append(DividedPlace(table, own, cuts))
         else:
             self.alike[name] = AlikePlace(table, own, self.ranks)
 

@@ -9,7 +9,7 @@ Source: S. Rajbhandari et al., ZeRO, SC 2020; Y. Zhao et al., PyTorch FSDP, VLDB
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -68,11 +68,16 @@ class Shell(nn.Module):
 
 
 class Root(nn.Module):
-    """The whole step: what belongs to no unit is whole from its beginning to its end."""
+    """The whole step: what belongs to no unit is whole from its beginning to its end.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        model: the user's.
+        left_whole: parameters of it that are not sharded.
+    """
+
+    def __init__(self, model: nn.Module, left_whole: Sequence[nn.Parameter]) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.left_whole = model, left_whole
         self.units, self.shells = nn.ModuleList(), nn.ModuleList()
         self.fewer: dict[nn.Module, Kind] = {}
         """The modules whose parameters fewer ranks share than the root's."""
@@ -129,11 +134,12 @@ def shard_parameters(model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan, o
         TypeError: an embedding that makes sparse gradients.
     """
     _refuse_sparse_gradients(model)
-    kinds = _kinds_of_parameters(model, mesh)
+    left_whole = _unshardable(model)  # afterwards some ranks have no rows of what others have
+    kinds = _kinds_of_parameters(model, mesh, set(left_whole))
     # A pipeline runs its blocks many times in a step: there they are gathered once, with the root.
     blocks = list(plan.find_blocks(model).values()) if mesh.sizes["pp"] == 1 else []
     groups = _groups_of_blocks(blocks)
-    root, together = Root(model), []
+    root, together = Root(model, left_whole), []
     for kind in kinds:
         for group in groups:
             units = [_wrap(block) for block in group if any(p in kind.parameters for p in block.parameters())]
@@ -198,9 +204,8 @@ class Kind:
         return any(parameter in self.parameters for parameter in module.parameters())
 
 
-def _kinds_of_parameters(model: nn.Module, mesh: ParallelMesh) -> list[Kind]:
+def _kinds_of_parameters(model: nn.Module, mesh: ParallelMesh, left_whole: Collection[nn.Parameter]) -> list[Kind]:
     """First those that all ranks share, then those that fewer do, as experts."""
-    left_whole = set(unshardable(model))
     ordinary = Kind(mesh.sharded_and_replicated, None, set())
     fewer: dict[DeviceMesh, Kind] = {}
     made: dict[nn.Parameter, nn.Parameter] = {}
@@ -250,7 +255,7 @@ def _refuse_sparse_gradients(model: nn.Module) -> None:
             raise TypeError(f"sparse gradients ({name}, made with sparse=True) cannot be sharded; use sparse=False")
 
 
-def unshardable(model: nn.Module) -> list[nn.Parameter]:
+def _unshardable(model: nn.Module) -> list[nn.Parameter]:
     """Parameters that `fully_shard` refuses: those without rows, and those that are not of the model's main dtype."""
     parameters = list(model.parameters())
     bytes_of: dict[torch.dtype, int] = {}

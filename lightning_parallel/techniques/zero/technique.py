@@ -19,7 +19,7 @@ from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools.shards import has_no_rows
 from lightning_parallel.techniques.zero.casts import UncastStep
-from lightning_parallel.techniques.zero.parameters import Root, ShardedParametersStep, shard_parameters, unshardable
+from lightning_parallel.techniques.zero.parameters import Root, ShardedParametersStep, shard_parameters
 from lightning_parallel.techniques.zero.states import ShardedStatesStep
 
 
@@ -75,7 +75,7 @@ class ShardedParameters(Division):
 
     def step(self, step: Step) -> Step:
         """Runs the step through the root; gradients of what cannot be sharded are averaged."""
-        step = average_gradients(step, unshardable(self.model), self.mesh)
+        step = average_gradients(step, self.model.left_whole, self.mesh)
         return ShardedParametersStep(step, self.model, self.mesh)
 
 
