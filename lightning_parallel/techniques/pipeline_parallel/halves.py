@@ -2,12 +2,13 @@
 
 A parameter's gradient starts at the operations that read both it and something that depends on the inputs. It can wait
 if no way from such an operation, back along what depends on the inputs, leads to another one of the same parameter:
-that way would be gone over twice.
+that way would be gone over twice. And operations that read one parameter together read all their parameters together:
+torch's second half takes them in groups, and a parameter in two of them would be differentiated in each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
@@ -27,12 +28,21 @@ def halves_are_apart(outputs: Iterable[Tensor], inputs: Iterable[Tensor], parame
     wanted = {_node_of(leaf) for leaf in parameters if leaf.requires_grad}
     if any(root not in of_inputs for root in roots if wanted & _below(root)):
         return False
-    return not _meets_twice(order, of_inputs, wanted)
+    read = {node: _read(node, of_inputs, wanted) for node in order if node in of_inputs}
+    return _are_in_groups(read) and not _meets_twice(read)
 
 
-def _meets_twice(order: Sequence[Node], of_inputs: set[Node], wanted: set[Node]) -> bool:
+def _are_in_groups(read: Mapping[Node, frozenset[Node]]) -> bool:
+    """Whether any two parameters are read by the same operations, or by none together."""
+    readers: dict[Node, set[Node]] = {}
+    for node, parameters in read.items():
+        for parameter in parameters:
+            readers.setdefault(parameter, set()).add(node)
+    return all(len({frozenset(readers[each]) for each in parameters}) < 2 for parameters in read.values())
+
+
+def _meets_twice(own: Mapping[Node, frozenset[Node]]) -> bool:
     """Whether a way back along the inputs passes two operations that read the same parameters."""
-    own = {node: _read(node, of_inputs, wanted) for node in order if node in of_inputs}
     often = _in_several(own.values())
     met: dict[Node, frozenset[Node]] = {}
     for node, read in own.items():

@@ -1,0 +1,53 @@
+"""A backward in two halves gives the gradients of a whole one, also where a parameter is read in several ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import vmap
+
+from lightning_parallel.techniques.pipeline_parallel.gradients import Gradients, save
+from lightning_parallel.techniques.pipeline_parallel.halves import halves_are_apart
+
+
+class Maps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))  # type: ignore[no-any-return]
+
+
+def of_each(maps: Maps, x: Tensor) -> Tensor:
+    return vmap(maps, in_dims=1, out_dims=1)(x)  # type: ignore[no-any-return]
+
+
+FORWARDS: dict[str, tuple[bool, Callable[[Maps, Tensor], Tensor]]] = {
+    "once": (True, lambda maps, x: x + maps(x)),
+    "side by side": (True, lambda maps, x: maps(x) + maps(2 * x)),
+    "one after the other": (False, lambda maps, x: maps(maps(x))),
+    "of each row": (True, lambda maps, x: x + of_each(maps, x)),
+    "of all and of each row": (False, lambda maps, x: maps(x) + of_each(maps, x)),  # with a bias added by itself
+}
+
+
+@pytest.mark.parametrize("name", FORWARDS)
+def test_halves_are_a_whole_backward(name: str) -> None:
+    torch.manual_seed(0)
+    apart, forward = FORWARDS[name]
+    maps, x, seed = Maps(), torch.randn(2, 3, 4, requires_grad=True), torch.randn(2, 3, 4)
+    parameters = list(maps.parameters())
+    expected = torch.autograd.grad(forward(maps, x), [x, *parameters], seed)
+    output = forward(maps, x)
+    assert halves_are_apart([output], [x], parameters) is apart
+    gradients, saved = Gradients(parameters), save([x], [output], splits=True)
+    found = gradients.of_inputs(saved, [seed])
+    gradients.of_weights(saved)
+    for wanted, got in zip(expected, [*found, *gradients.take()], strict=True):
+        assert got is not None
+        torch.testing.assert_close(got, wanted)
