@@ -83,9 +83,19 @@ class ActivationCheckpoint(Technique):
         def run(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            return recomputed(*args, **_without_caches(kwargs))
+            kept = _as_they_are((args, _without_caches(kwargs)))
+            return recomputed(*kept[0], **kept[1])
 
         return run
+
+
+def _as_they_are(value: Any) -> Any:
+    """Lists and dicts as they are now: who gave them to a block may change them before it is recomputed."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_as_they_are, value))
+    if type(value) is dict:
+        return {key: _as_they_are(member) for key, member in value.items()}
+    return value
 
 
 def _keep_expensive() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -221,7 +221,10 @@ def _whole(tensor: Any) -> nn.Parameter:
 
 @torch.no_grad()
 def _take_over(tensor: Any, made: nn.Parameter) -> None:
-    tensor._local_tensor.copy_(shard_of(made.detach(), tensor).to_local())
+    own = tensor._local_tensor
+    if not made._version:  # it was read only, or written by `.data`: a backward that is to come may use the old one
+        own = own.data
+    own.copy_(shard_of(made.detach(), tensor).to_local())
     tensor.requires_grad_(made.requires_grad)
     if made.grad is None or made.grad is tensor.grad:
         tensor.grad = made.grad

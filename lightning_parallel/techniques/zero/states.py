@@ -8,7 +8,8 @@ Source: S. Rajbhandari et al., ZeRO, SC 2020.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, TypeVar
 
@@ -121,7 +122,7 @@ class ShardedStatesStep(BucketedStep):
         """Starts to gather the stepped rows of all ranks into the whole parameters, in the order of the forward."""
         stepped = set(map(id, parameters))
         buckets = [b for b in reversed(self.buckets) if any(id(parameter) in stepped for parameter in b.parameters)]
-        self._arrivals.start([bucket.gather_parameters for bucket in buckets], BESIDE_BYTES)
+        self._arrivals.start([partial(bucket.gather_parameters, stepped) for bucket in buckets], BESIDE_BYTES)
         self.inner.after_optimizer_step(parameters)
 
     def close(self) -> None:
@@ -157,7 +158,7 @@ class ScatterBucket(Bucket):
         super().__init__(parameters, holders.scale)
         self.shards = [RowShard(parameter, holders.sharing, offload) for parameter in parameters]
         self._shard_group = holders.sharing.get_group()
-        self._gathering = Gathering(self.shards, self._shard_group)
+        self._gatherings: dict[tuple[RowShard, ...], Gathering] = {}
         self._replica_group = None if holders.replicas is None else holders.replicas.get_group()
         self._ranks = holders.sharing.size()
         self._sizes = [*(shard.chunk for shard in self.shards), len(self.shards)]
@@ -285,7 +286,17 @@ class ScatterBucket(Bucket):
                 self._kept[slot].zero_()
         self._received = self._kept.add_(self._received)
 
-    def gather_parameters(self) -> Arrival:
-        """Starts to gather what all ranks stored into the parameters."""
-        exposed = any(shard.is_exposed for shard in self.shards)
-        return Arrival(self.parameters, self._gathering.start(), self._gathering.nbytes, exposed)
+    def gather_parameters(self, stepped: Collection[int]) -> Arrival:
+        """Starts to gather what all ranks stored into the parameters that were stepped.
+
+        Others are not written, though they would stay the same: a graph that is still to go backward, as that of a
+        generator while its critic is stepped, takes them for changed.
+
+        Args:
+            stepped: their `id`.
+        """
+        shards = tuple(shard for shard in self.shards if id(shard.parameter) in stepped)
+        if shards not in self._gatherings:
+            self._gatherings[shards] = Gathering(shards, self._shard_group)
+        gathering, exposed = self._gatherings[shards], any(shard.is_exposed for shard in shards)
+        return Arrival([shard.parameter for shard in shards], gathering.start(), gathering.nbytes, exposed)
