@@ -8,11 +8,13 @@ none.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -58,6 +60,7 @@ NUMBERS = {"item", "__float__", "__int__", "__index__", *ABOUT}
 PLUS = {"add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "__sub__", "__rsub__", "__isub__", "rsub"}
 TIMES = {"mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply"}
 OVER = {"div", "div_", "__truediv__", "__itruediv__", "true_divide", "divide", "__div__"}
+MOST_DIMS, MOST_PARTS = 4, 64
 LINEAR = {Kind.SAME, Kind.MEAN, Kind.SUM}
 
 
@@ -68,6 +71,7 @@ class KindWatch(TorchFunctionMode):
         super().__init__()
         self._known: dict[int, tuple[weakref.ref[Tensor], Kind]] = {}
         self._numbers: dict[float, Kind | None] = {}
+        self._counts = Counts()
         #: whether a mean was multiplied by a number that is like a count of samples, perhaps by chance
         self.doubtful = False
         self._paused = False
@@ -194,7 +198,9 @@ class KindWatch(TorchFunctionMode):
             self.doubtful |= Kind.SUM in factors and Kind.MEAN in before
             return _product_of([*before, *factors])
         if name in OVER and len(args) == 2:
-            return _quotient_of(*(self.kind_of(arg) or Kind.OTHER for arg in args))
+            upper, lower = (self.kind_of(arg) or Kind.OTHER for arg in args)
+            counted = (upper, lower) == (Kind.SUM, Kind.SAME) and args[1] in self._counts
+            return _quotient_of(upper, Kind.SUM if counted else lower)
         if name in ("neg", "__neg__"):
             (kind,) = kinds if len(kinds) == 1 else (Kind.OTHER,)
             return {Kind.MAX: Kind.MIN, Kind.MIN: Kind.MAX}.get(kind, kind)
@@ -210,11 +216,39 @@ class KindWatch(TorchFunctionMode):
         number, kind = result, before[0] if before else Kind.SAME
         if name in ABOUT:
             kind = Kind.SUM if kind is Kind.SAMPLES and args[1:] in ((), (0,)) else Kind.SAME
+            if kind is Kind.SUM:
+                self._counts.read(name, result)
             number = result[0] if isinstance(result, torch.Size) and result else result
         if isinstance(number, (int, float)) and kind is not Kind.SAME:
             known = self._numbers.setdefault(float(number), kind)
             if known is not kind:
                 self._numbers[float(number)] = None
+
+
+class Counts:
+    """Numbers that were made of the counts that a step read, by which it may divide a sum.
+
+    These are products of the number of samples and other dimensions, `(batch * length)`, and sums of counts that were
+    read one after the other, `count += part.numel()`.
+    """
+
+    def __init__(self) -> None:
+        self._made: set[int] = set()
+        self._sums: dict[str, list[int]] = {}
+
+    def __contains__(self, number: object) -> bool:
+        return isinstance(number, (int, float)) and number in self._made
+
+    def read(self, name: str, result: Any) -> None:
+        """A count was read of a tensor with samples, by this method."""
+        if isinstance(result, torch.Size):
+            first, *others = result or (0,)
+            for some in range(1, min(len(others), MOST_DIMS) + 1):
+                self._made.update(first * math.prod(chosen) for chosen in combinations(others, some))
+        elif isinstance(result, int):
+            before = self._sums.get(name, [])[-MOST_PARTS:]
+            self._sums[name] = [*(sum_ + result for sum_ in before), result]
+            self._made.update(self._sums[name][:-1])
 
 
 def _keeps(name: str, kind: Kind) -> bool:
