@@ -60,18 +60,25 @@ class LeavesAfter(Leaves):
         self.trainer.should_stop = batch_idx == 1 and self.global_rank in self.ranks
 
 
-KINDS = {"before": LeavesBefore, "after": LeavesAfter}
+class LeavesValidated(LeavesAfter):
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("loss", self.layers(batch[0]).square().mean())
+
+
+KINDS = {"before": LeavesBefore, "after": LeavesAfter, "validated": LeavesValidated}
 
 
 def trained(by: str, ranks: set[int], strategy: Any, batch_size: int) -> Any:
     module = KINDS[by](by, ranks)
     data = TensorDataset(torch.randn(16, 4, generator=torch.Generator().manual_seed(1)))
-    trainer(made(strategy), max_epochs=2).fit(module, DataLoader(data, batch_size))
+    loaders = [DataLoader(data, batch_size)] * (1 + (by == "validated"))
+    trainer(made(strategy), max_epochs=2).fit(module, *loaders)
     return module.begun, {name: value.clone() for name, value in module.state_dict().items()}
 
 
 def refused(by: str, strategy: Any, batch_size: int) -> None:
     said = {"before": "whether an epoch goes on.*on_train_batch_start returns -1", "after": r"should_stop when all"}
+    said["validated"] = said["after"]
     with pytest.raises(ValueError, match=said[by]):
         trained(by, {1}, strategy, batch_size)
 

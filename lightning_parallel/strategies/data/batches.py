@@ -29,6 +29,7 @@ from lightning_parallel.strategies.trainer import lightnings
 from lightning_parallel.values import batch_size, outline_of
 
 ENDED: Mark = (-1, -1, 0, 0)
+BEGINS: Mark = (-5, 0, 0, 0)
 
 
 class Batches:
@@ -73,7 +74,13 @@ class Batches:
         self._share_generators([loader])
 
     def begin_pass(self, combined: Any) -> None:
-        """Loaders are about to be iterated over: what draws their order stands alike on all ranks."""
+        """Loaders are about to be iterated over: what draws their order stands alike on all ranks.
+
+        Raises:
+            ValueError: on every rank, if others are at another place.
+        """
+        content = None if self.readers.copies == 1 else self._content([], 0)
+        self._compare(BEGINS, lambda: "a pass over the data begins", str, content)
         self._share_generators(combined.flattened)
 
     def begin(self, combined: Any, batch: Any, batch_idx: int, dataloader_idx: int, is_last: bool) -> None:

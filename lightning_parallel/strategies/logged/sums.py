@@ -61,7 +61,8 @@ class BatchSums:
 
     def _numbers_of(self, summed: Summed) -> list[Tensor]:
         value, zero = summed.value.detach().double(), torch.zeros((), dtype=torch.float64, device=summed.value.device)
-        parts = {number: part.detach().double() for number, part in summed.parts.items()}
+        known = range(len(self._overs))  # none where ranks computed other numbers of means: all is rest then
+        parts = {number: part.detach().double() for number, part in summed.parts.items() if number in known}
         rest = value - sum(parts.values()) if parts else value
         return [rest * summed.weight, *(parts.get(k, zero) * over.divisor for k, over in enumerate(self._overs))]
 

@@ -321,9 +321,9 @@ def is_among(value: Tensor, means: Sequence[Tensor]) -> bool:
 
 
 def _place() -> int:
-    """Stands for the lines from which a mean was computed, the same in a loop."""
-    frame, lines = sys._getframe(1), []
+    """Stands for the calls by which a mean was computed, the same in a loop, and others where a line has two."""
+    frame, calls = sys._getframe(1), []
     while frame is not None:
-        lines.append((id(frame.f_code), frame.f_lineno))
+        calls.append((id(frame.f_code), frame.f_lasti))
         frame = frame.f_back  # type: ignore[assignment]
-    return hash(tuple(lines))
+    return hash(tuple(calls))
