@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from lightning_parallel.collectives.functional import by_kind
 from lightning_parallel.techniques.pipeline_parallel.halves import halves_are_apart
@@ -124,7 +125,7 @@ class Gradients:
         if not outputs:
             return [None] * len(saved.inputs)
         wanted = [*saved.inputs, *self._leaves]
-        with self._without_hooks(), self._giving(final):
+        with self._without_hooks(), self._giving(final, outputs):
             made = torch.autograd.grad(outputs, wanted, given, allow_unused=True) if wanted else ()
         of_inputs: list[Tensor | None] = list(made[: len(saved.inputs)])
         of_parameters = made[len(saved.inputs) :]
@@ -195,19 +196,31 @@ class Gradients:
                 hooks.update(before)
 
     @contextmanager
-    def _giving(self, final: Final | None) -> Iterator[None]:
-        """Inside, gradients of a backward go as they arrive, with the sums of those before."""
-        handles = []
+    def _giving(self, final: Final | None, outputs: Sequence[Tensor | GradientEdge]) -> Iterator[None]:
+        """Inside, gradients of a backward from outputs go as they arrive, with the sums of those before.
+
+        A function of autograd may run a backward of its own within it, to parameters too: what arrives there is no
+        gradient of theirs yet.
+        """
+        handles: list[RemovableHandle] = []
+        own: list[int] = []
+        if final is not None:
+            nodes = {each.node if isinstance(each, GradientEdge) else get_gradient_edge(each).node for each in outputs}
+            handles += [
+                node.register_prehook(lambda *_: own.append(torch._C._current_graph_task_id())) for node in nodes
+            ]
         for index, (parameter, leaf) in enumerate(zip(self.parameters, self._leaves, strict=True)):
             if final is not None and final.taker(parameter) is not None:
-                handles.append(leaf.register_hook(partial(self._give_one, final, index)))
+                handles.append(leaf.register_hook(partial(self._give_one, final, own, index)))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _give_one(self, final: Final, index: int, gradient: Tensor) -> None:
+    def _give_one(self, final: Final, own: Sequence[int], index: int, gradient: Tensor) -> None:
+        if torch._C._current_graph_task_id() not in own[:1]:
+            return
         before = self.sums[index]
         if not gradient.is_sparse and final.give(
             self.parameters[index], gradient if before is None else before.add_(gradient)
