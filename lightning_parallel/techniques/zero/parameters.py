@@ -319,6 +319,8 @@ class ShardedParametersStep(WrappedStep):
 
     def backward(self, run: Callable[[], None]) -> None:
         """See `Step.backward`. Inside a step (manual optimization) the root's parameters stay whole."""
+        if self._root.running:
+            self._flags.agree(self._root)  # what was frozen when it was used may learn by now
         self._root.in_backward = True
         self._gradients.hide()
         try:
