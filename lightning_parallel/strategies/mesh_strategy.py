@@ -167,6 +167,7 @@ class MeshStrategy(RankStrategy):
         """Makes the user's optimizers; where parameters are stored in shards, they step the shards."""
         with self._whole.shown():
             super().setup_optimizers(trainer)
+        refusals.refuse_old_parameters(self.optimizers, self._whole, self._host_group())
         self._stored.take(self._whole.steppable())
 
     def _store(self, optimizers: Sequence[Optimizer]) -> list[StoredOptimizer]:

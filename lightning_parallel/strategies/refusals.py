@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
@@ -26,6 +27,9 @@ from lightning_parallel.strategies.ranks.agreement import gather_objects, togeth
 from lightning_parallel.techniques.gradients.coupled import couples
 from lightning_parallel.techniques.technique import Technique
 from lightning_parallel.techniques.tools.elsewhere import hidden_tensors
+
+if TYPE_CHECKING:
+    from lightning_parallel.strategies.model.divided_model import DividedModel
 
 NEED_WHOLE_PARAMETERS: tuple[type[Callback], ...] = (ModelPruning, StochasticWeightAveraging, WeightAveraging)
 
@@ -199,3 +203,22 @@ def _refuse_split_backward(techniques: Sequence[Technique]) -> None:
                     f"{whole.traits.keeps_backward_whole}, so all of it would be computed twice; choose a schedule "
                     "such as '1f1b' or 'interleaved_1f1b', or leave the other out"
                 )
+
+
+def refuse_old_parameters(optimizers: Sequence[Optimizer], divided: DividedModel, host: dist.ProcessGroup) -> None:
+    """Raises on all ranks for an optimizer made before the module was divided: it steps what is no part of it now."""
+    if not divided.in_parts:
+        return
+    known = set(map(id, divided.known()))
+    found = [
+        f"{type(optimizer).__name__} has a parameter of shape {list(parameter.shape)}"
+        for optimizer in optimizers
+        for parameter in (each for group in optimizer.param_groups for each in group["params"])
+        if id(parameter) not in known
+    ]
+    for said in gather_objects(found, host):
+        if said:
+            raise ValueError(
+                f"{said[0]} that is none of the module's: it was made before ranks divided these among them, or of "
+                "parameters that are not registered; make the optimizer in configure_optimizers, of the module's"
+            )

@@ -203,7 +203,11 @@ class DividedModel:
     def steppable(self) -> set[nn.Parameter] | None:
         """The parameters that optimizers may step here, None for any: where all ranks compute alike."""
         alike = self.pipeline.ranks == 1 and self.mesh.loss.size() == 1
-        return None if alike else self.held() | self.stand_ins()
+        return None if alike else self.known()
+
+    def known(self) -> set[nn.Parameter]:
+        """The module's parameters, as they are now: of what was divided no others are left."""
+        return self.held() | self.stand_ins()
 
     def state_dict(self, in_parts: bool) -> dict[str, Any]:
         """Tensors under the user's names, which are the same on all ranks.
