@@ -295,7 +295,7 @@ class ScatterBucket(Bucket):
         Args:
             stepped: their `id`.
         """
-        shards = tuple(shard for shard in self.shards if id(shard.parameter) in stepped)
+        shards = (*[shard for shard in self.shards if id(shard.parameter) in stepped],)
         if shards not in self._gatherings:
             self._gatherings[shards] = Gathering(shards, self._shard_group)
         gathering, exposed = self._gatherings[shards], any(shard.is_exposed for shard in shards)
