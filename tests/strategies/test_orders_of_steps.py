@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
 from typing import Any
 
@@ -264,3 +265,35 @@ def refused(strategy: Any) -> None:
 @pytest.mark.parametrize("layout", ["zero 3", "tensor parallel", "pipeline"])
 def test_an_optimizer_made_before_the_module_was_divided_is_refused(layout: str) -> None:
     run_on_ranks(2, refused, LAYOUTS[layout][2])
+
+
+class Average:
+    def __init__(self, parameters: Any) -> None:
+        self.parameters = list(parameters)
+
+
+class Beside(Chain):
+    """Takes parameters before ranks divide them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights, self.average = {"up": [layer.up.weight for layer in self.layers]}, Average(self.parameters())
+
+
+def heard(strategy: Any) -> str:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning_parallel")
+    logger.addHandler(handler)
+    try:
+        trained(Beside, strategy, 4, 24)
+    finally:
+        logger.removeHandler(handler)
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(("layout", "tells"), [("zero 2", False), ("zero 3", True), ("tensor parallel", True)])
+def test_parameters_that_were_taken_before_are_told(layout: str, tells: bool) -> None:
+    said = run_on_ranks(2, heard, LAYOUTS[layout][2])[0]
+    assert ("average, weights of the module holds parameters for which ranks have put others" in said) is tells

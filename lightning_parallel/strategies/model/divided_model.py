@@ -18,6 +18,7 @@ from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.strategies.build import materialise
+from lightning_parallel.strategies.build.beside import parameters_beside, tell_of_old
 from lightning_parallel.strategies.checkpoint.held import shown_to_hooks
 from lightning_parallel.strategies.checkpoint.sharded import Source
 from lightning_parallel.strategies.checkpoint.whole import whole_state_dict
@@ -67,7 +68,7 @@ class DividedModel:
 
     def divide(self, techniques: Sequence[Technique], plan: ParallelPlan) -> None:
         """Lets every technique keep its part of the model."""
-        self.plan = plan
+        self.plan, beside = plan, parameters_beside(self.module)
         ground = Ground(self.mesh, plan, partial(take_sample, self.module.trainer, self._host))
         self._alike = all(technique.traits.steps_see_wholes for technique in techniques if "cp" in technique.axes)
         if self.mesh.loss.size() > 1 and not any(technique.traits.averages_gradients for technique in techniques):
@@ -77,6 +78,9 @@ class DividedModel:
             self.model = division.model
             self._divisions.append(division)
         self._compare_whole_batches(plan)
+        now = set(map(id, self.module.parameters()))
+        old = {name for name, parameter in beside if id(parameter) not in now}
+        tell_of_old(set().union(*gather_objects(old, self._host)))
 
     def _compare_whole_batches(self, plan: ParallelPlan) -> None:
         """Lets functions that compare samples see those of all ranks, if they see all of this one at once."""
