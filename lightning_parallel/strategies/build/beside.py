@@ -49,7 +49,7 @@ def tell_of_old(names: set[str]) -> None:
     """Warns of what holds parameters that are no part of the module any more."""
     if names:
         warn(
-            f"{', '.join(sorted(names))} of the module holds parameters for which ranks have put others, as each keeps a "
-            "part: what is read there is old, and what is written there is lost. Take parameters from the module where you "
-            "need them, as by self.parameters() in a hook or step, or use data parallel, or ZeRO 1 or 2"
+            f"{', '.join(sorted(names))} of the module holds parameters for which ranks have put others, as each keeps "
+            "a part: what is read there is old, and what is written there is lost. Take parameters from the module "
+            "where you need them, as by self.parameters() in a hook or step, or use data parallel, or ZeRO 1 or 2"
         )
