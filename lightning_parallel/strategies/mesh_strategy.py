@@ -22,7 +22,7 @@ from lightning_parallel.strategies.checkpoint.resumption import Resumption
 from lightning_parallel.strategies.data import randomness
 from lightning_parallel.strategies.data.batches import Batches
 from lightning_parallel.strategies.data.loaders import divide
-from lightning_parallel.strategies.logged.logging import StepLog, reduce_tensor
+from lightning_parallel.strategies.logged.logging import StepLog
 from lightning_parallel.strategies.logged.parts import PartsRun, SeenRun
 from lightning_parallel.strategies.model import start_table
 from lightning_parallel.strategies.model.buffers import Buffers
@@ -178,7 +178,7 @@ class MeshStrategy(RankStrategy):
     def _mean_loss(self, loss: Any) -> Any:
         """The loss of the whole batch, for optimizers that decide by it how far to go, as LBFGS does."""
         log = self._log if isinstance(loss, Tensor) else None
-        return loss if log is None else reduce_tensor(log.counted(loss) * self._weight, self._whole.readers, "mean")
+        return loss if log is None else super().reduce(log.counted(loss) * self._weight, self._whole.readers)
 
     @property
     def _adoption(self) -> Adoption:

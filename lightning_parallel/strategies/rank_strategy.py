@@ -33,7 +33,7 @@ from lightning_parallel.strategies.checkpoint.options import CheckpointOptions, 
 from lightning_parallel.strategies.checkpoint.saver import Saver
 from lightning_parallel.strategies.data.randomness import RandomState
 from lightning_parallel.strategies.data.shares import Readers
-from lightning_parallel.strategies.logged.logging import reduce_tensor
+from lightning_parallel.strategies.logged.sums import reduce_tensor
 from lightning_parallel.strategies.model.nonfinite import Policy
 from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.strategies.ranks.backends import backend_for

@@ -40,7 +40,7 @@ from lightning_parallel.strategies.logged.step_values import (
     step_value,
     without_effect,
 )
-from lightning_parallel.strategies.logged.sums import BatchSums, scale_together, single_samples
+from lightning_parallel.strategies.logged.sums import OPERATIONS, BatchSums, scale_together, single_samples
 from lightning_parallel.strategies.ranks.agreement import (
     BACKWARD,
     BEGUN,
@@ -55,25 +55,6 @@ from lightning_parallel.techniques.tools.means import Means
 from lightning_parallel.values import batch_size
 
 log = logging.getLogger(__name__)
-
-OPERATIONS: dict[str, Any] = {
-    "mean": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.SUM,
-    "sum": dist.ReduceOp.SUM,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-}
-
-
-def reduce_tensor(tensor: Tensor, group: dist.ProcessGroup, operation: object) -> Tensor:
-    """A tensor reduced over a group: by mean (the default of Lightning), sum, min, max or any `ReduceOp`."""
-    name = operation.lower() if isinstance(operation, str) else None
-    mean = operation is None or name in ("mean", "avg")
-    result = within_reach(tensor.detach().clone().contiguous(), group)
-    if mean and not result.is_floating_point():
-        result = result.to(torch.get_default_dtype())
-    dist.all_reduce(result, op=OPERATIONS[name or "mean"] if mean or name else operation, group=group)
-    return (result / group.size() if mean else result).to(tensor.device)
 
 
 class StepLog:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,25 @@ from torch import Tensor
 from lightning_parallel.collectives.functional import Pending, within_reach
 from lightning_parallel.techniques.tools.means import Means, Over
 from lightning_parallel.values import batch_size
+
+OPERATIONS: dict[str, Any] = {
+    "mean": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.SUM,
+    "sum": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+}
+
+
+def reduce_tensor(tensor: Tensor, group: dist.ProcessGroup, operation: object) -> Tensor:
+    """A tensor reduced over a group: by mean (the default of Lightning), sum, min, max or any `ReduceOp`."""
+    name = operation.lower() if isinstance(operation, str) else None
+    mean = operation is None or name in ("mean", "avg")
+    result = within_reach(tensor.detach().clone().contiguous(), group)
+    if mean and not result.is_floating_point():
+        result = result.to(torch.get_default_dtype())
+    dist.all_reduce(result, op=OPERATIONS[name or "mean"] if mean or name else operation, group=group)
+    return (result / group.size() if mean else result).to(tensor.device)
 
 
 @dataclass(frozen=True)
