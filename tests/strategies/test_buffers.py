@@ -1,6 +1,5 @@
 """Buffers that ranks change are united among those that hold them."""
 
-import logging
 from functools import partial
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_parallel import DataParallelStrategy, ZeroStrategy
 from lightning_parallel.strategies.model.buffers import Buffers
+from tests.heard import heard
 from tests.ranks import ranks, run_on_ranks
 from tests.trainers import trainer
 
@@ -56,22 +56,15 @@ class Queues(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def heard(strategy: Any) -> str:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("lightning_parallel")
-    logger.addHandler(handler)
-    try:
+def told(strategy: Any) -> str:
+    with heard() as lines:
         data = DataLoader(TensorDataset(torch.randn(8, 4)), 2)
         trainer(strategy(), max_epochs=2).fit(Queues(), data, data)
-    finally:
-        logger.removeHandler(handler)
     return "\n".join(lines)
 
 
 @pytest.mark.parametrize("strategy", [DataParallelStrategy, partial(ZeroStrategy, stage=3)])
 def test_buffers_that_ranks_change_apart_are_told_once(strategy: Any) -> None:
-    said, *others = run_on_ranks(2, heard, strategy)
+    said, *others = run_on_ranks(2, told, strategy)
     assert said.count("changed these buffers by its own samples: queue. ") == 1
     assert "changed these buffers" not in "".join(others)

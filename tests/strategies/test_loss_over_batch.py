@@ -27,6 +27,7 @@ from lightning_parallel import (
 from lightning_parallel.techniques.observed.apart import Meeting
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import SCHEDULES
 from lightning_parallel.techniques.pipeline_parallel.technique import solved_by_batch
+from tests.heard import heard
 from tests.ranks import on_one, run_on_ranks
 from tests.strategies.one_and_two import MakeStrategy, made
 from tests.tiers import covering
@@ -291,20 +292,11 @@ def test_where_samples_meet_in_blocks_too_only_what_is_wrong_is_mended() -> None
 
 def said(model: str, strategy: MakeStrategy) -> str:
     """What a run refuses, or what it says of its loss."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("lightning_parallel")
-    logger.addHandler(handler)
-    before = logger.level
-    logger.setLevel(logging.INFO)
-    try:
-        trained(model, strategy)
-    except ValueError as error:
-        return str(error)
-    finally:
-        logger.setLevel(before)
-        logger.removeHandler(handler)
+    with heard(logging.INFO) as lines:
+        try:
+            trained(model, strategy)
+        except ValueError as error:
+            return str(error)
     return "\n".join(lines)
 
 

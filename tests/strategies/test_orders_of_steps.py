@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 from typing import Any
 
@@ -25,6 +24,7 @@ from lightning_parallel import (
     Zero,
     ZeroStrategy,
 )
+from tests.heard import heard
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import made, require_like
 from tests.trainers import trainer
@@ -280,20 +280,13 @@ class Beside(Chain):
         self.weights, self.average = {"up": [layer.up.weight for layer in self.layers]}, Average(self.parameters())
 
 
-def heard(strategy: Any) -> str:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("lightning_parallel")
-    logger.addHandler(handler)
-    try:
+def told(strategy: Any) -> str:
+    with heard() as lines:
         trained(Beside, strategy, 4, 24)
-    finally:
-        logger.removeHandler(handler)
     return "\n".join(lines)
 
 
 @pytest.mark.parametrize(("layout", "tells"), [("zero 2", False), ("zero 3", True), ("tensor parallel", True)])
 def test_parameters_that_were_taken_before_are_told(layout: str, tells: bool) -> None:
-    said = run_on_ranks(2, heard, LAYOUTS[layout][2])[0]
+    said = run_on_ranks(2, told, LAYOUTS[layout][2])[0]
     assert ("average, weights of the module holds parameters for which ranks have put others" in said) is tells
