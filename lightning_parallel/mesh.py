@@ -95,9 +95,12 @@ def _wrong_product(sizes: Mapping[Axis, int], needed: int, world_size: int, clai
             f"the world has {world_size} ranks, but no technique uses more than one; "
             "add one, such as DataParallel(), or run on a single device"
         )
+    owned = {axis for claim in claims for axis in claim.axes}
+    fits_again = world_size % needed == 0 and not owned & {"dp_replicate", "dp_shard"}
+    for_the_rest = f", or add DataParallel() for {world_size // needed} copies of that" if fits_again else ""
     return (
         f"{_product(sizes)} needs {needed} rank{'s' * (needed > 1)}, but the world has {world_size}; "
-        "change one size, or leave it 'auto'"
+        f"change one size, or leave it 'auto'{for_the_rest}"
     )
 
 
@@ -184,7 +187,12 @@ class ParallelMesh:
         averaged = self.loss.size()
         replicas = averaged // max(size, self.fsdp.size())
         shape = (replicas, averaged // (replicas * size), size * self.sizes["tp"])
-        return self.tokens()._unflatten(0, shape, ("ep_replicate", "ep_shard", "ep"))
+        view = self.tokens()._unflatten(0, shape, ("ep_replicate", "ep_shard", "ep"))
+        # stages of a pipeline that have no expert make these groups with the others, which will look them up
+        self.tokens(divided=False)
+        if min(shape[:2]) > 1:
+            view["ep_replicate", "ep_shard"]._flatten()
+        return view
 
     def _view(self, *axes: Axis) -> DeviceMesh:
         used = [axis for axis in axes if self.sizes[axis] > 1] or [axes[0]]

@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_parallel.techniques.tools.elsewhere import StandIn
+
 GROUPED = "params"
 """Named, not written: a hook that writes it looks at parameters, and is shown whole ones."""
 
@@ -40,7 +42,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _follow(self, tensor: Tensor) -> None:
         own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if not own.is_meta:
+        if not own.is_meta and not isinstance(own, StandIn):  # of which the storage is as large, but no memory
             storage = own.untyped_storage()
             self._live[storage._cdata] = StorageWeakRef(storage)
 

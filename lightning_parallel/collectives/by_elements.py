@@ -23,7 +23,13 @@ from torch import Tensor
 from torch.autograd import Function
 
 from lightning_parallel.collectives.elements import Elements, Ranks
-from lightning_parallel.collectives.functional import parts_of_all, scattered, summed
+from lightning_parallel.collectives.functional import (
+    joined_parts,
+    part_of_total,
+    parts_of_all,
+    scattered,
+    summed,
+)
 
 
 def entered(x: Tensor, ranks: Ranks) -> Tensor:
@@ -234,9 +240,9 @@ def whole_of(own: Tensor, dim: int, elements: Elements) -> Tensor:
     """The whole of what ranks have divided."""
     if elements.everywhere:
         return own.view_as(own)
-    rows = _parts(own, dim, elements)  # (ranks x longest, ...)
     if elements.even:
-        return rows.view(elements.size, *rows.shape[1:]).movedim(0, dim).contiguous()
+        return joined_parts(own, dim, elements.ranks.group)
+    rows = _parts(own, dim, elements)  # (ranks x longest, ...)
     return rows.index_select(0, elements.order(own.device)).movedim(0, dim).contiguous()
 
 
@@ -273,9 +279,10 @@ def summand_of(own: Tensor, dim: int, elements: Elements) -> Tensor:
 
 def part_of_sum(x: Tensor, dim: int, elements: Elements) -> Tensor:
     """This rank's elements of the sum of what ranks computed."""
-    rows, ranks = x.movedim(dim, 0), elements.ranks
-    if not elements.even:
-        rows = rows.index_select(0, elements.of_all(x.device).clamp(max=elements.size - 1))
+    ranks = elements.ranks
+    if elements.even:
+        return part_of_total(x, dim, ranks.group)
+    rows = x.movedim(dim, 0).index_select(0, elements.of_all(x.device).clamp(max=elements.size - 1))
     own = scattered(rows.reshape(ranks.count, -1, *rows.shape[1:]), ranks.group)
     return own[: elements.length].movedim(0, dim).contiguous()
 
@@ -289,6 +296,5 @@ def _parts(own: Tensor, dim: int, elements: Elements) -> Tensor:
 
 def _with_zeros(rows: Tensor, missing: int) -> Tensor:
     """The rows, and as many of zeros."""
-    padded = rows.new_zeros(rows.shape[0] + missing, *rows.shape[1:])
-    padded[: rows.shape[0]] = rows
-    return padded
+    # one operation: zeros of their own would be real where rows have a shape only, and be sent on this rank alone
+    return torch.constant_pad_nd(rows, (0, 0) * (rows.dim() - 1) + (0, missing))

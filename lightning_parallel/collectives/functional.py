@@ -23,11 +23,26 @@ HIGHEST.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
 
 
 def within_reach(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The tensor, on a device between which the group's backend carries tensors."""
-    kinds = [device.type for device in group._device_types]
-    if tensor.device.type in kinds:
-        return tensor
-    return tensor.to(torch.device(kinds[0], torch.accelerator.current_device_index()))
+    """The tensor, on the one device from which all ranks of the group send what they have in different places.
+
+    That is the host, if the group's backend carries its tensors. Gloo carries those of devices too, and a world may
+    have a backend for each; but a number that is on the device of one rank may be on the host of another.
+    """
+    return tensor.to(_place_of_numbers(group))
+
+
+def packed(numbers: Sequence[Tensor], group: dist.ProcessGroup) -> Tensor:
+    """Numbers of one dtype and any place, (n,), `within_reach`; those of one place are moved together."""
+    place, by_place = _place_of_numbers(group), by_kind(numbers)
+    if len(by_place) == 1:
+        return torch.stack(list(numbers)).to(place)
+    moved = {same[0].device: iter(torch.stack(same).to(place).unbind()) for same in by_place}
+    return torch.stack([next(moved[number.device]) for number in numbers])
+
+
+def _place_of_numbers(group: dist.ProcessGroup) -> torch.device:
+    carried = {device.type for device in group._device_types}
+    return torch.device("cpu" if "cpu" in carried else carried.pop())
 
 
 class Waitable(Protocol):
@@ -137,6 +152,21 @@ def scattered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     return output
 
 
+def joined_parts(part: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """The ranks' tensors, one after the other along a dimension."""
+    return parts_of_all(part, group).movedim(0, dim).flatten(dim, dim + 1)
+
+
+def part_of_total(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Sums the ranks' tensors, and returns this rank's chunk of the sum along a dimension.
+
+    The length of the dimension is a multiple of the number of ranks. The opposite of `joined_parts`.
+    """
+    shape = x.shape
+    parts = x.reshape(*shape[:dim], group.size(), shape[dim] // group.size(), *shape[dim + 1 :])
+    return scattered(parts.movedim(dim, 0), group)
+
+
 def _traced(result: Tensor) -> Tensor:
     waited: Tensor = traceable.wait_tensor(result)  # type: ignore[no-untyped-call]
     return waited
@@ -219,7 +249,7 @@ class _SendsAndReceives:
 
 def uses_exchange(group: dist.ProcessGroup) -> bool:
     """Whether gathering and scattering over this group go from rank to rank."""
-    return dist.get_backend(group) == "gloo"
+    return group.name() == "gloo"  # `dist.get_backend` takes several times as long to find it
 
 
 def broadcast_tensors(
@@ -230,7 +260,7 @@ def broadcast_tensors(
     for same in by_kind(tensors):
         for part in _parts_of(same, limit_bytes=64 * 2**20):
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in part]).to(device)
-            dist.broadcast(flat, src=source, group=group)
+            dist.broadcast(flat.view(torch.uint8), src=source, group=group)  # backends do not know every dtype
             for tensor, values in zip(part, torch.split(flat, [tensor.numel() for tensor in part]), strict=True):
                 tensor.detach().copy_(values.view_as(tensor))
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from lightning_parallel.collectives.by_elements import require_first_order
-from lightning_parallel.collectives.functional import parts_of_all, scattered, uses_exchange
+from lightning_parallel.collectives.functional import joined_parts, part_of_total, uses_exchange
 
 
 def gather_and_multiply(part: Tensor, weight: Tensor, dim: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
@@ -50,7 +50,7 @@ class _GatherAndMultiply(Function):
         if of_product is not None:
             of_weight = _rows(of_product).t() @ _rows(whole)
             total = of_product @ weight if of_whole is None else of_whole + of_product @ weight
-        return None if total is None else _part_of_sum(total, ctx.dim, ctx.group), of_weight, None, None
+        return None if total is None else part_of_total(total, ctx.dim, ctx.group), of_weight, None, None
 
 
 class _MultiplyAndScatter(Function):
@@ -77,7 +77,7 @@ def _gathered_product(part: Tensor, matrix: Tensor, dim: int, group: dist.Proces
         fused = symmetric("fused_all_gather_matmul")
         whole, (product,) = fused(part.contiguous(), [matrix], dim, group.group_name)
         return whole, product
-    whole = _whole(part, dim, group)
+    whole = joined_parts(part, dim, group)
     return whole, F.linear(whole, matrix.t())
 
 
@@ -86,16 +86,7 @@ def _scattered_product(x: Tensor, matrix: Tensor, dim: int, group: dist.ProcessG
         fused = symmetric("fused_matmul_reduce_scatter")
         result: Tensor = fused(x.contiguous(), matrix, "sum", dim, group.group_name)
         return result
-    return _part_of_sum(F.linear(x, matrix.t()), dim, group)
-
-
-def _whole(part: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    return parts_of_all(part, group).movedim(0, dim).flatten(dim, dim + 1)
-
-
-def _part_of_sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    parts = x.reshape(*x.shape[:dim], group.size(), -1, *x.shape[dim + 1 :])
-    return scattered(parts.movedim(dim, 0), group)
+    return part_of_total(F.linear(x, matrix.t()), dim, group)
 
 
 def reaches_memory(tensor: Tensor, group: dist.ProcessGroup) -> bool:

@@ -23,6 +23,9 @@ IN_FLIGHT = 4
 class Lane:
     """Point-to-point messages within a group. Ranks are those of the group.
 
+    NCCL knows no tags: there a message meets the next one that the other rank starts, so all ranks must start theirs in
+    one order. Gloo finds them by their tags.
+
     Args:
         group: the ranks that talk.
         device: where the tensors live.

@@ -9,9 +9,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, TypeVar
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_parallel.plan.find import check_plan, find_plan
@@ -19,9 +18,9 @@ from lightning_parallel.plan.plan import ParallelPlan, require_plan
 from lightning_parallel.strategies import refusals
 from lightning_parallel.strategies.checkpoint import auto
 from lightning_parallel.strategies.checkpoint.resumption import Resumption
-from lightning_parallel.strategies.data import randomness
 from lightning_parallel.strategies.data.batches import Batches
 from lightning_parallel.strategies.data.loaders import divide
+from lightning_parallel.strategies.data.randomness import decorrelate
 from lightning_parallel.strategies.logged.logging import StepLog
 from lightning_parallel.strategies.logged.parts import PartsRun, SeenRun
 from lightning_parallel.strategies.model import start_table
@@ -30,7 +29,7 @@ from lightning_parallel.strategies.model.building import Building
 from lightning_parallel.strategies.model.divided_model import DividedModel
 from lightning_parallel.strategies.model.nonfinite import NonFinite
 from lightning_parallel.strategies.model.whole_gradients import AFTER_BACKWARD, WholeGradients
-from lightning_parallel.strategies.model.whole_parameters import WholeParameters
+from lightning_parallel.strategies.model.whole_parameters import WholeParameters, asks_for_groups
 from lightning_parallel.strategies.precision import adapt_precision, convert_before_loading, restore_precision, scale_of
 from lightning_parallel.strategies.rank_strategy import RankStrategy
 from lightning_parallel.strategies.trainer.adoption import Adoption
@@ -56,9 +55,6 @@ class MeshStrategy(RankStrategy):
         lightning: Lightning's own arguments, see `RankStrategy`.
     """
 
-    _gradients: WholeGradients
-    _nonfinite: NonFinite
-
     def __init__(
         self, techniques: Sequence[Technique] = (), plan: ParallelPlan | None = None, **lightning: Any
     ) -> None:
@@ -71,7 +67,7 @@ class MeshStrategy(RankStrategy):
     def _begin(self) -> None:
         self._ready = self._within_step = False
         self._step = Step()
-        self._stored = StoredOptimizers(self, self._store)
+        self._stored = StoredOptimizers(self, self._store, lambda parameters: self._step.average_given(parameters))
         self._log: StepLog | None = None
         self._building = Building(self.techniques)
         self._divided: DividedModel | None = None
@@ -110,7 +106,7 @@ class MeshStrategy(RankStrategy):
         self._adoption.normalise_over(self._mesh().data.get_group())
         self.precision_plugin.convert_module(module)
         self._parallelize(module)
-        sharded = self._whole.in_parts or any(map(self._is_sharded, module.parameters()))
+        sharded = self._whole.in_parts or self._has_shards()
         refusals.refuse_callbacks(self._callbacks(), self._whole.in_parts)
         if fitting:
             needed = 0 if self._checkpoints.in_parts else self._whole.bytes_of_parameters()
@@ -118,14 +114,17 @@ class MeshStrategy(RankStrategy):
         self._gradients = WholeGradients(self._whole, self._callbacks(), self._host_group())
         self._detached.callback(WholeParameters(self._whole, self._callbacks(), self._host_group()).close)
         self._nonfinite = NonFinite(self._policy, module, sharded, self._host_group())
-        adapt_precision(self.precision_plugin, sharded, self._whole.ranks_holding(), self._gradients, self._nonfinite)
+        manual, holding = not module.automatic_optimization, self._whole.ranks_holding()
+        self._shows_groups = manual or (self._whole.pipeline.ranks == 1 and asks_for_groups(module))
+        reduced = self._stored.reduced if manual else list
+        adapt_precision(self.precision_plugin, sharded, holding, reduced, self._gradients, self._nonfinite)
         if self.is_distributed:
             self._log = StepLog(module, self._whole.readers, self._host_group(), lambda: self._weight)
             self._buffers = Buffers(module, self._whole.readers, self._host_group())
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        randomness.decorrelate_device(self.root_device, self._readers().rank, self._host_group())
+        decorrelate(self.root_device, self._readers().rank, self._host_group())
         self._ready = True
 
     def _adopt_trainer(self, trainer: Trainer) -> None:
@@ -150,15 +149,12 @@ class MeshStrategy(RankStrategy):
         divided = self._divided = DividedModel(module, mesh, self._host_group())
         self._building.divide(divided, plan, self.root_device, self._host_group())
         self.model, self._plan = divided.model, plan
-        self._step = divided.step()
+        self._step = divided.step(self._differentiate)
 
     @property
     def _whole(self) -> DividedModel:
         assert self._divided is not None
         return self._divided
-
-    def _is_sharded(self, parameter: nn.Parameter) -> bool:
-        return is_sharded(self._step.stored(parameter))
 
     def model_to_device(self) -> None:
         """Nothing: `setup` moves what this rank keeps."""
@@ -171,9 +167,13 @@ class MeshStrategy(RankStrategy):
         self._stored.take(self._whole.steppable())
 
     def _store(self, optimizers: Sequence[Optimizer]) -> list[StoredOptimizer]:
-        elsewhere, shards = self._whole.stand_ins(), any(map(self._is_sharded, self._module().parameters()))
+        elsewhere, shards = self._whole.stand_ins(), self._has_shards()
         refusals.refuse_optimizers(optimizers, self._mesh(), shards, self._callbacks())
-        return [StoredOptimizer(each, self._step, self._mean_loss, shards, elsewhere) for each in optimizers]
+        manual = not self._module().automatic_optimization
+        return [StoredOptimizer(each, self._step, self._mean_loss, shards, elsewhere, manual) for each in optimizers]
+
+    def _has_shards(self) -> bool:
+        return any(is_sharded(self._step.stored(parameter)) for parameter in self._module().parameters())
 
     def _mean_loss(self, loss: Any) -> Any:
         """The loss of the whole batch, for optimizers that decide by it how far to go, as LBFGS does."""
@@ -201,7 +201,7 @@ class MeshStrategy(RankStrategy):
         # the first call after Lightning has installed its signal handlers
         if name == "run-stage" and self._adopted is not None:
             self._adopted.begin(self.is_distributed)
-            self._resumption.begin(self._module().trainer, self.root_device, self._step)
+            self._resumption.begin(self._module().trainer, self._step, self._readers().rank, self._host_group())
         super().barrier(name)
 
     def on_train_start(self) -> None:
@@ -211,15 +211,17 @@ class MeshStrategy(RankStrategy):
             self._callback.join(trainer)
             self._whole.refuse_foreign_hooks(self.optimizers)
             start_table.tell(trainer, self._whole, self._step, self._host_group())
-        self._resumption.begin_training(trainer, self.root_device)
+        self._resumption.begin_training(trainer, self._readers().rank, self._host_group())
 
     # ---------------------------------------------------------------- one batch
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's own, on this rank's part of the batch."""
         self._stored.take()
-        output = self._run(self.precision_plugin.train_step_context(), self._module().training_step, args, kwargs)
-        if self._log is not None and (output is None or not self._module().automatic_optimization):
+        module = self._module()
+        run = self._stored.in_step(module) if self._shows_groups else module.training_step
+        output = self._run(self.precision_plugin.train_step_context(), run, args, kwargs)
+        if self._log is not None and (output is None or not module.automatic_optimization):
             self._log.settle()  # there is no backward to wait for
         return output
 
@@ -276,16 +278,20 @@ class MeshStrategy(RankStrategy):
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Lightning's backward inside the techniques' step."""
-        module, plugin, weight = self._module(), self.precision_plugin, self._weight
-        self._nonfinite.see(closure_loss)
-        asked = self._stored.look_at_loss
-        means = nullcontext() if self._log is None else self._log.around_backward(weight, closure_loss, asked)
-        closure_loss = plugin.pre_backward(closure_loss, module)
-        loss = closure_loss if weight == 1.0 or self._step.weighs else closure_loss * weight
-        with means:
-            self._step.backward(lambda: plugin.backward(loss, module, optimizer, *args, **kwargs))
+        module, plugin = self._module(), self.precision_plugin
+        scaled = plugin.pre_backward(closure_loss, module)
+        self._differentiate(
+            closure_loss, scaled, lambda loss: plugin.backward(loss, module, optimizer, *args, **kwargs)
+        )
         with self._gradients.shown(AFTER_BACKWARD):
-            return plugin.post_backward(closure_loss, module)
+            return plugin.post_backward(scaled, module)
+
+    def _differentiate(self, loss: Tensor, scaled: Tensor, backward: Callable[[Tensor], None]) -> None:
+        """Runs the backward pass of a loss, which a plugin has scaled, by the weight of this rank's samples."""
+        weight, log = self._weight, self._log
+        self._nonfinite.see(loss)
+        with nullcontext() if log is None else log.around_backward(weight, loss, self._stored.look_at_loss):
+            self._step.backward(lambda: backward(scaled if weight == 1.0 or self._step.weighs else scaled * weight))
 
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Lightning's, of an optimizer that a hook may have put in the place of another."""
@@ -315,7 +321,6 @@ class MeshStrategy(RankStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state that one device would have."""
-        optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if not self._others_come("optimizer_state"):
             return {}
         return self._whole.optimizer_state(self._stored.of(optimizer), self._checkpoints.in_parts)
@@ -325,15 +330,14 @@ class MeshStrategy(RankStrategy):
         if not self._others_come("save_checkpoint"):
             log.warning("No checkpoint at %s: the parts of other ranks are missing, for not all came to it", filepath)
             return
-        self._resumption.keep(checkpoint, self.root_device, self._step, self._host_group())
+        self._resumption.keep(checkpoint, self._module().trainer, self._step, self._host_group())
         self._saves().save(checkpoint, filepath, self._whole.source(), storage_options, waits=not self._ready)
         self._resumption.wrote = True
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """See `RankStrategy.load_checkpoint`."""
+        """See `RankStrategy.load_checkpoint`; there is no module where a file is read without a run."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        module = self.lightning_module  # none where a file is read without a run
-        fitting = module is not None and module.trainer.state.fn == TrainerFn.FITTING
+        fitting = self.lightning_module is not None and self._module().trainer.state.fn == TrainerFn.FITTING
         self._resumption.loaded(checkpoint, fitting, self.global_rank)
         return checkpoint
 
@@ -376,7 +380,8 @@ class MeshStrategy(RankStrategy):
         if self._adopted is not None:
             self._adopted.close()
         restore_precision(self.precision_plugin)
-        if self._divided is None or not self._divided.in_parts or self._make_whole():
+        is_whole = self._divided is None or not self._divided.in_parts
+        if is_whole or (self._ready and not self._is_alone and self._whole.make_whole(self.num_processes)):
             for part in module.modules():
                 restore_forward(part)
         if self._layer_sync is not None and module.trainer.state.fn == TrainerFn.FITTING:
@@ -389,11 +394,6 @@ class MeshStrategy(RankStrategy):
 
     def _unite_metrics(self) -> None:
         self._whole.pipeline.share_metrics(self._module(), None if self._latest is None else self._latest.origin)
-
-    def _make_whole(self) -> bool:
-        if self._is_alone or not self._ready:
-            return False
-        return self._whole.make_whole(self.num_processes)
 
     def _begun(self) -> dict[str, int] | None:
         """Within a step of a pipeline, messages may be under way that nobody takes any more."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +22,7 @@ def adapt_precision(
     plugin: Precision,
     sharded: bool,
     ranks_holding: Callable[[Tensor], int],
+    reduced: Callable[[Iterable[Tensor]], list[Any]],
     gradients: WholeGradients,
     nonfinite: NonFinite,
 ) -> None:
@@ -31,23 +32,25 @@ def adapt_precision(
         plugin: the user's, or the one Lightning chose; kept, so that its own behaviour stays.
         sharded: whether gradients may be sharded.
         ranks_holding: how many ranks hold a parameter, or a part of it.
+        reduced: see `StoredOptimizers.reduced`.
         gradients: shown to hooks.
         nonfinite: looks at gradients after hooks and clipping.
     """
     scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
     if scaler is not None:
-        vars(plugin)["scaler"] = MeshGradScaler.like(scaler)
+        vars(plugin)["scaler"] = MeshGradScaler.like(scaler, reduced)
 
     def by_norm(optimizer: Optimizer, clip_val: float) -> None:
-        clip_by_norm(gradients.held(plugin.main_params(optimizer)), clip_val, sharded, ranks_holding)
+        clip_by_norm(gradients.held(reduced(plugin.main_params(optimizer))), clip_val, sharded, ranks_holding)
 
     def by_value(optimizer: Optimizer, clip_val: float) -> None:
-        clip_by_value(plugin.main_params(optimizer), clip_val)
+        clip_by_value(reduced(plugin.main_params(optimizer)), clip_val)
 
     def after_closure(model: Any, optimizer: Any) -> None:
+        parameters = reduced(_parameters(optimizer))
         with gradients.shown(BEFORE_STEP):
             type(plugin)._after_closure(plugin, model, optimizer)
-        nonfinite.before_step(optimizer, None if scaler is None else scale_of(plugin))
+        nonfinite.before_step(optimizer, parameters, None if scaler is None else scale_of(plugin))
 
     vars(plugin).update(clip_grad_by_norm=by_norm, clip_grad_by_value=by_value, _after_closure=after_closure)
 
@@ -70,17 +73,19 @@ def restore_precision(plugin: Precision) -> None:
 class MeshGradScaler(torch.amp.GradScaler):
     """A gradient scaler for which an overflow on any rank is an overflow on all."""
 
+    _reduced: Callable[[Iterable[Tensor]], list[Any]]
+
     @classmethod
-    def like(cls, scaler: torch.amp.GradScaler) -> MeshGradScaler:
-        """A mesh scaler with the settings and the scale of this one."""
+    def like(cls, scaler: torch.amp.GradScaler, reduced: Callable[[Iterable[Tensor]], list[Any]]) -> MeshGradScaler:
+        """A mesh scaler with the settings and the scale of this one; for `reduced` see `adapt_precision`."""
         mesh_scaler = cls.__new__(cls)
-        vars(mesh_scaler).update(vars(scaler))
+        vars(mesh_scaler).update(vars(scaler), _reduced=reduced)
         return mesh_scaler
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        gradients = [local(p.grad) for p in _parameters(optimizer) if p.grad is not None]
+        gradients = [local(p.grad) for p in self._reduced(_parameters(optimizer)) if p.grad is not None]
         shown: Any = SimpleNamespace(param_groups=[{"params": [_with_gradient(g) for g in gradients]}])
         found = super()._unscale_grads_(shown, inv_scale, found_inf, allow_fp16)
         overflow = sum((value.to(found_inf.device) for value in found.values()), torch.zeros_like(found_inf))

@@ -65,7 +65,7 @@ class Compile(Technique):
 
     def divide(self, model: nn.Module, ground: Ground, seen: None) -> Division:
         """Leads the forward of every block through its compiled form."""
-        graphs = Graphs(self._compile)
+        graphs = Graphs(self._compile, ground.mesh)
         for block in ground.plan.require_blocks(model, repr(self)).values():
             redirect_forward(block, partial(self._compiled, block, graphs))
         return Division(model)

@@ -40,6 +40,11 @@ class Run(Generic[T_co]):
     def __exit__(self, *_: object) -> None:
         """After the last one."""
 
+    @property
+    def batches_before(self) -> int:
+        """How many batches of training came before this one."""
+        return 0
+
     def keeps(self, buffers: Sequence[str]) -> None:
         """Before the first call: these buffers every rank has, and what the calls make of them is that of one batch."""
 
@@ -113,6 +118,11 @@ class WrappedRun(Run[T_co]):
         """See `Run.__exit__`."""
         self.inner.__exit__(*error)
 
+    @property
+    def batches_before(self) -> int:
+        """See `Run.batches_before`."""
+        return self.inner.batches_before
+
     def keeps(self, buffers: Sequence[str]) -> None:
         """See `Run.keeps`."""
         self.inner.keeps(buffers)
@@ -184,6 +194,7 @@ class Coming:
         one_factor: whether nothing stands between the step and backward that could multiply the loss by something that
             differs between ranks.
         early: who wants gradients that the forward computes.
+        manual: whether the step runs its backward itself.
         release: sets to zero, before its time, what is in `grad` from the batch before; None: it still grows, or
             somebody may look at it between the step and backward.
     """
@@ -194,6 +205,7 @@ class Coming:
     alone: bool = True
     one_factor: bool = False
     early: tuple[EarlyReduction, ...] = ()
+    manual: bool = False
     release: Callable[[], None] | None = None
 
     @property
@@ -247,6 +259,9 @@ class Step:
 
         A step may compute them by `torch.autograd.grad` and set them itself. All ranks must call.
         """
+
+    def before_backward(self) -> None:
+        """Called in manual optimization before `backward`, so that gradients are as the step has left them."""
 
     def before_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """Called before an optimizer changes what is stored for `parameters`, so that it follows what users wrote."""
@@ -320,6 +335,10 @@ class WrappedStep(Step):
     def average_given(self, parameters: Sequence[nn.Parameter]) -> None:
         """See `Step.average_given`."""
         self.inner.average_given(parameters)
+
+    def before_backward(self) -> None:
+        """See `Step.before_backward`."""
+        self.inner.before_backward()
 
     def before_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """See `Step.before_optimizer_step`."""

@@ -134,8 +134,8 @@ def fit(
 def first_stage() -> Iterator[None]:
     """Inside, what other stages would tell rank 0 is what it would tell: it computes its own stage, and never waits."""
 
-    def shared(_: PipelineStep, work: Work, run: Run[Any]) -> tuple[Tensor, Any, None]:
-        return torch.zeros(()), run.notes(), None
+    def shared(_: PipelineStep, work: Work, run: Run[Any]) -> tuple[Tensor, Any, None, None]:
+        return torch.zeros(()), run.notes(), None, None
 
     with (
         mock.patch.object(PipelineStep, "_shared", shared),

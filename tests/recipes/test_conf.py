@@ -1,12 +1,15 @@
+from inspect import signature
 from pathlib import Path
 
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from hydra.utils import instantiate
+from hydra.utils import get_class, instantiate
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.loggers import CSVLogger
 
+from lightning_parallel import HybridStrategy
+from lightning_parallel.strategies.rank_strategy import RankStrategy
 from recipes import resolvers
 from recipes.errors import check_sample, check_techniques, explained
 from recipes.gpt import GPTModule
@@ -70,6 +73,20 @@ def test_every_strategy(tmp_path, name):
     config = composed(tmp_path, f"strategy={name}")
     assert type(instantiate(config.strategy)).__name__ in config.strategy._target_
     assert config.trainer.devices == (1 if name == "single" else resolvers.default_devices())
+
+
+OF_LIGHTNING = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
+
+
+@pytest.mark.parametrize("name", choices("strategy"))
+def test_every_strategy_has_all_its_options_with_their_defaults(tmp_path, name):
+    strategy = composed(tmp_path, f"strategy={name}").strategy
+    kind = get_class(strategy._target_)
+    parameters = [p for each in (kind, HybridStrategy, RankStrategy) for p in signature(each).parameters.values()]
+    defaults = {p.name: p.default for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    wanted = {name: value for name, value in defaults.items() if name not in OF_LIGHTNING | {"techniques"}}
+    found = {key: value for key, value in instantiate(strategy, _target_="builtins.dict").items() if key[0] != "_"}
+    assert found == wanted
 
 
 @pytest.mark.parametrize("name", choices("technique"))

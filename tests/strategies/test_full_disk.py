@@ -4,6 +4,7 @@ The disk is a small file system in memory, mounted for the test where that is pe
 become longer than some bytes (RLIMIT_FSIZE), which fails at the same calls with another number.
 """
 
+import errno
 import os
 import resource
 import signal
@@ -12,12 +13,14 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_parallel import ZeroStrategy
+from lightning_parallel.strategies.checkpoint.background import Background
 from tests.ranks import run_on_ranks
 from tests.strategies.test_checkpoint_faults import valid_in
 from tests.strategies.test_checkpoint_use import Tied, fitted
@@ -89,6 +92,29 @@ def test_a_full_disk_ends_the_run_and_what_was_saved_stays(form: str, disk: Path
     (disk / "filler").unlink()
     assert valid_in(disk) == {"step=1.ckpt"}
     assert [file.name for file in disk.iterdir()] == ["step=1.ckpt"]
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["begun while it is saved", "begun when it has failed"])
+def test_what_follows_a_save_that_fails_is_never_done(late: bool) -> None:
+    """ModelCheckpoint removes the last checkpoint once it has begun the next one, early or late."""
+    background, may_fail, removed = Background(), Event(), []
+
+    def fails() -> None:
+        may_fail.wait(10)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    background.begin(fails)
+    if late:
+        may_fail.set()
+        while not background.failed:
+            time.sleep(0.001)
+    background.afterwards(partial(removed.append, "the last checkpoint"))
+    may_fail.set()
+    with pytest.raises(OSError, match="No space left"):
+        background.wait()
+    assert not removed
+    background.afterwards(partial(removed.append, "another one, when it has been told"))
+    assert len(removed) == 1
 
 
 def saves_in_files_that_are_too_short(folder: Path, form: str) -> None:

@@ -24,7 +24,7 @@ from lightning_parallel import (
 )
 from lightning_parallel.strategies.checkpoint.files import AtomicCheckpointIO
 from lightning_parallel.strategies.data.loaders import divide
-from lightning_parallel.strategies.data.randomness import stands_like_an_earlier
+from lightning_parallel.strategies.data.randomness import state_of_reader
 from lightning_parallel.strategies.data.shares import Readers
 from lightning_parallel.strategies.ranks import launchers
 from lightning_parallel.strategies.trainer import lightnings
@@ -181,10 +181,18 @@ def test_files_have_the_mode_of_the_process_which_stays_untouched(tmp_path: Path
     assert [file.name for file in tmp_path.iterdir()] == ["a.ckpt"]
 
 
-def test_only_readers_that_would_draw_the_same_masks_are_moved() -> None:
-    alike, apart = [(0, 7), (0, 7), (1, 7), (1, 7)], [(0, 7), (1, 8), (2, 9)]
-    assert [stands_like_an_earlier(reader, alike) for reader in (0, 1)] == [False, True]
-    assert [stands_like_an_earlier(reader, apart) for reader in (0, 1, 2)] == [False, False, False]
+OF_READERS = {
+    "all alike, as at the start": ([(0, b"7"), (0, b"7"), (1, b"7"), (1, b"7")], [b"7", None]),
+    "apart already": ([(0, b"7"), (1, b"8"), (2, b"9")], [b"7", b"8", b"9"]),
+    "copies apart, as of a checkpoint of four readers": ([(0, b"1"), (0, b"2"), (1, b"3"), (1, b"4")], [b"1", b"3"]),
+    "copies apart, readers alike": ([(0, b"1"), (0, b"2"), (1, b"1"), (1, b"2")], [b"1", None]),
+}
+
+
+@pytest.mark.parametrize("case", OF_READERS)
+def test_devices_of_a_reader_draw_alike_and_those_of_others_apart(case: str) -> None:
+    said, wanted = OF_READERS[case]
+    assert [state_of_reader(reader, said) for reader in range(len(wanted))] == wanted
 
 
 class Layer(nn.Module):

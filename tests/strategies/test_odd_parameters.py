@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_parallel import (
     ActivationCheckpoint,
     DataParallel,
+    DataParallelStrategy,
     HybridStrategy,
     PipelineParallel,
     TensorParallel,
@@ -107,9 +108,41 @@ class Skips(Trains):
         return x
 
 
-def trained(kind: type[Trains], strategy: Any, batch_size: int) -> Any:
-    module, samples = kind(), torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(1))
-    run = trainer(made(strategy), precision="64-true", max_epochs=1)
+class Rare(Trains):
+    """A complex parameter and a scalar that some ranks do not use, a buffer of a dtype that no backend sends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, self.turn = nn.Linear(WIDTH, 1), nn.Parameter(torch.ones(4, dtype=torch.complex64))
+        self.by = nn.Parameter(torch.ones(()))
+        self.register_buffer("order", torch.arange(4, dtype=torch.int16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, far = self.head(x), x[:, :1] > 1
+        return y + far * self.by * self.turn[self.order.long()].abs().sum() if far.any() else y
+
+
+def all_samples() -> Tensor:
+    return torch.randn(24, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+class Once(Trains):
+    """A layer that one sample needs, of all the batches that a step takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head, self.first = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1), all_samples()[0, 0].item()
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = x[:, :1] == self.first
+        return self.head(torch.where(chosen, self.layer(x), x) if chosen.any() else x)  # type: ignore[no-any-return]
+
+
+def trained(kind: type[Trains], strategy: Any, batch_size: int, **options: Any) -> Any:
+    module, samples = kind(), all_samples()
+    run = trainer(made(strategy), precision="64-true", max_epochs=1, **options)
     run.fit(module, DataLoader(TensorDataset(samples), batch_size))
     return {name: value.clone() for name, value in module.state_dict().items()}
 
@@ -126,6 +159,10 @@ def hybrid(*techniques: Any) -> Any:
         (Few, 3, 3, partial(ZeroStrategy, stage=2)),
         (Few, 3, 3, partial(ZeroStrategy, stage=3)),
         (Few, 4, 4, hybrid(Zero(2, replicate=2))),
+        (Rare, 4, 4, DataParallelStrategy),
+        (Rare, 4, 4, partial(ZeroStrategy, stage=1)),
+        (Rare, 4, 4, hybrid(Zero(2, replicate=2, stage=2))),
+        (Rare, 4, 4, ZeroStrategy),
         (Uneven, 4, 2, hybrid(TensorParallel(2), Zero(2))),
         (Uneven, 4, 2, hybrid(TensorParallel(2), Zero(2), ActivationCheckpoint())),
         (Uneven, 4, 2, hybrid(TensorParallel(2), DataParallel(2))),
@@ -136,4 +173,12 @@ def hybrid(*techniques: Any) -> Any:
 def test_odd_parameters_train_as_on_one_device(kind: type[Trains], ranks: int, readers: int, strategy: Any) -> None:
     expected = begun_on_one(trained, kind, None, 12)
     for found in run_on_ranks(ranks, trained, kind, strategy, 12 // readers):
+        require_like(expected.result(), found)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_copies_step_what_only_one_of_them_used_while_gradients_accumulated(stage: int) -> None:
+    expected = begun_on_one(trained, Once, None, 8, accumulate_grad_batches=3)
+    strategy = hybrid(Zero(2, replicate=2, stage=stage))
+    for found in run_on_ranks(4, trained, Once, strategy, 2, accumulate_grad_batches=3):
         require_like(expected.result(), found)

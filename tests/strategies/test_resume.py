@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
 from lightning_parallel import (
     ContextParallel,
@@ -86,6 +86,27 @@ class Counting(Dropping):
         return super().configure_optimizers()
 
 
+class Validated(Dropping):
+    """Reads two loaders every two batches, with the last ones before an epoch ends and without them."""
+
+    loaders, interval = 2, 2
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log("val_loss", self.head(self.stem(batch[0])).mean())
+
+    def val_dataloader(self) -> Any:
+        samples = torch.linspace(-1, 1, 48).view(8, 6)
+        return [DataLoader(TensorDataset(samples * k), 4) for k in range(1, self.loaders + 1)]
+
+
+class ValidatedAtTheEnd(Validated):
+    interval = 6
+
+
+class ValidatedUnevenly(Validated):
+    loaders, interval = 1, 4
+
+
 class SaveAtEnd(Callback):
     """Saves where ModelCheckpoint does unless told otherwise."""
 
@@ -109,7 +130,10 @@ def fit(
     model = module()
     loader = DataLoader(Noisy(), 4 // int(os.environ["WORLD_SIZE"]), shuffle=True, num_workers=workers)
     arguments = {"max_epochs": 2, "accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5}
-    trainer(strategy, **arguments, **run).fit(model, loader, ckpt_path=resume, weights_only=True)
+    interval = getattr(module, "interval", None)
+    trainer(strategy, **arguments, val_check_interval=interval, **run).fit(
+        model, loader, ckpt_path=resume, weights_only=True
+    )
     return model
 
 
@@ -139,6 +163,12 @@ def test_resumed_runs_are_identical(layout: str, accumulate: int) -> None:
 def test_resumed_runs_are_identical_where_loaders_were_made_early(layout: str) -> None:
     n, make = LAYOUTS[layout]
     run_on_ranks(n, stop_and_go_on, make, 1, 0, [2, 6, 9], Counting)
+
+
+@pytest.mark.parametrize("module", [Validated, ValidatedAtTheEnd, ValidatedUnevenly])
+def test_so_are_those_that_leave_a_validation_out(module: type[Validated]) -> None:
+    """Lightning does not make up for one that followed the checkpoint; what its loaders drew is drawn all the same."""
+    run_on_ranks(2, stop_and_go_on, LAYOUTS["data_parallel"][1], 1, 0, [2, 4, 6, 8], module)
 
 
 def stop_twice() -> None:

@@ -21,7 +21,7 @@ from lightning_parallel import (
     Zero,
     ZeroStrategy,
 )
-from lightning_parallel.techniques.zero import parameters
+from lightning_parallel.techniques.zero.sharded import parameters
 from tests.ranks import RanksFailed, begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import made, require_like
 from tests.tiers import covering

@@ -19,6 +19,7 @@ from lightning_parallel import (
     Zero,
     ZeroStrategy,
 )
+from lightning_parallel.mesh import resolve_sizes
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import make_schedule
 
 WRONG = [
@@ -81,3 +82,17 @@ def test_a_schedule_from_a_file_refuses_what_its_actions_cannot_do(tmp_path, sch
             HybridStrategy(*techniques)
     else:
         HybridStrategy(*techniques)
+
+
+@pytest.mark.parametrize(
+    ("techniques", "world_size", "text"),
+    [
+        ([PipelineParallel(2), TensorParallel(2)], 8, "or leave it 'auto', or add DataParallel() for 2 copies of that"),
+        ([PipelineParallel(2), TensorParallel(2)], 6, "pp=2 x tp=2 needs 4 ranks, but the world has 6"),
+        ([PipelineParallel(2), Zero(2)], 8, "change one size, or leave it 'auto'"),
+    ],
+)
+def test_sizes_that_leave_ranks_over_are_told_what_takes_them(techniques, world_size, text):
+    with pytest.raises(ValueError, match=re.escape(text)) as told:
+        resolve_sizes([technique.claim for technique in techniques], world_size)
+    assert ("DataParallel" in str(told.value)) == ("copies" in text)

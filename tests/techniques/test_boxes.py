@@ -195,3 +195,24 @@ def test_zero_shards_what_fewer_ranks_hold_among_them() -> None:
     assert isinstance(experts.data, DTensor)
     assert torch.equal(experts.data.to_local(), expected)
     step.close()
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"pp": 2, "dp_replicate": 2, "dp_shard": 4, "cp": 1, "tp": 1},  # copies of experts, of which each is sharded
+        {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 2, "tp": 2},
+    ],
+)
+def test_ranks_without_experts_have_made_all_groups_that_those_with_experts_use(sizes: dict[str, int]) -> None:
+    """A stage of a pipeline may have none, and to make a group is a collective."""
+    with as_rank(0, 16):
+        mesh = ParallelMesh(sizes, "cpu")
+        view = mesh.experts(2)
+        made = len(dist.distributed_c10d._world.pg_map)
+        copies = [name for name in ("ep_replicate", "ep_shard") if view[name].size() > 1] or ["ep_shard"]
+        kept, placements = view[(*copies, "ep")], [Replicate()] * len(copies)
+        part = DTensor.from_local(torch.zeros(4, 3), kept, [*placements, Shard(0)], run_check=False)
+        holders_of(nn.Parameter(part), mesh)
+        mesh.tokens(divided=False)
+        assert len(dist.distributed_c10d._world.pg_map) == made

@@ -1,6 +1,6 @@
 """Compiled blocks train the same; each kind of block is compiled once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,12 +16,14 @@ from lightning_parallel.techniques.activation_checkpoint import ActivationCheckp
 from lightning_parallel.techniques.compile import Compile
 from lightning_parallel.techniques.data_parallel import DataParallel
 from lightning_parallel.techniques.divided.boundary import CompiledForward, put_together, taken_apart
+from lightning_parallel.techniques.pipeline_parallel.technique import PipelineParallel
 from lightning_parallel.techniques.tensor_parallel import TensorParallel
 from lightning_parallel.techniques.tools.redirect import restore_forward
 from lightning_parallel.techniques.zero import Zero
 from tests.benchmarks.test_tensor_parallel import WIDTH, Block, divided, mesh_of_ranks
 from tests.curves import check_parity, compare_weights
 from tests.grounds import ground
+from tests.heard import heard
 from tests.models import build, loaders, points
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.techniques.tensor_layouts import TWO_BLOCKS
@@ -85,9 +87,9 @@ class Breaks(nn.Module):
 
 
 class Blocks(LightningModule):
-    def __init__(self, block: type[nn.Module]) -> None:
+    def __init__(self, blocks: Sequence[type[nn.Module]]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(block() for _ in range(2))
+        self.layers = nn.ModuleList(block() for block in blocks)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x = batch[0]
@@ -99,10 +101,10 @@ class Blocks(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def trained(block: Any, *techniques: Any) -> dict[str, Tensor]:
+def trained(blocks: Any, *techniques: Any) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    module = Blocks(block)
-    plan = ParallelPlan(blocks="layers.*", styles={"layers.*.up": block.style, "layers.*.down": "rowwise"})
+    module = Blocks(blocks)
+    plan = ParallelPlan(blocks="layers.*", styles={"layers.*.up": blocks[0].style, "layers.*.down": "rowwise"})
     strategy = HybridStrategy(*techniques, plan=plan) if techniques else "auto"
     run = trainer(strategy, max_epochs=1, limit_val_batches=0, accumulate_grad_batches=2)
     run.fit(module, DataLoader(points(8, seed=1), 4))
@@ -110,8 +112,8 @@ def trained(block: Any, *techniques: Any) -> dict[str, Tensor]:
 
 
 def compare_divided(block: Any, compiled: Compile) -> None:
-    expected = begun_on_one(trained, block)
-    for got in run_on_ranks(2, trained, block, TensorParallel(2), compiled):
+    expected = begun_on_one(trained, (block, block))
+    for got in run_on_ranks(2, trained, (block, block), TensorParallel(2), compiled):
         compare_weights(expected.result(), got, 1e-5)
 
 
@@ -121,6 +123,33 @@ def test_gradients_of_divided_fused_weights_add_up() -> None:
 
 def test_divided_blocks_that_break_a_graph_run_as_they_are() -> None:
     compare_divided(Breaks, COMPILED)
+    of_first, of_second = run_on_ranks(2, said_of_breaks, (Breaks, Breaks), TensorParallel(2))
+    assert len(of_first) == 1, "blocks of a kind are told of once"
+    assert not of_second
+
+
+def said_of_breaks(blocks: Any, *techniques: Any) -> list[str]:
+    with heard() as lines:
+        trained(blocks, *techniques, COMPILED)
+    return [line for line in lines if "runs as it is" in line]
+
+
+@pytest.mark.parametrize("kinds", [(Gated, Gated), (Breaks, Breaks)], ids=["in one piece", "as they are"])
+def test_stages_are_watched_while_blocks_are_compiled_for_changing_lengths(kinds: Any) -> None:
+    expected = begun_on_one(trained, kinds)
+    dynamic = Compile(backend="aot_eager", dynamic=True)
+    for got in run_on_ranks(2, trained, kinds, PipelineParallel(2, microbatches=2), dynamic):
+        compare_weights(expected.result(), got, 1e-5)
+
+
+class Straight(Breaks):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+def test_the_stage_tells_whose_blocks_break_a_graph() -> None:
+    told = run_on_ranks(4, said_of_breaks, (Straight, Breaks), PipelineParallel(2, microbatches=2), TensorParallel(2))
+    assert [len(lines) for lines in told] == [0, 0, 1, 0]
 
 
 def test_blocks_share_one_graph() -> None:
@@ -170,7 +199,8 @@ def test_graphs_are_shared_by_blocks_and_steps_of_a_run(world: None, sequence_pa
         made.append((len(graphs._words), len(found), [dict(block.told[0] or {}) for block in forwards(model)]))
     assert made[-1] == made[-3]  # elements too are the same ones: none is made at each call
     assert made[-1][0] <= 3
-    assert all(block._graphs is graphs and not block._too_many for block in forwards(model))
+    assert all(block._graphs is graphs for block in forwards(model))
+    assert not graphs._warned
     further = divided(mesh_of_ranks(), [Block()], COMPILED, sequence_parallel=sequence_parallel)
     further(torch.randn(1, 8, WIDTH))
     assert forwards(further)[0]._graphs.code is not graphs.code

@@ -13,11 +13,8 @@ from torch import Tensor, nn, optim
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_parallel.strategies.data_parallel import DataParallelStrategy
-from lightning_parallel.strategies.hybrid import HybridStrategy
-from lightning_parallel.strategies.zero import ZeroStrategy
-from lightning_parallel.techniques.data_parallel import DataParallel
-from lightning_parallel.techniques.zero import parameters as zero_parameters
+from lightning_parallel import DataParallel, DataParallelStrategy, HybridStrategy, ZeroStrategy
+from lightning_parallel.techniques.zero.sharded import parameters as zero_parameters
 from tests.curves import compare_weights
 from tests.ranks import run_on_ranks
 from tests.tiers import sampled
@@ -117,6 +114,23 @@ class OwnBackward(Two):
         optimizer = self.optimizers()
         optimizer.zero_grad()
         self.fool(batch[0]).backward()
+        optimizer.step()
+
+
+class OwnBackwards(OwnBackward):
+    """Does so twice before a step; one rank alone uses a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer, (x, kinds) = self.optimizers(), batch
+        optimizer.zero_grad()
+        self.fool(x).backward()
+        told = self.critic(x)
+        told = torch.where(kinds[:, None] > 0, told * self.scale, told) if kinds.any() else told
+        told.square().mean().backward()
         optimizer.step()
 
 
@@ -283,8 +297,8 @@ class Finetuned(Automatic):
 
 
 KINDS = [
-    Gan, FrozenByHand, Accumulating, OwnBackward, SeveralSteps, WithClosure, UnusedEverywhere, UnusedSomewhere,
-    Frozen, MostlyFrozen, OwnHooks, Finetuned, Blocks, SteppedBlocks,
+    Gan, FrozenByHand, Accumulating, OwnBackward, OwnBackwards, SeveralSteps, WithClosure, UnusedEverywhere,
+    UnusedSomewhere, Frozen, MostlyFrozen, OwnHooks, Finetuned, Blocks, SteppedBlocks,
 ]  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_parallel import DataParallel, HybridStrategy, Zero
 from lightning_parallel.techniques.technique import Technique
-from lightning_parallel.techniques.zero.parameters import UNIT_BYTES
+from lightning_parallel.techniques.zero.sharded.parameters import UNIT_BYTES
 from tests.live import reachable, stepped
 from tests.models import build, loaders
 from tests.ranks import POOL, run_on_ranks

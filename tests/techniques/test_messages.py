@@ -15,10 +15,12 @@ from lightning_parallel.collectives.functional import (
     all_gather,
     all_gather_rows,
     broadcast_tensors,
+    packed,
     parts_of_all,
     reduce_scatter,
     scattered,
     summed,
+    within_reach,
 )
 from lightning_parallel.collectives.overlap import reaches_memory
 from lightning_parallel.collectives.point_to_point import IN_FLIGHT, Lane, share_object
@@ -29,6 +31,8 @@ from tests.ranks import ranks, run_on_ranks
 
 HOST = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
+OF_BUFFERS = (*DTYPES, torch.complex64, torch.int16, torch.uint16, torch.float8_e4m3fn)
+"""Some are known to no backend."""
 
 
 def group() -> dist.ProcessGroup:
@@ -122,7 +126,7 @@ def objects() -> Any:
 
 
 def broadcast() -> Any:
-    tensors = [values(3), values(2).to(torch.int64)]
+    tensors = [values(3).to(dtype) for dtype in OF_BUFFERS] + [values(0, 2)]
     broadcast_tensors(tensors, group(), HOST, source=1)
     return tensors
 
@@ -232,6 +236,28 @@ def test_a_message_that_is_lost_raises_and_leaves_the_tensor() -> None:
 @ranks(1)
 def test_products_do_not_read_the_memory_of_ranks_that_talk_through_the_host() -> None:
     assert not reaches_memory(mock.Mock(is_cuda=True), group())
+
+
+# ---------------------------------------------------------------- where numbers are sent from
+
+
+def a_group_of(*kinds: str) -> Any:
+    return mock.Mock(_device_types=[torch.device(kind) for kind in kinds])
+
+
+@pytest.mark.parametrize("kinds", [("cuda", "cpu"), ("cpu", "cuda"), ("cpu",)])
+def test_numbers_of_any_rank_are_sent_from_the_host_if_the_backend_carries_it(kinds: tuple[str, ...]) -> None:
+    """On a rank without gradients a norm is a number of the host, on another one it is one of the device."""
+    found = mock.Mock()
+    within_reach(found, a_group_of(*kinds))
+    found.to.assert_called_once_with(HOST)
+
+
+def test_numbers_of_host_and_device_go_in_one_message() -> None:
+    on_host, on_device = torch.ones(()), torch.zeros((), device="meta")
+    together = packed([on_host, on_device, on_host], a_group_of("meta"))
+    assert (together.device.type, together.shape) == ("meta", (3,))
+    assert packed([on_host, on_host * 2], a_group_of("cuda", "cpu")).tolist() == [1, 2]
 
 
 # ---------------------------------------------------------------- who talks by what

@@ -20,7 +20,7 @@ from lightning_parallel.strategies.pipeline_parallel import PipelineParallelStra
 from lightning_parallel.strategies.refusals import refuse_optimizers
 from lightning_parallel.strategies.zero import ZeroStrategy
 from lightning_parallel.techniques.gradients.absent import AbsentTensor
-from lightning_parallel.techniques.gradients.stored_optimizer import is_elementwise
+from lightning_parallel.techniques.gradients.elementwise import is_elementwise
 from tests.curves import Curve, Recorder, compare, compare_weights, train
 from tests.models import build, loaders
 from tests.ranks import begun_on_one, on_one, run_on_ranks

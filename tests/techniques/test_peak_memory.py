@@ -25,7 +25,8 @@ from lightning_parallel.techniques.gradients.buckets import IN_FLIGHT
 from lightning_parallel.techniques.pipeline_parallel.schedule.actions import ActionKind
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import SCHEDULES, Schedule, make_schedule
 from lightning_parallel.techniques.technique import Technique
-from lightning_parallel.techniques.zero import parameters, rows, states
+from lightning_parallel.techniques.zero import rows, states
+from lightning_parallel.techniques.zero.sharded import parameters
 from tests.benchmarks.interleaved import Repeated
 from tests.live import LiveBytes, reachable
 from tests.ranks import POOL, run_on_ranks

@@ -69,9 +69,9 @@ def test_every_layout(layout, column):
 def test_models_of_libraries(name):
     model = {"late": name == "opt"} | ({"num_hidden_layers": 4} if name in COLUMNS else {})
     exact = {}
-    if name == "gpt_oss":  # in single precision weights are 2.9e-6 apart, in double they are equal: rounding
+    if name == "gpt_oss":  # in single precision weights are 2.9e-6 apart, in double none or, by processor, 2.8e-7
         model["experts_implementation"] = "eager"  # the product of groups is not there in double precision
-        exact = {"precision": "64-true", "rtol": 1e-6}
+        exact = {"precision": "64-true", "rtol": 3e-6}  # its norms and its loss stay in single precision
     check_parity(name, 2, partial(PipelineParallelStrategy, 2), model=model, **SHORT, **exact)
 
 

@@ -134,7 +134,7 @@ def test_numbers_that_change_with_every_step_are_forgotten() -> None:
 
 def test_a_form_is_told_from_others_by_what_it_is() -> None:
     one, other = Form(torch.Size((2,)), {}), Form(torch.Size((2,)), {})
-    one.remember("key", LocalCall(torch.neg, None), None, False)
+    one.remember("key", LocalCall(torch.neg, None), None)
     assert "key" in one.calls
     assert not other.calls
 

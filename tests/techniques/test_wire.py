@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_parallel import DataParallel, HybridStrategy, Zero
 from lightning_parallel.mesh import AXES, ParallelMesh
 from lightning_parallel.techniques.technique import Technique
-from lightning_parallel.techniques.zero.parameters import UNIT_BYTES
+from lightning_parallel.techniques.zero.sharded.parameters import UNIT_BYTES
 from tests.models import build, loaders
 from tests.tiers import covering
 from tests.trainers import trainer

@@ -31,12 +31,13 @@ class Background:
         self._thread.start()
 
     def afterwards(self, act: Act) -> None:
-        """Acts at once if nothing is being saved, else when it is saved, and never if that fails."""
+        """Acts at once if nothing is being saved, else when it is saved, and never if that fails or has failed."""
         with self._lock:
             if self._busy:
                 self._afterwards.append(act)
                 return
-        act()
+        if not self.failed:
+            act()
 
     def wait(self) -> None:
         """Returns when nothing is being saved; raises the failure of the last save, once."""
@@ -54,7 +55,7 @@ class Background:
                 for act in acts:
                     act()
         except BaseException as error:
-            self._failure = error
+            self._failure = error  # before it is idle: what follows a save asks for both, in the other order
             with self._lock:
                 self._busy = False
                 self._afterwards.clear()

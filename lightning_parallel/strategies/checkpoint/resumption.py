@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 
 from lightning_parallel.strategies.checkpoint.whole import put_positions_back, set_positions_aside
 from lightning_parallel.strategies.data.loaders import resume
-from lightning_parallel.strategies.data.randomness import RankRandomness, keep_randomness, kept_randomness
+from lightning_parallel.strategies.data.randomness import (
+    RandomState,
+    RankRandomness,
+    decorrelate,
+    draw_for_readers,
+    keep_randomness,
+    kept_randomness,
+)
 from lightning_parallel.strategies.ranks.agreement import gather_objects
+from lightning_parallel.strategies.trainer.lightnings import loaders_left_to_validate
 from lightning_parallel.techniques.step import Step
 
 FINDINGS = "lightning_parallel_findings"
@@ -29,9 +36,15 @@ class Resumption:
         self.wrote = False
 
     @staticmethod
-    def keep(checkpoint: dict[str, Any], device: torch.device, step: Step, host: dist.ProcessGroup) -> None:
-        """Writes into a checkpoint what a run that goes on from it takes up. All ranks must call."""
-        said = gather_objects((RankRandomness.now(device), step.findings), host)
+    def keep(checkpoint: dict[str, Any], trainer: Trainer, step: Step, host: dist.ProcessGroup) -> None:
+        """Writes into a checkpoint what a run that goes on from it takes up. All ranks must call.
+
+        Lightning goes on behind the validation that follows a batch: so do random states, as far as its loaders draw.
+        """
+        with RandomState.preserved():
+            draw_for_readers(loaders_left_to_validate(trainer))
+            randomness = RankRandomness.now(trainer.strategy.root_device)
+        said = gather_objects((randomness, step.findings), host)
         keep_randomness(checkpoint, [randomness for randomness, _ in said])
         checkpoint[FINDINGS] = sorted(frozenset().union(*(findings for _, findings in said)))
         set_positions_aside(checkpoint)
@@ -43,20 +56,25 @@ class Resumption:
         self._random = kept_randomness(checkpoint, rank) if self._resumes else None
         self._findings = frozenset(checkpoint.get(FINDINGS, ()) if self._resumes else ())
 
-    def begin(self, trainer: Trainer, device: torch.device, step: Step) -> None:
-        """The loops are about to run."""
+    def begin(self, trainer: Trainer, step: Step, reader: int, host: dist.ProcessGroup) -> None:
+        """The loops are about to run. All ranks must call; see `decorrelate`."""
         step.recall(self._findings)
-        if self._random is not None:
-            self._random.restore(device)
+        self._restore(trainer, reader, host)
         if self._resumes:
             resume(trainer.fit_loop)
 
-    def begin_training(self, trainer: Trainer, device: torch.device) -> None:
+    def begin_training(self, trainer: Trainer, reader: int, host: dist.ProcessGroup) -> None:
         """A run resumed within an epoch has just made its loaders anew; the draws of that do not count."""
         loop = trainer.fit_loop
         if loop.restarted_mid_epoch and loop.epoch_loop.batch_progress.is_last_batch:
             loop.reset_restart_stage()  # Lightning would take the next epoch for the one that has ended
         within = 0 < trainer.fit_loop.epoch_loop.batch_progress.current.ready < trainer.num_training_batches
-        if self._random is not None and within:
-            self._random.restore(device)
+        if within:
+            self._restore(trainer, reader, host)
         self._random = None
+
+    def _restore(self, trainer: Trainer, reader: int, host: dist.ProcessGroup) -> None:
+        if self._random is not None:
+            device = trainer.strategy.root_device
+            self._random.restore(device)
+            decorrelate(device, reader, host)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_parallel.strategies.ranks.agreement import gather_objects
 
@@ -53,6 +53,11 @@ class RandomState:
             yield
         finally:
             before.restore()
+
+    @classmethod
+    def preserved(cls) -> AbstractContextManager[None]:
+        """Inside, draws go on from here; afterwards the host's generators are where they were."""
+        return cls.now().replayed()
 
     def as_dict(self) -> dict[str, Any]:
         """The state as tensors and plain values, which a checkpoint may hold and a safe reader reads."""
@@ -102,6 +107,13 @@ class RankRandomness:
         return cls(RandomState.from_dict(state["host"]), state["device"])
 
 
+def draw_for_readers(loaders: Iterable[Any]) -> None:
+    """Draws from the host's generator what loaders draw that are read once, in their order: a seed for workers each."""
+    for loader in loaders:
+        if isinstance(loader, DataLoader) and loader.generator is None:
+            torch.empty((), dtype=torch.int64).random_()
+
+
 RANDOMNESS = "lightning_parallel_randomness"
 """Where a checkpoint holds the random states of all ranks."""
 
@@ -117,21 +129,39 @@ def kept_randomness(checkpoint: dict[str, Any], rank: int) -> RankRandomness | N
     return RankRandomness.from_dict(states[rank % len(states)]) if states else None
 
 
-def decorrelate_device(device: torch.device, reader: int, group: dist.ProcessGroup) -> None:
-    """Lets dropout on ranks that read different samples draw different masks. All ranks must call.
+def decorrelate(device: torch.device, reader: int, group: dist.ProcessGroup) -> None:
+    """Lets dropout draw other masks on ranks that read other samples, and the same on those that share them.
 
-    Only the device's own generator is moved: the host's stays alike on all ranks, because models decide by it what to
-    run (layer drop), and ranks that gather parameters must decide alike. One that differs already, as in a second run,
-    draws on from where it stands.
+    All ranks must call, also after states of a checkpoint, perhaps of another layout, were restored. Only the device's
+    own generator is moved: the host's stays alike on all ranks, because models decide by it what to run (layer drop),
+    and ranks that gather parameters must decide alike. What differs between readers already draws on from where it
+    stands, as in a second run.
+
+    Args:
+        device: of this rank.
+        reader: the number of the samples that it reads; ranks that share samples have the same.
+        group: all ranks.
     """
-    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-    mark = None if state is None else zlib.crc32(state.numpy().tobytes())
-    if state is not None and stands_like_an_earlier(reader, gather_objects((reader, mark), group)):
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(torch.initial_seed() + 1_000_003 * reader)
+    if device.type != "cuda":
+        return
+    said = gather_objects((reader, torch.cuda.get_rng_state(device).numpy().tobytes()), group)
+    state = state_of_reader(reader, said)
+    if state is not None:
+        torch.cuda.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8), device)
+        return
+    with torch.cuda.device(device):
+        torch.cuda.manual_seed(torch.initial_seed() + 1_000_003 * reader)
 
 
-def stands_like_an_earlier(reader: int, marks: list[tuple[int, int | None]]) -> bool:
-    """Whether the generator of a reader stands where that of an earlier one stands."""
-    mine = {mark for other, mark in marks if other == reader}
-    return any(other < reader and mark in mine for other, mark in marks)
+def state_of_reader(reader: int, said: Sequence[tuple[int, bytes]]) -> bytes | None:
+    """The state of the first rank of a reader; None if one of an earlier reader stands there.
+
+    Args:
+        reader: whose state.
+        said: the reader and the state of each rank.
+    """
+    firsts: dict[int, bytes] = {}
+    for other, state in said:
+        firsts.setdefault(other, state)
+    taken = any(other < reader and state == firsts[reader] for other, state in firsts.items())
+    return None if taken else firsts[reader]

@@ -57,7 +57,7 @@ class Readers:
 
 @dataclass
 class PassNotes:
-    """PassNotes of one pass over a loader: batches that ranks share unevenly, and a checksum of the order."""
+    """Notes of one pass over a loader: batches that ranks share unevenly, and a checksum of the order."""
 
     uneven: dict[int, Share] = field(default_factory=dict)
     order: int = 0

@@ -242,7 +242,7 @@ class Counts:
     def read(self, name: str, result: Any) -> None:
         """A count was read of a tensor with samples, by this method."""
         if isinstance(result, torch.Size):
-            first, *others = result or (0,)
+            first, *others = [size for size in result if isinstance(size, int)] or (0,)  # compilers read symbols, too
             for some in range(1, min(len(others), MOST_DIMS) + 1):
                 self._made.update(first * math.prod(chosen) for chosen in combinations(others, some))
         elif isinstance(result, int):

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchmetrics import MeanMetric, Metric
 
-from lightning_parallel.collectives.functional import Pending, within_reach
+from lightning_parallel.collectives.functional import Pending, packed
 from lightning_parallel.strategies.logged.averages import Shared
 from lightning_parallel.strategies.logged.first_losses import FirstLosses
 from lightning_parallel.strategies.logged.kept_values import KeptValues
@@ -377,11 +377,11 @@ class StepLog:
             each.place(value, means, self._group.size())
 
     def _sent(self, values: Sequence[Tensor], how: str) -> Callable[[], Sequence[Tensor]]:
-        packed = torch.stack([within_reach(value.double(), self._group) for value in values])
-        work = Pending(dist.all_reduce(packed, op=OPERATIONS[how], group=self._group, async_op=True))
+        sent = packed([value.double() for value in values], self._group)
+        work = Pending(dist.all_reduce(sent, op=OPERATIONS[how], group=self._group, async_op=True))
 
         def arrived() -> Sequence[Tensor]:
             work.wait()
-            return packed.unbind()
+            return sent.unbind()
 
         return arrived

@@ -122,6 +122,11 @@ class PartsRun(Run[T]):
         self._excess = 1.0
         self._alone = Scale()  # of a loss that is a sum over targets, where no other rank has targets
 
+    @property
+    def batches_before(self) -> int:
+        """See `Run.batches_before`."""
+        return self._module.trainer.fit_loop.total_batch_idx
+
     def keeps(self, buffers: Sequence[str]) -> None:
         """See `Run.keeps`."""
         self._buffers = KeptBuffers(self._module, buffers)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_parallel.collectives.functional import Pending, within_reach
+from lightning_parallel.collectives.functional import Pending, packed, within_reach
 from lightning_parallel.techniques.tools.means import Means, Over
 from lightning_parallel.values import batch_size
 
@@ -75,7 +75,7 @@ class BatchSums:
         self._overs = [_over(means, number, share) for number in range(len(means.all))]
         numbers = [number.reshape(()) for value in summed for number in self._numbers_of(value)]
         numbers += [over.count for over in self._overs]
-        self._packed = torch.stack([within_reach(number.double(), group) for number in numbers])
+        self._packed = packed([number.double() for number in numbers], group)
         self._work = Pending(dist.all_reduce(self._packed, group=group, async_op=True))
         self._values: list[Tensor] | None = None
 

@@ -26,13 +26,15 @@ from lightning_parallel.strategies.data.loaders import checksum
 from lightning_parallel.strategies.model.foreign_hooks import fault_of_gradients, fault_of_optimizers, hooked
 from lightning_parallel.strategies.model.pipeline_group import PipelineGroup
 from lightning_parallel.strategies.model.sample import take_sample
-from lightning_parallel.strategies.model.shown_groups import Pair, divided_in_groups
+from lightning_parallel.strategies.model.shown_groups import divided_in_groups
 from lightning_parallel.strategies.ranks.agreement import described, gather_objects, require_same
 from lightning_parallel.strategies.refusals import refuse_own_states
 from lightning_parallel.techniques.data_parallel import DataParallel
 from lightning_parallel.techniques.divided.whole_batch import WholeBatch
 from lightning_parallel.techniques.division import Division, Ground
+from lightning_parallel.techniques.gradients.groups import Pair
 from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer
+from lightning_parallel.techniques.manual_optimization import Differentiate, ManualOptimizationStep
 from lightning_parallel.techniques.step import Run, Step
 from lightning_parallel.techniques.technique import Technique
 from lightning_parallel.techniques.tools import elsewhere
@@ -123,14 +125,20 @@ class DividedModel:
 
     # ---------------------------------------------------------------- the maps of all divisions
 
-    def step(self) -> Step:
-        """The step of all techniques, to be made when the parameters are real."""
+    def step(self, differentiate: Differentiate) -> Step:
+        """The step of all techniques, to be made when the parameters are real.
+
+        Args:
+            differentiate: runs backward passes that manual optimization runs itself.
+        """
         step = Step()
         for division in self._divisions:
             step = division.step(step)
         for division in self._divisions:
             step = division.settle(step)
-        return step
+        if self.module.automatic_optimization or self.pipeline.ranks > 1:  # whose step runs backward passes itself
+            return step
+        return ManualOptimizationStep(step, differentiate)
 
     def run(self, run: Run[T]) -> Run[T]:
         """The user's step as techniques surround each call of it."""

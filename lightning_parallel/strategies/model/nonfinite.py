@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -67,11 +67,12 @@ class NonFinite:
 
         node.register_prehook(add)  # in half the time of a hook of the tensor
 
-    def before_step(self, optimizer: Optimizer, scale: float | None) -> None:
+    def before_step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], scale: float | None) -> None:
         """Looks at the gradients, reduced and clipped, by which the optimizer is about to step.
 
         Args:
             optimizer: that steps.
+            parameters: its, as ranks have them.
             scale: by which a scaler multiplied the loss; it will leave the step out, and lower its scale. None: none.
 
         Raises:
@@ -80,7 +81,7 @@ class NonFinite:
         losses, self._losses = self._losses, None
         if self._policy == "continue" or (scale is not None and scale > LEAST_SCALE):
             return
-        held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        held = [parameter for parameter in parameters if parameter.grad is not None]
         if self._is_fine(_lengths(_values(held))):
             return
         said = gather_objects(self._finding(losses, held), self._group)

@@ -28,6 +28,7 @@ from lightning_parallel.strategies.logged.kept_values import KeptValues
 from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.strategies.trainer import lightnings
 from lightning_parallel.techniques.division import Sample
+from lightning_parallel.techniques.observed.draws import own_generators
 from lightning_parallel.values import tensors_of
 
 HOST = torch.device("cpu")
@@ -177,7 +178,7 @@ def _same_randomness(loaders: list[Any]) -> Iterator[None]:
 @contextmanager
 def _without_traces(module: LightningModule) -> Iterator[None]:
     """Inside, nothing is logged and no metric counts; afterwards the module keeps what it kept."""
-    kept = KeptValues(module)
+    kept, generators = KeptValues(module), [(each, each.get_state()) for each in own_generators(module)]
     silent: dict[str, Any] = {"update": _read, "forward": _read_and_zero, "compute": _zero}
     metrics = [part for part in module.modules() if isinstance(part, Metric)]
     before = [{name: vars(metric).get(name) for name in silent} for metric in metrics]
@@ -189,6 +190,8 @@ def _without_traces(module: LightningModule) -> Iterator[None]:
         yield
     finally:
         kept.undo()
+        for generator, state in generators:
+            generator.set_state(state)
         vars(module).pop("log")
         if logged is not None:
             vars(module)["log"] = logged

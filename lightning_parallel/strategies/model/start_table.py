@@ -27,7 +27,7 @@ from lightning_parallel.mesh import AXES, Axis
 from lightning_parallel.strategies.model.divided_model import DividedModel
 from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.strategies.trainer.lightnings import combined_of
-from lightning_parallel.techniques.gradients.stored_optimizer import is_elementwise
+from lightning_parallel.techniques.gradients.elementwise import is_elementwise
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.tools.shards import local
 

@@ -43,11 +43,11 @@ class WholeGradients:
         self._divided = divided
         self._wanted: set[tuple[str, ...]] = set()
         self._elsewhere: list[nn.Parameter] = []
-        if divided.mesh.world_size > 1:
+        automatic = divided.module.automatic_optimization
+        if automatic and divided.mesh.world_size > 1:  # else hooks see what the step around them sees
             for hooks in (BEFORE_BACKWARD, AFTER_BACKWARD, BEFORE_STEP):
                 if any(gather_objects(somebody_overrides(hooks, divided.module, callbacks), host)):
                     self._wanted.add(hooks)
-        automatic = divided.module.automatic_optimization
         self.one_factor = BEFORE_BACKWARD not in self._wanted and automatic
         """Whether nobody can multiply a loss by what differs between ranks, after the step and before its backward."""
         self._unseen = automatic and not somebody_overrides(BEFORE_ZERO, divided.module, callbacks)

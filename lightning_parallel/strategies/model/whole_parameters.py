@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dis
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import CodeType, FunctionType
 from typing import Any
@@ -23,8 +23,9 @@ from torch.distributed.tensor import DTensor
 from lightning_parallel.strategies.model.divided_model import DividedModel
 from lightning_parallel.strategies.model.foreign_hooks import Places
 from lightning_parallel.strategies.model.shown_gradient import ShownGradient
-from lightning_parallel.strategies.model.shown_groups import Pair, wholes_in_groups
+from lightning_parallel.strategies.model.shown_groups import wholes_in_groups
 from lightning_parallel.strategies.ranks.agreement import gather_objects
+from lightning_parallel.techniques.gradients.groups import Pair
 from lightning_parallel.techniques.tools import elsewhere
 from lightning_parallel.techniques.tools.redirect import plain_calls, plain_forwards
 from lightning_parallel.techniques.tools.shards import shard_of, whole_tensor
@@ -237,24 +238,39 @@ def _take_over(tensor: Any, made: nn.Parameter) -> None:
 # ---------------------------------------------------------------- which hooks look
 
 
+def asks_for_groups(module: nn.Module) -> bool:
+    """Whether the user's own code of a training step may ask for the parameters in groups of optimizers."""
+    return _any_code(module, "training_step", module, lambda code: bool(_strings(code) & KEYS))
+
+
 def _looks(owner: Any, hook: str, module: nn.Module, parts: set[str]) -> bool:
     """Whether the user's own code of a hook may look at the model."""
+
+    def looks(code: CodeType) -> bool:
+        return bool(set().union(*_names(code)) & (ASKS | parts) or _strings(code) & KEYS) or _hands_on(code)
+
+    return _any_code(owner, hook, module, looks)
+
+
+def _any_code(owner: Any, hook: str, module: nn.Module, looks: Callable[[CodeType], bool]) -> bool:
+    """Whether that is true of the user's own code of a hook, or of functions of the user's that it names."""
     run = getattr(owner, hook, None)
+    owners, seen = (type(owner), type(module)), set[CodeType]()
+
+    def any_of(function: Any) -> bool:
+        function = getattr(function, "__wrapped__", function)
+        if (function.__module__ or "").partition(".")[0] in LIBRARIES or function.__code__ in seen:
+            return False
+        seen.add(function.__code__)
+        if looks(function.__code__):
+            return True
+        attributes, variables = _names(function.__code__)
+        called = [vars(kind).get(name) for name in attributes for owner in owners for kind in owner.__mro__]
+        called += [function.__globals__.get(name) for name in variables]
+        return any(any_of(other) for other in called if isinstance(other, FunctionType))
+
     function = getattr(run, "__func__", run)
-    return isinstance(function, FunctionType) and _function_looks(function, (type(owner), type(module)), parts, set())
-
-
-def _function_looks(function: FunctionType, owners: Sequence[type], parts: set[str], seen: set[CodeType]) -> bool:
-    function = getattr(function, "__wrapped__", function)
-    if (function.__module__ or "").partition(".")[0] in LIBRARIES or function.__code__ in seen:
-        return False
-    seen.add(function.__code__)
-    attributes, variables = _names(function.__code__)
-    if (attributes | variables) & (ASKS | parts) or _strings(function.__code__) & KEYS or _hands_on(function.__code__):
-        return True
-    called = [vars(kind).get(name) for name in attributes for owner in owners for kind in owner.__mro__]
-    called += [function.__globals__.get(name) for name in variables]
-    return any(_function_looks(other, owners, parts, seen) for other in called if isinstance(other, FunctionType))
+    return isinstance(function, FunctionType) and any_of(function)
 
 
 def _names(code: CodeType) -> tuple[set[str], set[str]]:

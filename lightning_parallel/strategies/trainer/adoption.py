@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
+from lightning_parallel.strategies.data.randomness import RandomState
 from lightning_parallel.strategies.ranks.signals import Signals
 from lightning_parallel.strategies.trainer import lightnings
 
@@ -35,6 +36,7 @@ class Adoption:
         for loop in loops:
             self._back.callback(setattr, loop, "inference_mode", loop.inference_mode)
             loop.inference_mode = False  # sharded parameters and inference tensors do not mix
+        self._back.callback(lightnings.skip_without_draws(loops[0], RandomState.preserved))
 
     def be_silent_on_syncing(self) -> None:
         """Lightning recommends sync_dist wherever there is a process group, even of one rank."""

@@ -6,7 +6,7 @@ Written against Lightning 2.6. Loops and combined loaders are `Any` where their 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -87,6 +87,29 @@ def decide_alone(trainer: Trainer) -> None:
     """See `agree_when_to_validate`."""
     loop: Any = trainer.fit_loop.epoch_loop
     vars(loop).pop("_should_check_val_fx", None)
+
+
+def loaders_left_to_validate(trainer: Trainer) -> list[Any]:
+    """The loaders of the validation that follows the batch that ends now; whoever goes on from here leaves it out."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    batches, combined = loop.batch_progress.total, loop.val_loop._combined_loader
+    ends_now = trainer.training and batches.completed < batches.processed
+    by_time = trainer._val_check_time_interval is not None  # type: ignore[attr-defined]
+    if not ends_now or by_time or combined is None or not loop._should_check_val_fx(trainer.fit_loop._data_fetcher):
+        return []
+    return list(combined.flattened)
+
+
+def skip_without_draws(loop: Any, preserved: Callable[[], AbstractContextManager[None]]) -> Callable[[], object]:
+    """Lets a loop leave random states as they are where it only counts an evaluation; returns what takes it back."""
+    table, skip = vars(loop), loop.increment_progress_to_evaluation_end
+
+    def skipped() -> None:
+        with preserved():
+            skip()
+
+    table["increment_progress_to_evaluation_end"] = skipped
+    return lambda: table.pop("increment_progress_to_evaluation_end", None)
 
 
 def combined_of(loop: Any) -> CombinedLoader | None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+from lightning.pytorch import LightningModule
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import Strategy
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_parallel.techniques.gradients.groups import Pair
 from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer
 
 SCHEDULED = "lr", "momentum", "betas", "weight_decay"
@@ -21,10 +24,18 @@ class StoredOptimizers:
     Args:
         strategy: which knows those that the trainer has now.
         store: makes others step what is stored, or raises.
+        average: see `Step.average_given`.
     """
 
-    def __init__(self, strategy: Strategy, store: Callable[[Sequence[Optimizer]], Sequence[StoredOptimizer]]) -> None:
-        self._strategy, self._store = strategy, store
+    def __init__(
+        self,
+        strategy: Strategy,
+        store: Callable[[Sequence[Optimizer]], Sequence[StoredOptimizer]],
+        average: Callable[[Sequence[nn.Parameter]], None],
+    ) -> None:
+        self._strategy, self._store, self._average = strategy, store, average
+        self._held: dict[int, Any] = {}
+        """In such a step, by the `id` of what the module shows, the parameter that ranks have."""
         self._parameters: dict[int, nn.Parameter] | None = None
         self._known: dict[int, StoredOptimizer] = {}
         self.look_at_loss = False
@@ -47,10 +58,32 @@ class StoredOptimizers:
                 self.look_at_loss = any(stored.looks_at_loss for stored in self._known.values())
                 return
 
-    def of(self, optimizer: Optimizer) -> StoredOptimizer:
-        """What makes this one step what is stored."""
+    def of(self, optimizer: Any) -> StoredOptimizer:
+        """What makes this one step what is stored, or the one that it wraps for Lightning."""
         self.take()
-        return self._known[id(optimizer)]
+        return self._known[id(optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)]
+
+    def in_step(self, module: LightningModule) -> Callable[..., Any]:
+        """The module's `training_step`, in which groups hold what the module shows."""
+        tables = [part._parameters for part in module.modules()]
+        places: list[tuple[dict[str, Any], str, Any]] = [(table, *each) for table in tables for each in table.items()]
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            shown: dict[int, Pair] = {
+                id(held): (held, table[name]) for table, name, held in places if table.get(name, held) is not held
+            }
+            self._show([*shown.values()])
+            try:
+                return module.training_step(*args, **kwargs)
+            finally:
+                self._show(())
+
+        return run
+
+    def _show(self, pairs: Sequence[Pair]) -> None:
+        self._held = {id(shown): held for held, shown in pairs}
+        for stored in self._known.values():
+            stored.show(pairs)
 
     def settings(self) -> list[Any]:
         """The `SCHEDULED` numbers of each group of each optimizer, which must be the same on all ranks."""
@@ -63,14 +96,18 @@ class StoredOptimizers:
         Raises:
             ValueError: it steps a parameter that came while the run went on.
         """
-        self.take()
-        if self._parameters is not None:
-            for group in optimizer.param_groups:
-                if not self._parameters.keys() >= set(map(id, group["params"])):
-                    self._refuse(optimizer, group["params"])
-        module = self._strategy.lightning_module
-        if module is not None and not module.automatic_optimization:
-            self.of(optimizer).average_given()
+        parameters = self.of(optimizer).parameters()
+        if self._parameters is not None and not self._parameters.keys() >= set(map(id, parameters)):
+            self._refuse(optimizer, parameters)
+
+    def reduced(self, found: Iterable[Tensor]) -> list[Any]:
+        """What ranks have of parameters that a step of manual optimization is about to clip, or to step.
+
+        Gradients that it gave, or changed, are means of all ranks from here on.
+        """
+        parameters = [self._held.get(id(parameter), parameter) for parameter in found]
+        self._average(parameters)
+        return parameters
 
     def _refuse(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
         new = next(parameter for parameter in parameters if id(parameter) not in (self._parameters or ()))

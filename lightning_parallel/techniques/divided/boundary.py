@@ -6,7 +6,6 @@ and is a constant of the graph. A mark is the cuts of a divided tensor, the rank
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from types import FunctionType
@@ -19,12 +18,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from lightning_parallel.collectives.elements import Ranks
+from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.techniques.divided.table import KEPT
 from lightning_parallel.techniques.divided.tensor import Divided, Wrapper, alike
 from lightning_parallel.techniques.divided.watched import watch
 from lightning_parallel.techniques.tools.redirect import Redirected, Surrounded, put_forward, redirect_forward
-
-log = logging.getLogger(__name__)
+from lightning_parallel.techniques.tools.telling import warn_of_stage
 
 Forward = Callable[..., Any]
 
@@ -61,15 +60,23 @@ class Graphs:
 
     Args:
         compiled: what makes a compiled function of one that takes and returns plain tensors: `torch.compile`.
+        mesh: all ranks.
     """
 
-    def __init__(self, compiled: Callable[..., Forward]) -> None:
-        self.compiled = compiled
+    def __init__(self, compiled: Callable[..., Forward], mesh: ParallelMesh) -> None:
+        self.compiled, self._mesh = compiled, mesh
         self.code = _inside.__code__.replace(co_consts=(*_inside.__code__.co_consts, object()))
         """A code of its own: a compiler keeps graphs by the code that it has read."""
         self.inside = compiled(FunctionType(self.code, globals()), fullgraph=True, asks_for=_asked_of_blocks)
         self._calls: dict[Any, Call] = {}
         self._words: dict[Any, str] = {}
+        self._warned: set[str] = set()
+
+    def warn_once(self, message: str) -> None:
+        """Logs a warning on one rank of a stage, which many blocks of a kind have in common."""
+        if message not in self._warned:
+            self._warned.add(message)
+            warn_of_stage(message, self._mesh)
 
     def call(self, leaves: list[Any], form: Any, divided: list[Slot]) -> Call:
         """What a graph is told of these leaves in this form, and of these parameters."""
@@ -112,7 +119,7 @@ class CompiledForward:
         """The marks of what the graph returned."""
         self._parts = [part for part in module.modules() if part is not module]
         self._plain = graphs.compiled(forward)
-        self._eager = self._too_many = False
+        self._eager = False
         self._surrounded = _with_surroundings_of(forward, self._run)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -178,24 +185,19 @@ class CompiledForward:
         """Tells once that a length or a mode came for which there is no graph; ranks are alike in that."""
         if self._must_compile:
             raise
-        if not self._too_many:
-            log.warning(
-                "%s was compiled as often as torch allows (torch._dynamo.config.recompile_limit = %s), and runs as it "
-                "is for other lengths: pad batches to a few lengths, or raise the limit",
-                type(self._module).__name__,
-                torch._dynamo.config.recompile_limit,
-            )
-        self._too_many = True
+        self._graphs.warn_once(
+            f"{type(self._module).__name__} was compiled as often as torch allows "
+            f"(torch._dynamo.config.recompile_limit = {torch._dynamo.config.recompile_limit}), and runs as it is for "
+            "other lengths: pad batches to a few lengths, or raise the limit"
+        )
 
     def _give_up(self, error: TorchDynamoException) -> None:
         if self._must_compile:
             raise error
         self._eager = True
-        log.warning(
-            "%s runs as it is, and only its parts are compiled: with tensors that ranks have divided it is one graph "
-            "or none, and torch.compile says: %s",
-            type(self._module).__name__,
-            _said(error),
+        self._graphs.warn_once(
+            f"{type(self._module).__name__} runs as it is, and only its parts are compiled: with tensors that ranks "
+            f"have divided it is one graph or none, and torch.compile says: {_said(error)}"
         )
         for part in _parts(self._module):
             redirect_forward(part, lambda forward, part=part: CompiledForward(part, forward, self._graphs, False))  # type: ignore[misc]

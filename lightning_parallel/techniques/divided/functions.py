@@ -10,8 +10,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._functorch import apis, eager_transforms
 from torch._functorch import utils as of_functions
@@ -36,7 +38,7 @@ TRANSFORMS = (
 
 @contextmanager
 def functions_get_wholes() -> Iterator[None]:
-    """Inside, functions of autograd and transforms get whole tensors.
+    """Inside, functions of autograd and transforms get whole tensors, and backward passes the leaves of their inputs.
 
     `Function.apply` looks up one function of torch at each call, and leads its arguments through it; that one is
     replaced. To replace `apply` would miss code that took it earlier, as in `norm = MyNorm.apply`.
@@ -56,9 +58,12 @@ def functions_get_wholes() -> Iterator[None]:
     of_functions.unwrap_dead_wrappers = unwrapped
     for module, name, transform in transforms:
         setattr(module, name, _of_wholes(transform))
+    passes, plain = vars(torch.autograd), torch.autograd.backward
+    passes["backward"] = wraps(plain)(partial(_to_leaves, plain))  # by its name, modes of functions know it
     try:
         yield
     finally:
+        passes["backward"] = plain
         of_functions.unwrap_dead_wrappers = before
         for module, name, transform in transforms:
             setattr(module, name, transform)
@@ -70,6 +75,20 @@ def _of_wholes(transform: Callable[..., Any]) -> Callable[..., Any]:
         return transform(*args, **kwargs)
 
     return run
+
+
+def _to_leaves(
+    backward: Callable[..., None],
+    tensors: Any,
+    grad_tensors: Any = None,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    grad_variables: Any = None,
+    inputs: Any = None,
+) -> None:
+    """Stands for `torch.autograd.backward`, which would look for divided inputs in the graph and find none."""
+    inputs = tree_map_only(Divided, lambda each: each.own, inputs)
+    backward(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
 
 
 class GivesWholes:

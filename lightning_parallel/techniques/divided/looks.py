@@ -109,6 +109,6 @@ def asking_at_once(method: Any) -> Callable[..., Any]:
     return ask
 
 
-def version_of(tensor: Tensor) -> int:
-    """How often its memory was changed in place; within graphs, where versions are no constants, unknown."""
-    return 0 if torch.compiler.is_dynamo_compiling() else tensor._version
+def state_of(tensor: Tensor) -> tuple[bool, int]:
+    """Whether it learns, and how often its memory was changed in place; in graphs, where that is no constant, 0."""
+    return tensor.requires_grad, 0 if torch.compiler.is_dynamo_compiling() else tensor._version

@@ -34,7 +34,7 @@ from lightning_parallel.collectives.by_elements import (
     total_part,
 )
 from lightning_parallel.collectives.elements import Elements, Ranks
-from lightning_parallel.techniques.divided.looks import version_of
+from lightning_parallel.techniques.divided.looks import state_of
 from lightning_parallel.techniques.divided.regather import to_be_regathered
 from lightning_parallel.techniques.divided.table import Cuts
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided, own_use
@@ -281,7 +281,7 @@ def gathered_once(divided: Any, own: Tensor, dim: int, elements: Elements, dtype
     if own is not divided.own:
         return gathered(in_dtype(own, dtype), dim, elements)
     kept: dict[Any, Tensor] = divided.gathers
-    key = dim, torch.is_grad_enabled(), dtype, version_of(own)
+    key = dim, torch.is_grad_enabled(), dtype, state_of(own)
     if key not in kept:
         again = elements.ranks.regathers and not torch.compiler.is_dynamo_compiling()
         made = gathered(in_dtype(own, dtype), dim, elements, keep=again)

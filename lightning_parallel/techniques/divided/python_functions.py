@@ -41,10 +41,14 @@ def in_function() -> bool:
     return function is not None and not function.__name__.startswith("CheckpointFunction")
 
 
+in_transform = torch._C._are_functorch_transforms_active
+"""Whether a transform of `torch.func` runs."""
+
+
 def takes_wholes() -> bool:
     """Whether what runs takes no divided tensors: a function of autograd, or a transform of `torch.func`."""
-    if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
-        return torch._C._are_functorch_transforms_active()
+    if torch.is_grad_enabled() or in_transform():
+        return in_transform()
     # In a forward of such a function there is no forward mode either, as in inference mode; a backward has its node.
     maybe = not torch._C._is_fwd_grad_enabled() or torch._C._current_autograd_node() is not None
     return maybe and in_function()
@@ -52,8 +56,7 @@ def takes_wholes() -> bool:
 
 def outside_of_transforms() -> AbstractContextManager[Any]:
     """Inside, no transform of `torch.func` acts: they take no function of autograd as those of collectives."""
-    active = torch._C._are_functorch_transforms_active()
-    return temporarily_clear_interpreter_stack() if active else nullcontext()
+    return temporarily_clear_interpreter_stack() if in_transform() else nullcontext()
 
 
 @functools.cache

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain, islice
+from itertools import chain, compress, islice, repeat
+from operator import is_, sub
 from typing import Any, TypeVar
 
 import torch
@@ -52,7 +53,8 @@ class DividedStep(WrappedStep):
         super().__init__(inner)
         _refuse_compiled(model)
         self._model, self._ranks = model, ranks
-        self._tables = [(vars(module), _first_own(vars(module))) for module in model.modules()]
+        self._tables = [vars(module) for module in model.modules()]
+        self._first_own = list(map(_first_own, self._tables))
         self._hold_nothing: set[type] = set()
         """Types of which values are no divided tensors, and hold none: most modules have no other ones."""
         self._in_forward = self._went_back = False
@@ -81,12 +83,12 @@ class DividedStep(WrappedStep):
 
     def _leave(self) -> None:
         tell(self._ranks, self._model)
-        kinds = _kinds(chain.from_iterable(islice(table.values(), own, None) for table, own in self._tables))
+        kinds = _kinds(self._tables, self._first_own)
         if kinds.issubset(self._hold_nothing):
             return
-        for table, own in self._tables:
-            if not _kinds(islice(table.values(), own, None)).issubset(self._hold_nothing):
-                _make_whole(table, own)
+        for table, first in zip(self._tables, self._first_own, strict=True):
+            if not _kinds([table], [first]).issubset(self._hold_nothing):
+                _make_whole(table, first)
         self._hold_nothing |= {kind for kind in kinds if not issubclass(kind, HOLD)}
 
 
@@ -127,11 +129,20 @@ def _first_own(table: dict[str, Any]) -> int:
     return len(OF_TORCH) if OF_TORCH.issuperset(islice(table, len(OF_TORCH))) else 0
 
 
-def _kinds(values: Iterable[Any]) -> set[type]:
-    """The types of values; of a tuple, as of the sizes of a norm, those of what is in it."""
-    values = list(values)
-    within = chain.from_iterable(each for each in values if type(each) is tuple)
-    return ({*map(type, values)} - {tuple}) | {*map(type, within)}
+def _kinds(tables: list[dict[str, Any]], first_own: list[int]) -> set[type]:
+    """The types of modules' own attributes; of a tuple, as of the sizes of a norm, those of what is in it.
+
+    It looks at every attribute of every module after each step, and so leaves going through them to functions in C.
+
+    Args:
+        tables: the attributes of modules.
+        first_own: the place of the first own one in each; from the last one back is a shorter way there.
+    """
+    from_last = map(reversed, map(dict.values, tables))
+    values = list(chain.from_iterable(map(islice, from_last, map(sub, map(len, tables), first_own))))
+    kinds = list(map(type, values))
+    within = chain.from_iterable(compress(values, map(is_, kinds, repeat(tuple))))
+    return ({*kinds} - {tuple}) | {*map(type, within)}
 
 
 def _make_whole(table: dict[str, Any], own: int) -> None:

@@ -6,7 +6,9 @@ returns a `LocalCall`, and the next time that tensors of these forms meet in thi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -96,21 +98,20 @@ class Form:
         self.shape, self.cuts = shape, cuts
         self.calls: dict[Any, Remembered] = {}
 
-    def remember(self, key: Any, call: LocalCall, result: Form | None, meets_alike: bool) -> None:
+    def remember(self, key: Any, call: LocalCall, result: Form | None) -> None:
         """Keeps a call; of numbers that change with every step not without end.
 
         Args:
             key: of the operation and what it gets.
             call: that a rule decided on.
             result: the form of the result, if the call has `cuts`.
-            meets_alike: whether there are alike parameters among what it gets.
         """
         if len(self.calls) >= KEPT:
             self.calls.clear()
-        self.calls[key] = call.run, call.rest, result, call.of_themselves, meets_alike
+        self.calls[key] = call.run, call.rest, result, call.of_themselves
 
 
-Remembered = tuple[Callable[..., Any], "tuple[Any, ...] | None", "Form | None", bool, bool]
+Remembered = tuple[Callable[..., Any], "tuple[Any, ...] | None", "Form | None", bool]
 """See `Form.remember`."""
 
 KEPT = 1000
@@ -147,43 +148,69 @@ def same_cuts(one: Cuts, other: Cuts) -> bool:
     return len(one) == len(other) and all(elements.same(other.get(dim)) for dim, elements in one.items())
 
 
-VALUES = frozenset((int, bool, str, type(None), torch.dtype, torch.Size))
-"""What decides by its value, and is equal only to what decides the same."""
+VALUES = frozenset((int, bool, float, str, type(None), torch.dtype, torch.Size))
+"""What decides by its type and value."""
+
+WHOLE_NUMBERS = frozenset((int,))
 
 
-def key_of(func: Any, args: Any, kwargs: Any, wrapper: type) -> tuple[Form, Any, list[Any]] | None:
+class Pattern:
+    """Which arguments of a call are what, as their types tell; one object for all calls with arguments of these types.
+
+    Attributes:
+        divided: the places of divided tensors.
+        others: those of all but the first.
+        plain: those of plain tensors.
+        tuples: those of tuples, which decide by their value if they are of whole numbers.
+        values: takes, of all arguments, what decides by its value.
+    """
+
+    __slots__ = ("divided", "others", "plain", "tuples", "values")
+
+    def __init__(self, wrapper: type, kinds: Sequence[type]) -> None:
+        self.divided = [place for place, kind in enumerate(kinds) if kind is wrapper]
+        self.others = self.divided[1:]
+        self.plain = [place for place, kind in enumerate(kinds) if kind is Tensor or kind is nn.Parameter]
+        self.tuples = [place for place, kind in enumerate(kinds) if kind is tuple]
+        rest = sorted({*range(len(kinds))} - {*self.divided, *self.plain})
+        self.values: Callable[[Any], Any] = itemgetter(*rest) if rest else itemgetter(slice(0))
+
+
+@lru_cache(KEPT)
+def _pattern_of(wrapper: type, *kinds: type) -> Pattern | None:
+    """The pattern of these types; None where one of them is not known by a form or a value, or none is divided."""
+    known = VALUES.union((wrapper, Tensor, nn.Parameter, tuple))
+    return Pattern(wrapper, kinds) if wrapper in kinds and known.issuperset(kinds) else None
+
+
+def key_of(wrapper: type, func: Any, args: Any, kwargs: Any) -> tuple[Form, Any, Pattern] | None:
     """By what a call is remembered.
 
+    This runs at every operation: what types tell is looked up, and no function of Python is called for an argument.
+
     Args:
+        wrapper: the type of divided tensors, which have a `form`; those of other types are not remembered.
         func: the operation.
         args: of it.
         kwargs: of it.
-        wrapper: the type of divided tensors, which have a `form`; those of other types are not remembered.
 
     Returns:
-        The form that remembers, the key, and the arguments with own elements in place of divided tensors, but not of
-        alike parameters; None if there is something that is not known by a form or a value.
+        The form that remembers, the key, and what the arguments are, positional ones first; None if there is something
+        that is not known by a form or a value.
     """
-    first: Form | None = None
-    key, given = [func], []
-    for each in (*args, *kwargs.values()) if kwargs else args:
-        kind = type(each)
-        if kind is wrapper:
-            form = each.form
-            key.append(form)
-            first = first or form
-            each = each.own if form.cuts else each
-        elif kind is Tensor or kind is nn.Parameter:
-            key += each.shape, each.requires_grad and torch.is_grad_enabled()
-        elif kind in VALUES or (kind is tuple and all(type(size) is int for size in each)):
-            key.append(each)
-        elif kind is float:  # 1.0 is no size
-            key += kind, each
-        else:
-            return None
-        given.append(each)
-    if first is None:
-        return None
+    names: Any = None
     if kwargs:
-        key += len(args), *kwargs
-    return first, tuple(key), given
+        args, names = (*args, *kwargs.values()), tuple(kwargs)
+    pattern = _pattern_of(wrapper, *map(type, args))
+    if pattern is None:
+        return None
+    for place in pattern.tuples:
+        if not WHOLE_NUMBERS.issuperset(map(type, args[place])):
+            return None
+    key: tuple[Any, ...] = func, names, pattern, pattern.values(args)
+    for place in pattern.others:
+        key = *key, args[place].form
+    for place in pattern.plain:
+        each = args[place]
+        key = *key, each.shape, each.requires_grad and torch.is_grad_enabled()
+    return args[pattern.divided[0]].form, key, pattern

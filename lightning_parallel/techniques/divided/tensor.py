@@ -15,6 +15,7 @@ All ranks of a group must take the same way: rules decide by shapes, and by whic
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, ClassVar, TypeGuard, cast
 
 import torch
@@ -24,10 +25,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_parallel.collectives.by_elements import completed, joined, part, reduced_later, shared_out
 from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.techniques.divided.gathered import note
-from lightning_parallel.techniques.divided.looks import LooksWhole, asking_at_once, version_of
+from lightning_parallel.techniques.divided.looks import LooksWhole, asking_at_once, state_of
 from lightning_parallel.techniques.divided.python_functions import (
     body_of,
     called_below,
+    in_transform,
     outside_of_transforms,
     takes_wholes,
 )
@@ -37,6 +39,7 @@ from lightning_parallel.techniques.divided.table import (
     Cuts,
     Form,
     LocalCall,
+    Pattern,
     Remembered,
     form_of,
     is_in_place,
@@ -64,7 +67,7 @@ class Divided(LooksWhole):
     looked_at: ClassVar[bool] = False  # of a parameter: only code outside of its module reads this form of it
     ranks: Ranks
     """Of an alike parameter: the ranks that add up its gradients."""
-    _known: tuple[Tensor, int] | None
+    _known: tuple[Tensor, tuple[bool, int]] | None
     _gathers: dict[Any, Tensor] | None
 
     @staticmethod
@@ -86,7 +89,7 @@ class Divided(LooksWhole):
             return shared_out(self.own, self.ranks)
         if (known := self.known) is not None:
             return known
-        key = "whole", torch.is_grad_enabled(), version_of(self.own)
+        key = "whole", torch.is_grad_enabled(), state_of(self.own)
         if key in (gathers := self.gathers):
             return gathers[key]
         made = self.own
@@ -106,13 +109,13 @@ class Divided(LooksWhole):
 
     def known_to_be(self, whole: Tensor) -> Divided:
         """Itself, of which this rank has all elements beside its own; nothing learns them."""
-        self._known = whole, version_of(self.own)
+        self._known = whole, state_of(self.own)
         return self
 
     @property
     def known(self) -> Tensor | None:
-        """The whole, where each rank has it at no cost, as that of a batch; None once something changed its memory."""
-        if self._known is None or self._known[1] != version_of(self.own):
+        """The whole, where each rank has it at no cost, as that of a batch; None once something changed it."""
+        if self._known is None or self._known[1] != state_of(self.own):
             return None
         return self._known[0]
 
@@ -161,20 +164,19 @@ class Wrapper(Divided):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The remembered call, if there is one; what a rule decides, if not."""
         found = None
-        if func in REMEMBERED and not takes_wholes():
-            found = key_of(func, args, kwargs, Wrapper)
+        if func in REMEMBERED and ((torch.is_grad_enabled() and not in_transform()) or not takes_wholes()):
+            found = key_of(Wrapper, func, args, kwargs)
         if found is None:
             return super().__torch_function__(func, types, args, kwargs)
-        form, key, own = found
+        form, key, pattern = found
         known = form.calls.get(key)
         if known is not None:
-            return _called_again(known, own, args, kwargs)
+            return _called_again(known, pattern, args, kwargs or {})
         result = by_rule(func, args, kwargs or {})
         if not isinstance(result, LocalCall):
             return result
         made = carried_out(result, args, kwargs or {})
-        meets_alike = any(isinstance(each, Divided) for each in own)
-        form.remember(key, result, None if result.cuts is None else made.form, meets_alike)
+        form.remember(key, result, None if result.cuts is None else made.form)
         return made
 
     @classmethod
@@ -296,16 +298,18 @@ def carried_out(call: LocalCall, args: Any, kwargs: Any) -> Any:
     return Divided(call.run(*own, **{name: own_use(each) for name, each in kwargs.items()}), call.cuts)
 
 
-def _called_again(known: Remembered, own: list[Any], args: Any, kwargs: Any) -> Any:
+def _called_again(known: Remembered, pattern: Pattern, args: Any, kwargs: Any) -> Any:
     """The result of a call that is remembered; it is called as by `carried_out`."""
-    run, rest, looks, of_themselves, meets_alike = known
+    run, rest, looks, of_themselves = known
     if looks is None or of_themselves:
-        made = run(*args, **kwargs) if kwargs else run(*args)
+        made = run(*args, **kwargs)
         return made if looks is None else wrapped(made, looks)
     if rest is not None:
-        return wrapped(run(own[0], *rest), looks)
-    if meets_alike:
-        own = list(map(own_use, own))
+        return wrapped(run(args[0].own, *rest), looks)
+    own = [*args, *kwargs.values()]
+    for place in pattern.divided:
+        each = own[place]
+        own[place] = each.own if each.form.cuts else own_use(each)
     if not kwargs:
         return wrapped(run(*own), looks)
     return wrapped(run(*own[: len(args)], **dict(zip(kwargs, own[len(args) :], strict=True))), looks)
@@ -329,10 +333,8 @@ def alike(parameter: Tensor, ranks: Ranks) -> Divided:
     Where it meets divided tensors a rank computes a summand of its gradient. Where it does not, all compute the whole
     gradient, of which each takes its share, so that the sum is right for any mixture of uses.
     """
-    if torch.compiler.is_dynamo_compiling():
-        made = Divided(parameter, {})
-    else:
-        made = wrapped(parameter, form_of(parameter.shape, {}, ranks))
+    compiled = torch.compiler.is_dynamo_compiling()
+    made = Divided(parameter, {}) if compiled else wrapped(parameter, form_of(parameter.shape, {}, ranks))
     made.ranks, made.stored = ranks, parameter
     return made
 
@@ -343,7 +345,8 @@ def of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
     A divided tensor that the operation changes, in place or as `out`, then takes its own elements of what came out.
     """
     name = getattr(func, "__name__", str(func))
-    changed = [leaf for leaf in tree_leaves(args[:1]) if isinstance(leaf, Divided) and is_in_place(name)]
+    first = args[:1] or tuple(kwargs.values())[:1]  # functions of torch.nn.init name all that they get
+    changed = [leaf for leaf in tree_leaves(first) if isinstance(leaf, Divided) and is_in_place(name)]
     changed += [leaf for leaf in tree_leaves(kwargs.get("out")) if isinstance(leaf, Divided)]
     if not changed:
         result = _on_wholes(func, args, kwargs, name)
@@ -357,17 +360,20 @@ def of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
                 each.only.ranks.viewed.append(each)
             vars(each)["_shown"], each.__class__ = (whole, whole._version, each.own._version), Viewed
         return _on_wholes(func, args, kwargs, name) if viewed else result
+    with torch.no_grad() if getattr(func, "__module__", "") == "torch.nn.init" else nullcontext():  # as these say
+        return _changing(func, args, kwargs, name, changed)
+
+
+def _changing(func: Any, args: Any, kwargs: Any, name: str, changed: list[Divided]) -> Any:
     wholes = {id(each): each.whole(name).clone() for each in changed}
-    args, kwargs = tree_map_only(
-        Divided, lambda each: wholes[id(each)] if id(each) in wholes else each.whole(name), (tuple(args), kwargs)
-    )
+    given = tuple(args), kwargs
+    args, kwargs = tree_map_only(Divided, lambda d: wholes[id(d)] if id(d) in wholes else d.whole(name), given)
     result = func(*args, **kwargs)
     for each in changed:
         each.own.copy_(own_of(wholes[id(each)], each.cuts))
         each.forget()
-    return tree_map_only(
-        Tensor, lambda leaf: next((each for each in changed if wholes[id(each)] is leaf), leaf), result
-    )
+    back = {id(wholes[id(each)]): each for each in changed}
+    return tree_map_only(Tensor, lambda leaf: back.get(id(leaf), leaf), result)
 
 
 def _on_wholes(func: Any, args: Any, kwargs: Any, name: str) -> Any:
@@ -380,16 +386,15 @@ def _has_view(result: Any, divided: Divided) -> bool:
     """Whether a result is a gathered tensor, or a view of it, which may be changed in place."""
     whole = divided.whole()
     base = whole if whole._base is None else whole._base
-    found = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-    return not isinstance(divided, Viewed) and any(leaf is base or leaf._base is base for leaf in found)
+    found = (leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and not isinstance(divided, Viewed))
+    return any(leaf is base or leaf._base is base for leaf in found)
 
 
 def own_of(tensor: Tensor, cuts: Cuts) -> Tensor:
     """This rank's elements of a tensor, plain or divided in any way."""
-    if is_divided(tensor):
-        if same_cuts(tensor.cuts, cuts):
-            return tensor.own
-        tensor = tensor.whole("another division")
+    if is_divided(tensor) and same_cuts(tensor.cuts, cuts):
+        return tensor.own
+    tensor = tensor.whole("another division") if is_divided(tensor) else tensor
     for dim, elements in cuts.items():
         tensor = part(tensor, dim, elements)
     return tensor

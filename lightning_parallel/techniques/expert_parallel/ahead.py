@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.techniques.expert_parallel.before import RandomState
+from lightning_parallel.techniques.expert_parallel.before import Draws
 from lightning_parallel.techniques.tools.redirect import Forward, redirect_forward
 
 
@@ -56,10 +56,10 @@ class SharedExperts:
             return
         self._after_experts = False
         for part in self._ahead:
-            random = RandomState.now()
+            random = Draws.now()
             result = part.forward(self._entered)
             self._computed[part] = self._entered, self._entered._version, result
-            if not random.same(RandomState.now()):
+            if not random.same(Draws.now()):
                 self._seen[part] = False  # it draws random numbers, which on one device others draw before it
         self._after_experts = True
 

@@ -15,19 +15,19 @@ CONTAINERS = (list, dict, set, deque)
 
 
 @dataclass(frozen=True)
-class RandomState:
+class Draws:
     """The state of torch's generators of the host and the device."""
 
     host: Tensor
     device: Tensor | None
 
     @classmethod
-    def now(cls) -> RandomState:
+    def now(cls) -> Draws:
         """As it is."""
         on_device = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
         return cls(torch.get_rng_state(), on_device)
 
-    def same(self, other: RandomState) -> bool:
+    def same(self, other: Draws) -> bool:
         """Whether nothing was drawn in between."""
         if self.device is not None and other.device is not None and not self.device.equal(other.device):
             return False

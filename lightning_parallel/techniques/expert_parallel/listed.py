@@ -22,7 +22,7 @@ from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.collectives.functional import parts_of_all, summed
 from lightning_parallel.collectives.rows import exchanged
 from lightning_parallel.techniques.divided.tensor import Divided
-from lightning_parallel.techniques.expert_parallel.before import Before, RandomState
+from lightning_parallel.techniques.expert_parallel.before import Before, Draws
 from lightning_parallel.techniques.expert_parallel.calls import Calls
 from lightning_parallel.techniques.expert_parallel.capacity import Capacity
 from lightning_parallel.techniques.expert_parallel.outside import stored_of
@@ -65,7 +65,7 @@ class ListedExperts:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             first = FirstPass(self._experts, others, self._zeros)
-            before, random = Before([owner]), RandomState.now()
+            before, random = Before([owner]), Draws.now()
             with first.watching():
                 forward(*copied(args), **copied(kwargs))
             before.restore()

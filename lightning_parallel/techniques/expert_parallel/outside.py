@@ -23,7 +23,7 @@ from lightning_parallel.techniques.divided import rules  # noqa: F401  (enters t
 from lightning_parallel.techniques.divided.functions import functions_get_wholes
 from lightning_parallel.techniques.divided.python_functions import called_below
 from lightning_parallel.techniques.divided.rules.single import IN_PLACE, ONE_BY_ONE
-from lightning_parallel.techniques.divided.table import RULES, operations, same_cuts
+from lightning_parallel.techniques.divided.table import RULES, is_in_place, operations, same_cuts
 from lightning_parallel.techniques.divided.tensor import Wrapper, of_wholes
 from lightning_parallel.techniques.expert_parallel.calls import Calls
 from lightning_parallel.techniques.expert_parallel.own_experts import OF_EXPERTS
@@ -98,7 +98,7 @@ class Outside(Wrapper):
         result = _by_own_rows(func, args, kwargs)
         if result is not NotImplemented:
             return result
-        changes = tree_leaves((args[:1], kwargs.get("out"))) if func in IN_PLACE or "out" in kwargs else ()
+        changes = tree_leaves((args[:1] or kwargs, kwargs.get("out"))) if _changes(func) or "out" in kwargs else ()
         if any(isinstance(leaf, Outside) for leaf in changes):
             return of_wholes(func, args, kwargs)
         args, kwargs = tree_map_only(Outside, Outside.whole, (tuple(args), kwargs))
@@ -114,9 +114,16 @@ class Outside(Wrapper):
 
 _make = cast(Callable[..., Outside], Tensor._make_wrapper_subclass)
 
+SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+
 ANSWERING = {RULES[each] for each in (Tensor.get_device, Tensor.stride, Tensor.new_zeros, Tensor.requires_grad_,
-                                      Tensor.data_ptr, Tensor.__deepcopy__)}  # fmt: skip
+                                      Tensor.data_ptr, Tensor.__deepcopy__, SET_DATA)}  # fmt: skip
 """Rules of divided tensors that only answer a question, or do the same whoever reads."""
+
+
+def _changes(func: Any) -> bool:
+    return func in IN_PLACE or is_in_place(getattr(func, "__name__", ""))
+
 
 SINGLE = frozenset(ONE_BY_ONE) - IN_PLACE
 POWERS = frozenset(operations("pow", "__pow__"))
@@ -163,7 +170,7 @@ def _by_position(func: Any, first: Outside, *rest: Any) -> Any:
 
 
 def _of_one(func: Any, rows: Outside) -> Any:
-    if func in SINGLE or func is Tensor.data.__get__:  # type: ignore[attr-defined]
+    if func in SINGLE or func == Tensor.data.__get__:  # type: ignore[attr-defined]  # another object each time
         return rows.again(func(rows.own))
     if func is Tensor.retain_grad:
         return func(rows.own)
@@ -263,7 +270,7 @@ class Shown:
         rows, leaf = self._kept.get(id(kept)), leaf_of(kept)
         if rows is None or rows.own is not leaf or rows.stored is not kept:
             rows = self._kept[id(kept)] = Outside(leaf, elements, self._readers)
-            rows.stored = kept
+            rows.stored, rows._is_param = kept, True
         return rows
 
 

@@ -28,7 +28,7 @@ from lightning_parallel.collectives.by_elements import counted, entered, gathere
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.collectives.rows import any_of
 from lightning_parallel.techniques.divided.tensor import Divided
-from lightning_parallel.techniques.expert_parallel.before import Before, RandomState
+from lightning_parallel.techniques.expert_parallel.before import Before, Draws
 from lightning_parallel.techniques.expert_parallel.calls import Calls
 from lightning_parallel.techniques.expert_parallel.capacity import Capacity
 from lightning_parallel.techniques.expert_parallel.outside import stored_of
@@ -262,7 +262,7 @@ class StackedExperts:
     def _compare(self, forward: Forward, call: Call, tokens: Tokens) -> bool:
         """Whether both ways give the same; without dropout, for the two would draw other numbers."""
         parts = list(self._module.modules())
-        before, random = Before(parts), RandomState.now()
+        before, random = Before(parts), Draws.now()
         for part in parts:
             part.training = False
         try:

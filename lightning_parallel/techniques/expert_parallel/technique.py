@@ -133,13 +133,14 @@ class ExpertParallel(Technique):
 
     def divide(self, model: nn.Module, ground: Ground, seen: tuple[int, list[Experts]]) -> Division:
         """Keeps this rank's experts, and leads calls of them over the ranks."""
-        size, mesh = seen[0], ground.mesh
+        (size, experts), mesh = seen, ground.mesh
         view = mesh.experts(size)
         if view["ep"].size() == 1 and self.capacity_factor is None:
             return Division(model)
         if self.capacity_factor is not None and mesh.sizes["cp"] > 1:
             warn(_another_order(self))
-        found = find_experts(model, ground.plan)
+        # as the whole model tells: a stage of a pipeline may have one weight of them, where its loss reads it
+        found = [each for each in experts if any(True for _ in model.get_submodule(each.name).parameters())]
         division = _Dividing(view, mesh, self, own_parameters(model, found))
         for each in found:
             division.divide(model, each)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_parallel.techniques.divided.tensor import Divided
-from lightning_parallel.techniques.expert_parallel.before import Before, RandomState
+from lightning_parallel.techniques.expert_parallel.before import Before, Draws
 from lightning_parallel.techniques.tools.redirect import Forward
 
 DIMENSIONS = 6
@@ -45,7 +45,7 @@ class Given:
     result: Any
     versions: list[int]
     before: Before
-    drawn: tuple[RandomState, RandomState]
+    drawn: tuple[Draws, Draws]
 
 
 class FirstPass:
@@ -99,13 +99,13 @@ class FirstPass:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if self._within:
                 return original(*args, **kwargs)
-            before, random = Before(list(part.modules())), RandomState.now()
+            before, random = Before(list(part.modules())), Draws.now()
             self._within = True
             try:
                 result = original(*args, **kwargs)
             finally:
                 self._within = False
-            self.given.append(Given(part, result, _versions(result), before, (random, RandomState.now())))
+            self.given.append(Given(part, result, _versions(result), before, (random, Draws.now())))
             return result
 
         return forward

@@ -11,12 +11,20 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 OWN: Any = Tensor.grad
 """The attribute itself: `OWN.__get__(parameter)`."""
 
 INNER = ("lightning_parallel.", "torch.distributed.", "torch._dynamo", "torch._functorch", "torch._subclasses")
 """Modules that read gradients for themselves; what they call, or who calls them, sees nothing of it."""
+
+
+LOOKS_WHOLE = "lightning_parallel.techniques.divided.tensor"
+"""What stands for a parameter that ranks divide: it reads the gradient of that for who asks."""
+
+
+ZEROING = ("torch.nn.modules.module.zero_grad", "torch.optim.optimizer.zero_grad")
 
 
 class Given:
@@ -28,7 +36,7 @@ class Given:
 
     def __init__(self) -> None:
         self.stepped: set[int] | None = None
-        """The `id` of parameters that were stepped since the last backward, which clears it; None before the first."""
+        """The `id` of parameters that were stepped since the last backward; None before the first: all may be given."""
 
     def among(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether there are such among those that are about to be stepped."""
@@ -36,7 +44,8 @@ class Given:
 
     def step(self, parameters: Sequence[nn.Parameter]) -> None:
         """They are stepped now."""
-        self.stepped = {*(self.stepped or ()), *map(id, parameters)}
+        if self.stepped is not None:
+            self.stepped.update(map(id, parameters))
 
 
 def is_being_asked() -> bool:
@@ -46,12 +55,12 @@ def is_being_asked() -> bool:
 
 def ask(read: Callable[[nn.Parameter], Tensor | None], write: Callable[[nn.Parameter, Tensor | None], None]) -> None:
     """From now on these are called for what becomes of `parameter.grad`; `ask_no_more` ends it."""
-    nn.Parameter.grad = property(read, write, OWN.__delete__)  # type: ignore[assignment]
+    nn.Parameter.grad = DTensor.grad = property(read, write, OWN.__delete__)  # type: ignore[assignment]
 
 
 def ask_no_more() -> None:
     """Takes `ask` back."""
-    del nn.Parameter.grad
+    del nn.Parameter.grad, DTensor.grad
 
 
 def is_inner(*through: str) -> bool:
@@ -60,7 +69,17 @@ def is_inner(*through: str) -> bool:
     Args:
         through: modules by which it asks, beside this one; modes of torch are no askers either.
     """
-    frame: Any = sys._getframe(1)
-    while frame.f_globals.get("__name__") in through or frame.f_code.co_name == "__torch_function__":
+    return _asker(*through).startswith(INNER)
+
+
+def is_zeroing(*through: str) -> bool:
+    """Whether torch's `zero_grad` asks, of a module or an optimizer, which needs no values; see `is_inner`."""
+    return _asker(*through) in ZEROING
+
+
+def _asker(*through: str) -> str:
+    """The module of the code that asks, and its function where it is torch's."""
+    frame: Any = sys._getframe(2)
+    while frame.f_globals.get("__name__") in (*through, LOOKS_WHOLE) or frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back
-    return str(frame.f_globals.get("__name__")).startswith(INNER)
+    return f"{frame.f_globals.get('__name__')}.{frame.f_code.co_name}"

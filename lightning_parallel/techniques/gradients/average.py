@@ -69,11 +69,13 @@ class AllReduceBucket(Bucket):
         index: int = 0,
     ) -> None:
         divided = holders.all.size() if hook else 1  # torch's hooks divide by the ranks of the group for themselves
-        super().__init__(parameters, holders.scale * divided)
+        super().__init__(parameters, holders, divided)
         self._group = holders.all.get_group()
         self._hook = hook
         self._index = index
         self.takes_early = hook is None  # those that send something else keep what they left out for later
+        self._again = 1 / (holders.scale * holders.all.size())
+        self._reduced = False
         self._pending = Pending(None)
         self._message: Tensor | None = None
         self._views: list[Tensor] = []
@@ -87,16 +89,26 @@ class AllReduceBucket(Bucket):
             self._message = None
         super().agree(dtype)
 
-    def begin(self, synced: bool, early: bool = False) -> None:
+    def begin(self, synced: bool, early: bool = False, given: bool = False) -> None:
         """See `Bucket.begin`. Gradients of the batch before live in the buffer: what is taken goes into a new one.
 
         So does everything where somebody keeps one of them.
         """
-        super().begin(synced, early)
+        super().begin(synced, early, given)
+        if self._again != 1 and self.active and not given:
+            self.reopen()
         if self._message is not None and (
             self._lent.is_kept(self.parameters) or (early and any(p.grad is not None for p in self.parameters))
         ):
             self._message = None
+
+    def reopen(self) -> None:
+        """See `Bucket.reopen`; of parameters that all ranks hold, the mean of means is the same."""
+        if self._reduced and self._again != 1:
+            for gradient in (parameter.grad for parameter in self.parameters):
+                if gradient is not None:
+                    local(gradient).mul_(self._again)
+        self._reduced = False
 
     def keep(self, index: int) -> None:
         """See `Bucket.keep`. The gradient moves into the buffer, where later passes add to it, unless one is kept."""
@@ -149,6 +161,7 @@ class AllReduceBucket(Bucket):
     def finish(self) -> None:
         """See `Bucket.finish`."""
         self._pending.wait()
+        self._reduced = True
         if self.early and self.factor != 1:
             self.buffer()[: -len(self.parameters)].mul_(self.factor)
         used = set(range(len(self.parameters))) - set(self._unused)

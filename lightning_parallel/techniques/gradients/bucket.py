@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_parallel.techniques.tools.holders import Holders
 from lightning_parallel.techniques.tools.shards import local
 
 TOGETHER, SMALL_BYTES = 16, 2**16
@@ -39,15 +40,18 @@ class Bucket(ABC):
 
     Args:
         parameters: of one dtype and device, held by the same ranks.
-        scale: by what each rank's gradients are multiplied before they are summed.
+        holders: of the parameters.
+        divided: by how many what sends the message divides it once more.
     """
 
     takes_early = True
     """Whether gradients may be reduced before their factor is known."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], scale: float) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], holders: Holders, divided: int = 1) -> None:
         self.parameters = list(parameters)
-        self.scale = scale
+        self._computed, self._given = holders.scale * divided, divided / holders.all.size()
+        self.scale = self._computed
+        """By what each rank's gradients are multiplied before they are summed."""
         self.missing: set[int] = set()
         self.active = False
         self.synced = True
@@ -69,13 +73,16 @@ class Bucket(ABC):
         """From here on the message has this dtype, on all ranks."""
         self.dtype, self.agreed = dtype, True
 
-    def begin(self, synced: bool, early: bool = False) -> None:
+    def begin(self, synced: bool, early: bool = False, given: bool = False) -> None:
         """Before the first gradient; a bucket of frozen parameters stays out of it.
 
         Args:
             synced: whether gradients are those of the global batch after it; else a later pass will see to that.
             early: whether gradients are taken before backward.
+            given: whether the step gave them, so that they become means over the ranks that hold the parameters: where
+                they are such already, they stay the same.
         """
+        self.scale = self._given if given else self._computed
         self.synced, self.early, self.factor = synced, early, 1.0
         self.missing = {index for index, parameter in enumerate(self.parameters) if parameter.requires_grad}
         self._taken, self.without, self._arrived = set(), set(), []
@@ -137,6 +144,9 @@ class Bucket(ABC):
             else:
                 self.put([index])
         self.start(unused)
+
+    def reopen(self) -> None:  # noqa: B027
+        """Before gradients grow in any pass: those that are reduced stay the same when they are reduced once more."""
 
     def keep(self, index: int) -> None:  # noqa: B027
         """The gradient of one parameter grew in a pass that is not reduced."""

@@ -95,27 +95,34 @@ class BucketedStep(WrappedStep):
         """Runs backward; reduction starts with the first full bucket and is over when this returns."""
         if not self._early and not self.synced and self._accumulates_locally and self._all_local():
             self._grew = True
+            for bucket in self.buckets:
+                bucket.reopen()
             return self.inner.backward(run)
         if self._early:
             for bucket in self._active:
                 bucket.resume()
         else:
-            self._begin()
+            self._begin(given=run is nothing)
         try:
             self.inner.backward(run)
             self._finish()
         finally:
             self._running = self._early = False
         self._grew = not self.synced
-        self._given.stepped = set()
+        if run is not nothing:
+            self._given.stepped = set()
         return None
 
     def average_given(self, parameters: Sequence[nn.Parameter]) -> None:
         """See `Step.average_given`: a backward to which nothing comes reduces what parameters have for `grad`."""
         if self._given.among(parameters):
             self.backward(nothing)
-        self._given.step(parameters)
         self.inner.average_given(parameters)
+
+    def before_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
+        """See `Step.before_optimizer_step`."""
+        self._given.step(parameters)
+        self.inner.before_optimizer_step(parameters)
 
     def close(self) -> None:
         """Removes the hooks from the parameters."""
@@ -175,11 +182,11 @@ class BucketedStep(WrappedStep):
     def _all_local(self) -> bool:
         return not any(has_shard(p) for bucket in self.buckets for p in bucket.parameters)
 
-    def _begin(self, early: bool = False) -> None:
+    def _begin(self, early: bool = False, given: bool = False) -> None:
         self._adopt_unfrozen()
         self._agree()
         for bucket in self.buckets:
-            bucket.begin(self.synced, early)
+            bucket.begin(self.synced, early, given)
         self._active = [bucket for bucket in self.buckets if bucket.active]
         self._next = 0
         self._running, self._early = True, early

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_parallel.techniques.gradients.stored_optimizer import is_elementwise
+from lightning_parallel.techniques.gradients.elementwise import is_elementwise
 
 STEPS = 2  # what the first one keeps, as a running norm, may show in the second only
 OTHER = 1e3  # times values and gradients: far above any threshold at which norms are clipped

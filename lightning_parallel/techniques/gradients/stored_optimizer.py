@@ -8,10 +8,9 @@ others (Muon, LBFGS, a user's own), whose arithmetic over matrices and norms DTe
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from itertools import chain
@@ -20,42 +19,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from lightning_parallel.techniques.gradients.absent import AbsentTensor
+from lightning_parallel.techniques.gradients.elementwise import is_elementwise
+from lightning_parallel.techniques.gradients.groups import Pair, exchange, turned
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.tools.shards import as_shard, is_sharded, shard_of, whole_tensor
 
 log = logging.getLogger(__name__)
-
-ELEMENTWISE: set[type[Optimizer]] = {
-    optim.ASGD,
-    optim.Adadelta,
-    optim.Adagrad,
-    optim.Adam,
-    optim.AdamW,
-    optim.Adamax,
-    optim.NAdam,
-    optim.RAdam,
-    optim.RMSprop,
-    optim.Rprop,
-    optim.SGD,
-}
-"""Optimizers in which no element of a parameter looks at another one; add your own to have it step shards."""
-
-
-def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether the optimizer is one of `ELEMENTWISE`, or of a subclass that steps as it does."""
-    return any(isinstance(optimizer, known) and _steps_as(type(optimizer), known) for known in ELEMENTWISE)
-
-
-def _steps_as(kind: type[Optimizer], known: type[Optimizer]) -> bool:
-    names = ("step", "_init_group") if "_init_group" in vars(known) else ("step",)
-    # torch wraps `step` when it makes the first optimizer of a class
-    return all(inspect.unwrap(getattr(kind, name)) is inspect.unwrap(getattr(known, name)) for name in names)
 
 
 class StoredOptimizer:
@@ -78,6 +53,7 @@ class StoredOptimizer:
         mean: from this rank's loss the mean over all samples, for optimizers that look at what their closure returns.
         shards: whether any of the model's parameters is stored in shards.
         elsewhere: what stands for parameters that other ranks of a pipeline have.
+        manual: whether steps of the user's run it, which may give gradients themselves.
     """
 
     def __init__(
@@ -87,12 +63,14 @@ class StoredOptimizer:
         mean: Callable[[Any], Any],
         shards: bool,
         elsewhere: Collection[nn.Parameter],
+        manual: bool,
     ) -> None:
-        self.optimizer, self._elsewhere = optimizer, elsewhere
+        self.optimizer, self._elsewhere, self._manual = optimizer, elsewhere, manual
         self._step = step
         self._mean = mean
         self._elementwise = is_elementwise(optimizer)
         self._groups: list[list[nn.Parameter]] | None = None
+        self._shown: Sequence[Pair] = ()
         # under their `id`: a tensor takes a call of Python's to be hashed, and each is asked for in every step
         self._stepped: dict[int, tuple[nn.Parameter, Tensor]] = {}
         self._wholes: dict[nn.Parameter, Tensor] = {}
@@ -100,9 +78,9 @@ class StoredOptimizer:
         self._adopted: dict[int, nn.Parameter] = {}
         self._say_what_is_gathered()
         with torch.no_grad():
-            for parameter in self._parameters():
+            for parameter in self.parameters():
                 self._adopt(parameter)
-        if shards or not self._elementwise:
+        if shards or manual or not self._elementwise:
             _make_hookable(optimizer)
             optimizer.register_step_pre_hook(self._before_step)
             after = optimizer.register_step_post_hook(self._after_step)
@@ -115,22 +93,28 @@ class StoredOptimizer:
         return not self._elementwise
 
     def _say_what_is_gathered(self) -> None:
-        sharded = any(is_sharded(self._step.stored(parameter)) for parameter in self._parameters())
+        sharded = any(is_sharded(self._step.stored(parameter)) for parameter in self.parameters())
         if sharded and not self._elementwise and dist.get_rank() == 0:
             log.warning(
                 "%s may look at several elements of a parameter at once, so every rank holds whole parameters and "
-                "gradients while it steps; if it does not, add it to stored_optimizer.ELEMENTWISE to save the memory",
+                "gradients while it steps; if it does not, add it to elementwise.ELEMENTWISE to save the memory",
                 type(self.optimizer).__name__,
             )
 
-    def _parameters(self) -> list[nn.Parameter]:
+    def show(self, pairs: Sequence[Pair]) -> None:
+        """From now on groups hold what stands for parameters in a step of the user's, but while the optimizer steps."""
+        exchange(self.optimizer, turned(self._shown))
+        exchange(self.optimizer, pairs)
+        self._shown = pairs
+
+    def parameters(self) -> list[nn.Parameter]:
         """The module's, whatever the groups hold at the moment."""
         groups = self._groups or [group["params"] for group in self.optimizer.param_groups]
-        return [*chain.from_iterable(groups)]
-
-    def average_given(self) -> None:
-        """See `Step.average_given`."""
-        self._step.average_given(self._parameters())
+        parameters = [*chain.from_iterable(groups)]
+        if not self._shown:
+            return parameters
+        held: dict[int, Any] = {id(shown): parameter for parameter, shown in self._shown}
+        return [held.get(id(each), each) for each in parameters]
 
     # ---------------------------------------------------------------- stepping
 
@@ -148,10 +132,10 @@ class StoredOptimizer:
         optimizer, *positional = args
         closure = kwargs.get("closure", positional[0] if positional else None)
         if closure is None:
-            self._enter()
+            self._enter_to_step()
             return None
-        if not self._elementwise and any(parameter.grad is not None for parameter in self._parameters()):
-            self._enter()  # it may move before it calls the closure, as sharpness-aware ones do
+        if not self._elementwise and any(parameter.grad is not None for parameter in self.parameters()):
+            self._enter_to_step()  # it may move before it calls the closure, as sharpness-aware ones do
         outside = self._outside(closure)
         return (optimizer, outside, *positional[1:]), {k: v for k, v in kwargs.items() if k != "closure"}
 
@@ -163,7 +147,7 @@ class StoredOptimizer:
                 self._leave()
                 self._publish()
             result = closure()
-            self._enter()
+            self._enter_to_step()
             return result if self._elementwise else self._mean(result)
 
         return run
@@ -174,12 +158,19 @@ class StoredOptimizer:
         self._publish()
 
     def _publish(self) -> None:
-        self._step.after_optimizer_step(self._parameters())
+        self._step.after_optimizer_step(self.parameters())
+
+    def _enter_to_step(self) -> None:
+        if self._manual:
+            self._step.average_given(self.parameters())
+        self._enter()
 
     @torch.no_grad()
     def _enter(self) -> None:
         if self._groups is not None:
             return
+        if self._shown:
+            exchange(self.optimizer, turned(self._shown))
         self._groups = [list(group["params"]) for group in self.optimizer.param_groups]
         self._step.before_optimizer_step([*chain.from_iterable(self._groups)])
         for group in self.optimizer.param_groups:
@@ -259,6 +250,8 @@ class StoredOptimizer:
                 self._rest(parameter)
                 tensor.untyped_storage().resize_(0)
         self._stepped.clear()
+        if self._shown:
+            exchange(self.optimizer, self._shown)
 
     def _adopt(self, parameter: nn.Parameter) -> None:
         """Divides state that was made for a whole parameter: by Adagrad when it was made, or loaded while frozen.
@@ -348,11 +341,11 @@ class StoredOptimizer:
         return _mapped(own, values)
 
     def _is_held(self, index: Any) -> bool:
-        return not isinstance(index, int) or self._parameters()[index] not in self._elsewhere
+        return not isinstance(index, int) or self.parameters()[index] not in self._elsewhere
 
     def _stored_of(self, index: Any) -> Tensor | None:
         """What is stored for the parameter of this number; optimizers may have state for other keys too."""
-        return self._step.stored(self._parameters()[index]) if isinstance(index, int) else None
+        return self._step.stored(self.parameters()[index]) if isinstance(index, int) else None
 
 
 def _make_hookable(optimizer: Optimizer) -> None:

@@ -93,7 +93,6 @@ class Traversal:
         work: FLOPs at each position.
         skip_tensors: values that go past the blocks.
         parts: FQN of the outermost modules beside the blocks that have parameters and are called.
-        direct: FQN of the parameters that the code between modules reads, or that lie in none of these and in no block.
         complete: whether the step was followed to its end. If not, what follows the blocks may use anything.
         hooked: FQN of the modules in blocks and parts whose hooks ran.
         lasting: FQN of the modules on which the step left hooks of its own. From all others it took them back.
@@ -108,7 +107,6 @@ class Traversal:
     work: tuple[float, ...]
     skip_tensors: tuple[SkipTensor, ...]
     parts: tuple[str, ...] = ()
-    direct: frozenset[str] = frozenset()
     complete: bool = True
     hooked: tuple[str, ...] = ()
     lasting: tuple[str, ...] = ()

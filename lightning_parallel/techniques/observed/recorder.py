@@ -79,7 +79,6 @@ class _Recorder(Watch):
         self._given: set[int] = set()  # ids of the tensors that the block which runs was given
         self._order: list[str] = []
         self._uses: dict[str, set[int]] = {}
-        self._direct: set[str] = set()  # what code between modules reads of parameters
         self._calls: dict[str, set[int]] = {}
         self._work = [0.0] * (self._end + 1)
         self._skip_tensors: dict[tuple[Made, int], SkipTensor] = {}
@@ -252,7 +251,6 @@ class _Recorder(Watch):
             return Made(self._position)
         self._between += map(weakref.ref, tensors_of(result))
         read = {name for tensor in inputs for name in self._names.get(id(tensor), ())}
-        self._direct |= read
         made = self._between_modules(map(self._known.made, inputs), frozenset(read))
         if returned:
             self._known.note(result, made)
@@ -382,17 +380,12 @@ class _Recorder(Watch):
             tuple(self._work),
             tuple(self._skip_tensors.values()),
             tuple(self._parts),
-            frozenset(name for name, _ in self._model.named_parameters() if self._is_direct(name)),
             self._complete,
             tuple(self._hooks.modules),
             self._hooks.lasting,
             shapes=self._shapes,
             buffers=self._buffers.seen(),
         )
-
-    def _is_direct(self, name: str) -> bool:
-        """Whether the code between modules may read a parameter."""
-        return name in self._direct or not self._is_in_one(name)
 
     def _is_in_one(self, name: str) -> bool:
         """Whether something lies in a block or a part."""

@@ -109,7 +109,7 @@ class AbsentReads(TorchFunctionMode):
             self._read(what, True)
         try:
             result = func(*args, **kwargs)
-        except Exception:  # tensors of other ranks are on meta
+        except Exception:  # zeros may be what it does not take
             self._read(what, False)
             raise
         made = list(result) if name == "__iter__" else args[:1] if name == "__setitem__" else result

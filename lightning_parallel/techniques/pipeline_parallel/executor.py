@@ -163,7 +163,7 @@ class Executor:
             received = map_tensors(lambda tensor: _entering(tensor, inputs), received)
         means = Means(elements=False) if stage == self._last else None
         received = self._work.received(received)
-        output = self._stages.run(stage, received, self._work.steps[microbatch], means, watched=microbatch == 0)
+        output = self._stages.run(stage, received, self._work.steps[microbatch], means, microbatch)
         if stage < self._last:
             self._keep_returned(place, inputs, self._work.handed_on(output))
         else:
@@ -182,7 +182,9 @@ class Executor:
             handed = [map_tensors(partial(_leaf, inputs=own), one) for own, one in zip(inputs, handed, strict=True)]
         means = Means(elements=False)
         received = whole.join([self._work.received(one) for one in handed])
-        output = self._stages.run(self._last, received, whole.step, means, watched=True)
+        output = self._stages.run(self._last, received, whole.step, means)
+        if count > 1:
+            self._stages.draws.tell_of_whole()
         self._keep_result((self._last, 0), [leaf for own in inputs for leaf in own], output)
         self._add_share(0, means, output)
         if self._work.backward:

@@ -306,5 +306,6 @@ class HandOver(torch.autograd.Function):
         ctx.final.multiply(factor)
         dense = [gradient for gradient in gradients if gradient is not None and not gradient.is_sparse]
         for same in by_kind(dense):
-            torch._foreach_mul_(same, factor.to(same[0].dtype))
+            kind = same[0].dtype  # of half precision, a tensor would be rounded, for which a device is waited for
+            torch._foreach_mul_(same, factor.to(kind) if kind.itemsize >= 4 else factor.item())
         return None, None, None, None, None, *gradients

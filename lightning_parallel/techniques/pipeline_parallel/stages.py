@@ -13,10 +13,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 
+from lightning_parallel.techniques.observed.draws import StepsDraws
 from lightning_parallel.techniques.observed.hooked import owner_of_part
 from lightning_parallel.techniques.observed.kept import in_place
 from lightning_parallel.techniques.observed.positions import Call
@@ -28,6 +30,7 @@ from lightning_parallel.techniques.pipeline_parallel.exchange import Unsent
 from lightning_parallel.techniques.pipeline_parallel.hooks import Hooks, PassingHooks, Taken
 from lightning_parallel.techniques.pipeline_parallel.ties import CopiedBuffers
 from lightning_parallel.techniques.tools.elsewhere import is_elsewhere
+from lightning_parallel.techniques.tools.losses import unwatched
 from lightning_parallel.techniques.tools.means import Means
 from lightning_parallel.techniques.tools.redirect import Forward, plain_forwards, redirect_call, restore_call
 from lightning_parallel.values import map_leaves, map_tensors, tensors_of
@@ -68,7 +71,6 @@ class _Now:
     calls: Counter[str] = field(default_factory=Counter)
     depth: int = 0  # within parts
     in_block: bool = False  # one that this stage has
-    means: Means | None = None
 
 
 class Stages:
@@ -84,6 +86,7 @@ class Stages:
         self.cut, self._device = made, device
         self._now: _Now | None = None
         self._reads = AbsentReads(self._refuse_absent)
+        self.draws = StepsDraws(model, device)
         mark_hidden(model)
         self._copied = CopiedBuffers(model, made)
         self._emptied = [module for module in model.modules() if is_elsewhere(module)]
@@ -103,7 +106,7 @@ class Stages:
             restore_call(module)
 
     def run(
-        self, stage: int, received: Any, step: Callable[[], Any], means: Means | None = None, watched: bool = False
+        self, stage: int, received: Any, step: Callable[[], Any], means: Means | None = None, microbatch: int = 0
     ) -> Any:
         """Runs the user's step for one stage.
 
@@ -111,8 +114,8 @@ class Stages:
             stage: which one; this rank holds it.
             received: what the stage before handed on; anything for the first stage.
             step: runs the user's step on a microbatch.
-            means: watches what follows the blocks.
-            watched: whether to look for what the step reads that other stages have.
+            means: watches what is computed outside of the blocks.
+            microbatch: which one; in the first one it is looked for what the step reads that other stages have.
 
         Returns:
             What the step returned, or `HandedOn` if there is a stage after this one.
@@ -121,14 +124,17 @@ class Stages:
             RuntimeError: the step needs on this stage what the one that was looked at did not need there.
         """
         given = received if stage else HandedOn()
-        self._now = _Now(stage, given.result, given.carried, given.shapes, given.taken, means=means)
+        self._now = _Now(stage, given.result, given.carried, given.shapes, given.taken)
         copies = self._copied.now()
+        self.draws.begin_microbatch(microbatch)
+        if means is not None:
+            means.begin()
         try:
             with (
                 self._passing.taken_back(StageEndedError),
                 torch.compiler.set_stance("force_eager"),  # means and what is absent are not seen in compiled code
                 answering(self._emptied, self._device),
-                self._reads if watched else nullcontext(),
+                self._reads if microbatch == 0 else nullcontext(),
             ):
                 output = step()
         except StageEndedError:
@@ -152,6 +158,7 @@ class Stages:
                 "pipeline needs steps that run all blocks; to skip a batch, run them and return the loss times zero"
             )
         self._copied.require_unchanged(copies, stage)
+        self.draws.end_microbatch()
         return output
 
     # ---------------------------------------------------------------- the model's parts
@@ -164,33 +171,40 @@ class Stages:
             if now is None:
                 self._require_here(name, block)
                 return call(*args, **kwargs)
-            self._require_order(now, number)
+            if now.position != 2 * number:
+                self._refuse_order(now, number)
             now.position = 2 * number + 2
             ends = self.cut.stage_at(2 * number + 3) > mine
             if mine < now.stage:
-                self._hooks.call_again(now.taken.get(name, ()), now.stage)
-                if ends and self.cut.stage_at(2 * number + 3) == now.stage:
-                    self._watch_after(now, number)
-                    return now.received
-                if (name, 0) in now.carried:
-                    return self._carried(now, (name, 0))
-                return self._zeros(now.shapes[number], name)
-            now.in_block = True
+                return self._of_earlier_stage(now, number, ends)
+            now.in_block, drawn = True, self.draws.depart(number)
             with (
                 self._hooks.noting(name, now.taken),
                 self._reads.resting(args, kwargs),
+                unwatched(),
                 torch.compiler.set_stance("default"),
             ):
                 now.result = call(*args, **kwargs)
             now.in_block = False
-            self._keep(now, (name, 0), now.result)
+            self.draws.come_back(drawn)
+            if (name, 0) in self.cut.carried:
+                self._keep(now, (name, 0), now.result)
             now.shapes[number] = map_tensors(Unsent.of, now.result)
             if ends:  # at once: what follows may change the result in place
                 raise StageEndedError
-            self._watch_after(now, number)
             return now.result
 
         return run
+
+    def _of_earlier_stage(self, now: _Now, number: int, ends: bool) -> Any:
+        """What a block returned, as far as it is here; `ends`: it was the last one of its stage."""
+        name = self.cut.seen.blocks[number]
+        self._hooks.call_again(now.taken.get(name, ()), now.stage)
+        if ends and self.cut.stage_at(2 * number + 3) == now.stage:
+            return now.received
+        if (name, 0) in now.carried:
+            return self._carried(now, (name, 0))
+        return self._zeros(now.shapes[number], name)
 
     def _require_here(self, name: str, module: nn.Module) -> None:
         """No step runs: so this is a recomputation during a backward, or else the user's own call."""
@@ -202,23 +216,20 @@ class Stages:
                 "on_train_epoch_end, where every rank is given the whole model"
             )
 
-    def _watch_after(self, now: _Now, number: int) -> None:
-        if now.means is not None and number == len(self.cut.seen.blocks) - 1:
-            now.means.begin()
-
-    def _require_order(self, now: _Now, number: int) -> None:
-        if now.position != 2 * number:
-            wanted = self.cut.seen.blocks[min(now.position // 2, len(self.cut.seen.blocks) - 1)]
-            raise RuntimeError(
-                f"block {self.cut.seen.blocks[number]} was called where {wanted} was in the sample that was looked at; "
-                "a pipeline needs blocks that run in one order"
-            )
+    def _refuse_order(self, now: _Now, number: int) -> None:
+        wanted = self.cut.seen.blocks[min(now.position // 2, len(self.cut.seen.blocks) - 1)]
+        raise RuntimeError(
+            f"block {self.cut.seen.blocks[number]} was called where {wanted} was in the sample that was looked at; "
+            "a pipeline needs blocks that run in one order"
+        )
 
     def _part(self, name: str, module: nn.Module, call: Forward) -> Forward:
         def run(*args: Any, **kwargs: Any) -> Any:
             now = self._now
             if now is None:
                 self._require_here(name, module)
+                return call(*args, **kwargs)
+            if now.in_block:  # of which it is a part, too
                 return call(*args, **kwargs)
             if now.depth:
                 return self._part_here(now, name, module, call, args, kwargs)
@@ -231,10 +242,12 @@ class Stages:
                 return self._carried(now, this)
             self._require_at_hand(now, name, module)
             now.depth += 1
+            drawn = self.draws.depart(crc32(repr(this).encode()))
             with self._hooks.noting(owner, now.taken):
                 output = self._part_here(now, name, module, call, args, kwargs)
+            self.draws.come_back(drawn)
             now.depth -= 1
-            if self.cut.stage_at(now.position) == now.stage:
+            if this in self.cut.carried and self.cut.stage_at(now.position) == now.stage:
                 self._keep(now, this, output)
             return output
 
@@ -255,6 +268,7 @@ class Stages:
             return call(*args, **kwargs)
         with (
             torch.no_grad(),
+            unwatched(),
             self._hooks.silent(module),
             plain_forwards(module),
             in_place(module),
@@ -271,9 +285,8 @@ class Stages:
 
     def _keep(self, now: _Now, call: Call, output: Any) -> None:
         """Keeps what later stages will use, as it is now: what follows may change it in place."""
-        if call in self.cut.carried:
-            wanted, number = self.cut.carried[call].numbers, count()
-            now.carried[call] = map_tensors(lambda t: t.clone() if next(number) in wanted else Unsent.of(t), output)
+        wanted, number = self.cut.carried[call].numbers, count()
+        now.carried[call] = map_tensors(lambda t: t.clone() if next(number) in wanted else Unsent.of(t), output)
 
     def _carried(self, now: _Now, call: Call) -> Any:
         """What a module returned on an earlier stage, with zeros for what nobody will use."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_parallel.collectives.point_to_point import Lane, share_made
 from lightning_parallel.techniques.gradients.old import OldGradients
+from lightning_parallel.techniques.observed.draws import GeneratorStates
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut
 from lightning_parallel.techniques.pipeline_parallel.exchange import Exchange
 from lightning_parallel.techniques.pipeline_parallel.executor import Executor, LossStage, Work
@@ -103,11 +104,13 @@ class PipelineStep(WrappedStep):
         work = self._work(run, args, kwargs, learning)
         count = len(work.steps)
         schedule = self._schedule.only(count) if count < self._schedule.microbatches else self._schedule
+        self._stages.draws.begin(run.batches_before)
         with work.old:
             Executor(self._stages, self._exchange, schedule.splits_backward, work).run(
                 schedule.with_communication()[self._rank]
             )
-        output, notes, unit = self._shared(work, run)
+        output, notes, unit, left = self._shared(work, run)
+        self._stages.draws.end(left)
         run.replay(notes)
         loss = _loss_of(output)
         if work.scale is None or loss is None:
@@ -171,10 +174,10 @@ class PipelineStep(WrappedStep):
 
     # ---------------------------------------------------------------- after
 
-    def _shared(self, work: Work, run: Run[Any]) -> tuple[Any, Any, float | None]:
-        """Gives all ranks what the last stage has: the output, the notes, and in what gradients count targets."""
+    def _shared(self, work: Work, run: Run[Any]) -> tuple[Any, Any, float | None, GeneratorStates | None]:
+        """Gives all ranks what the last stage has: output, notes, in what gradients count, and where draws go on."""
 
-        def said() -> tuple[Any, Any, float | None]:
+        def said() -> tuple[Any, Any, float | None, GeneratorStates | None]:
             sizes = work.shares.sizes
             outputs = [work.outputs[number] for number in range(len(sizes))]
             _require_all_or_none(outputs, work.backward)
@@ -186,13 +189,13 @@ class PipelineStep(WrappedStep):
                 merged = _with_loss_of_parts(merged, outputs, sizes, shares, averaged)
             merged = map_tensors(Tensor.cpu, merged)
             notes = run.notes([shares[number] for number in means], list(means.values()), work.shares.targets)
-            return merged, notes, unit
+            return merged, notes, unit, self._stages.draws.left
 
         last = self._schedule.rank_of(self._schedule.stages - 1)
-        output, notes, unit = share_made(
+        output, notes, unit, left = share_made(
             said, "what a step returned, logged or keeps on the module", last, self._group, self._lane.device
         )
-        return map_tensors(lambda tensor: tensor.to(self._lane.device), output), notes, unit
+        return map_tensors(lambda tensor: tensor.to(self._lane.device), output), notes, unit, left
 
     def _handed_over(self, loss: Tensor, work: Work, learning: dict[str, nn.Parameter], scale: float) -> Tensor:
         sums: dict[str, Tensor | None] = dict.fromkeys(learning)

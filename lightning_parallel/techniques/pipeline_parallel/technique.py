@@ -12,7 +12,7 @@ from functools import partial
 from typing import ClassVar, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_parallel.arguments import one_of, whole_number
 from lightning_parallel.mesh import Axis, ParallelMesh, Size
@@ -161,11 +161,9 @@ class PipelineParallel(Technique):
         made = cut(seen.step, schedule.stages, self.split, seen.dims is not None)
         schedule = schedule if seen.dims is None else schedule.with_loss_stage()
         here = schedule.stages_of(mesh["pp"].get_local_rank())
+        elsewhere.mark_shared(model, lambda name: len({*map(schedule.rank_of, made.stages_of(name))}) > 1)
         names = set(names_elsewhere(model, made, here))
-        direct = [parameter for name, parameter in model.named_parameters() if name in made.seen.direct]
-        direct_ids = {id(parameter) for parameter in direct}
-        zeros = elsewhere.without_memory(mesh.device)
-        elsewhere.hide(model, names, lambda t: zeros(t) if id(t) in direct_ids else _shape_of(t))
+        elsewhere.hide(model, names, lambda tensor: elsewhere.StandIn(tensor, mesh.device))
         elsewhere.mark_emptied(model)
         return DividedLayers(model, mesh, made, schedule, seen.dims, seen.targets)
 
@@ -286,7 +284,3 @@ def _cast(model: nn.Module, casts: Mapping[str, torch.dtype]) -> None:
             parameter.data = parameter.data.to(dtype)
         else:  # it stays what its values are recorded for: another one takes its place
             elsewhere.put_in_place(model, parameter, nn.Parameter(parameter.to(dtype), parameter.requires_grad))
-
-
-def _shape_of(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="meta").detach()

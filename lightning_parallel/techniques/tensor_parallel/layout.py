@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -115,7 +115,7 @@ def _dim(module: nn.Module, style: Style) -> int:
 
 
 def find_divided(model: nn.Module, styles: Mapping[str, str]) -> list[DividedModule]:
-    """The modules that the styles name; a stage of a pipeline may have none of them.
+    """The modules of a whole model that the styles name.
 
     Raises:
         ValueError: a style that is unknown, or a module that is no linear map or embedding.
@@ -124,11 +124,27 @@ def find_divided(model: nn.Module, styles: Mapping[str, str]) -> list[DividedMod
     for pattern, text in styles.items():
         style = Style.parse(text)
         for name, module in matching(model, pattern):
-            # Stand-ins of other stages have no parameters; others than ours have divided what is a DTensor already.
-            if any(True for _ in module.parameters()) and not any(isinstance(p, DTensor) for p in module.parameters()):
+            if _is_undivided(module):
                 named.update((each.name, each) for each in _as_divided(name, module, style))
     heads = _find_heads(model, named)
     return [replace(each, heads=heads.get(each.name)) for each in named.values()]
+
+
+def found_again(model: nn.Module, divided: Iterable[DividedModule]) -> list[DividedModule]:
+    """Those of a model's modules of which this rank has parameters.
+
+    A stage of a pipeline may have one parameter of a layer alone, where its loss reads it. How that is divided the
+    whole model tells, as on the stage that runs the layer.
+    """
+    modules = dict(model.named_modules())
+    here = [replace(each, module=modules[each.name]) for each in divided if each.name in modules]
+    return [each for each in here if _is_undivided(each.module)]
+
+
+def _is_undivided(module: nn.Module) -> bool:
+    """Whether it has parameters, of which no other technique, nor the user, has divided any."""
+    parameters = list(module.parameters())
+    return bool(parameters) and not any(isinstance(parameter, DTensor) for parameter in parameters)
 
 
 def _as_divided(name: str, module: nn.Module, style: Style) -> Iterator[DividedModule]:

@@ -6,7 +6,7 @@ table holds a `Divided` in its place, over the same memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.techniques.divided import rules  # noqa: F401  (enters them in the table)
 from lightning_parallel.techniques.divided.table import Cuts
 from lightning_parallel.techniques.divided.tensor import Divided, Wrapper, alike
+from lightning_parallel.techniques.tools import elsewhere
 from lightning_parallel.techniques.tools.leaves import leaf_of
 from lightning_parallel.techniques.tools.redirect import Forward, surround_forward
 from lightning_parallel.techniques.tools.shards import divides, pieces
@@ -34,8 +35,9 @@ class Place:
 
     def __init__(self, table: dict[str, Any], name: str) -> None:
         self.table, self.name = table, name
-        self._kept: Any = None
-        self._shown: Any = None
+        self.kept: Any = None
+        """What was stored when `shown` was made."""
+        self.shown: Any = None
         self._memory: Any = None
         """Where the elements were when it was made."""
 
@@ -47,12 +49,6 @@ class Place:
     def show(self) -> bool:
         """Puts what looks whole there, if what is stored stands there and is not sharded further at the moment."""
         raise NotImplementedError
-
-    def hide(self) -> None:
-        """What is stored stands there again."""
-        self.table[self.name], shown = self._kept, self._shown
-        if type(shown) is not Wrapper or shown._gathers is not None or shown._known is not None:
-            shown.forget()
 
 
 class DividedPlace(Place):
@@ -70,15 +66,15 @@ class DividedPlace(Place):
 
     def show(self) -> bool:
         """See `Place.show`; one whose views were changed is made anew."""
-        kept, shown = self.table[self.name], self._shown
-        if kept is not self._kept or kept._local_tensor is not self._memory or type(shown) is not Wrapper or (
-            shown.own.requires_grad is not kept.requires_grad
-        ):  # fmt: skip
+        kept, shown = self.table[self.name], self.shown
+        if kept is not self.kept or kept._local_tensor is not self._memory or type(shown) is not Wrapper:
             if not isinstance(kept, DTensor) or _axes_of(kept) > self._axes:  # a shard may have the shape of the part
                 return False
             shown = Divided(leaf_of(kept), self._cuts)
-            shown.stored = kept
-            self._kept, self._shown, self._memory = kept, shown, kept._local_tensor
+            shown.stored, shown._is_param = kept, True
+            self.kept, self.shown, self._memory = kept, shown, kept._local_tensor
+        elif shown.own.requires_grad is not kept.requires_grad:
+            leaf_of(kept)
         self.table[self.name] = shown
         return True
 
@@ -104,11 +100,13 @@ class AlikePlace(Place):
     def show(self) -> bool:
         """See `Place.show`."""
         kept = self.table[self.name]
-        if kept is not self._kept or kept.data_ptr() != self._memory or type(self._shown) is not Wrapper:
-            if isinstance(kept, (Divided, DTensor)):
+        if kept is not self.kept or kept.data_ptr() != self._memory or type(self.shown) is not Wrapper:
+            # What functional_call put there is shown as it is.
+            if isinstance(kept, (Divided, DTensor)) or not isinstance(kept, nn.Parameter):
                 return False
-            self._kept, self._shown, self._memory = kept, alike(kept, self._ranks), kept.data_ptr()
-        self.table[self.name] = self._shown
+            self.kept, self.shown, self._memory = kept, alike(kept, self._ranks), kept.data_ptr()
+            self.shown._is_param = True
+        self.table[self.name] = self.shown
         return True
 
 
@@ -192,7 +190,7 @@ class Unit:
         """Names of those that met divided tensors since the batch began."""
         self._divided: list[DividedPlace] = []
         self.alike: dict[str, AlikePlace] = {}
-        """The parameters that all ranks have alike, by name."""
+        """The parameters that all ranks have alike, and no other stage of a pipeline has, by name."""
         for own, parameter in module._parameters.items():
             if parameter is not None:
                 self._enter(f"{name}.{own}" if name else own, own, parameter)
@@ -203,27 +201,34 @@ class Unit:
             self._divided += part._divided
             self.alike.update(part.alike)
         self.parts = [part for part in self.parts if part._divided]
+        self._look_where()
 
     def _enter(self, name: str, own: str, parameter: Any) -> None:
         cuts, table = cuts_of(parameter, self.ranks), self.module._parameters
         if cuts:
             self._divided.append(DividedPlace(table, own, cuts))
-        else:
+        elif not elsewhere.is_shared(parameter):  # on another stage it may not meet any: it is summed where it is used
             self.alike[name] = AlikePlace(table, own, self.ranks)
 
     def begin(self) -> None:
         """See `Partition.begin`."""
         self.summands += sorted(self.met - {*self.summands})
         self.met.clear()
+        self._look_where()
 
     def wrap(self, forward: Forward) -> Forward:
         """The forward of the module, in which parameters look whole."""
-        first = None if self._deep or not self._divided else self._divided[0]
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if first is not None and isinstance(first.parameter, Divided):  # as it is within a block
-                return forward(*args, **kwargs)
-            hidden = self.show()
+            hidden: Sequence[Place] = ()
+            for table, name in self._slots:
+                shown = table[name]
+                if type(shown) is not Wrapper:  # else what calls it shows them: the step, or a block
+                    hidden = self.show()
+                    break
+                stored: Any = shown.stored  # none of what the user put there, as by functional_call
+                if stored is not None and shown.own.requires_grad is not stored.requires_grad:
+                    leaf_of(stored)  # code froze it, or lets it learn, past what is shown
             try:
                 output = forward(*args, **kwargs)
                 if self.ranks.met:
@@ -234,22 +239,26 @@ class Unit:
 
         return run
 
+    def _look_where(self) -> None:
+        self._places: list[Place] = [*self._divided, *map(self.alike.__getitem__, self.summands)]
+        """Where parameters look whole while the module computes."""
+        self._slots = [(place.table, place.name) for place in self._places]
+
     def _note(self) -> None:
         """Keeps the names of parameters that met divided tensors in this forward."""
         self.met |= {name for name, place in self.alike.items() if id(place.parameter) in self.ranks.met}
 
     def show(self) -> list[Place]:
         """Puts what looks whole into the module's tables; returns where, see `put_back`."""
-        hidden: list[Place] = [place for place in self._divided if place.show()]
-        if self.summands:
-            hidden += [place for place in map(self.alike.__getitem__, self.summands) if place.show()]
-        return hidden
+        return [place for place in self._places if place.show()]
 
 
-def put_back(hidden: list[Place]) -> None:
+def put_back(hidden: Iterable[Place]) -> None:
     """What is stored stands in the tables of modules again."""
     for place in hidden:
-        place.hide()
+        place.table[place.name], shown = place.kept, place.shown
+        if type(shown) is not Wrapper or shown._gathers is not None or shown._known is not None:
+            shown.forget()
 
 
 def cuts_of(parameter: Tensor, ranks: Ranks) -> Cuts:

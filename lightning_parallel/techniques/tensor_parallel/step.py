@@ -81,7 +81,8 @@ class TensorParallelStep(WrappedStep):
             return
         self._sum([parameter for parameter in partial if parameter.requires_grad])
         self._unsummed.clear()
-        self._restore(partial)
+        if self._set_aside:
+            self._restore(partial)
 
     def _restore(self, parameters: Sequence[nn.Parameter]) -> None:
         for parameter in parameters:
@@ -93,8 +94,8 @@ class TensorParallelStep(WrappedStep):
 
     def _sum(self, parameters: Sequence[nn.Parameter]) -> None:
         """One message: all gradients, and for each whether this rank has it."""
-        for same in _by_dtype(parameters):
-            kept = list(map(_gradient_or_like, same))
+        for pairs in _by_dtype(parameters):
+            same, kept = zip(*pairs, strict=True)
             unused = [index for index, parameter in enumerate(same) if parameter.grad is None]
             flags = torch.ones(len(same), dtype=kept[0].dtype, device=kept[0].device)
             if unused:
@@ -109,19 +110,17 @@ class TensorParallelStep(WrappedStep):
             if used:
                 torch._foreach_copy_([kept[index] for index in used], [totals[index] for index in used])
             for index in unused:
-                if flags[index] > 0:
+                if flags[index] != 0:
                     gradient = torch.zeros_like(same[index])
                     local(gradient).copy_(totals[index])
                     same[index].grad = gradient
 
 
-def _gradient_or_like(parameter: nn.Parameter) -> Tensor:
-    return local(parameter.detach() if parameter.grad is None else parameter.grad)
-
-
-def _by_dtype(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
-    kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+def _by_dtype(parameters: Sequence[nn.Parameter]) -> list[list[tuple[nn.Parameter, Tensor]]]:
+    """Parameters whose gradients one message takes, with what this rank has of these, or something like it."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[nn.Parameter, Tensor]]] = {}
     for parameter in parameters:
-        part = _gradient_or_like(parameter)
-        kinds.setdefault((part.dtype, part.device), []).append(parameter)
+        gradient = parameter.grad
+        own = local(parameter.detach() if gradient is None else gradient)
+        kinds.setdefault((own.dtype, own.device), []).append((parameter, own))
     return list(kinds.values())

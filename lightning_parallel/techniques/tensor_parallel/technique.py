@@ -26,7 +26,12 @@ from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.step import Run, Step, WrappedRun
 from lightning_parallel.techniques.technique import Phase, Technique
-from lightning_parallel.techniques.tensor_parallel.layout import DividedModule, divide_parameters, find_divided
+from lightning_parallel.techniques.tensor_parallel.layout import (
+    DividedModule,
+    divide_parameters,
+    find_divided,
+    found_again,
+)
 from lightning_parallel.techniques.tensor_parallel.partition import Partition
 from lightning_parallel.techniques.tensor_parallel.step import TensorParallelStep
 
@@ -77,11 +82,11 @@ class TensorParallel(Technique):
         """See `Technique.axes`."""
         return {"tp": self.size}
 
-    def look(self, model: nn.Module, ground: Ground) -> Mapping[str, str]:
+    def look(self, model: nn.Module, ground: Ground) -> list[DividedModule]:
         """Finds out on the whole model what is divided and how, and whether its sizes allow it."""
         ranks = ground.mesh.sizes["tp"]
         if ranks == 1:
-            return {}
+            return []
         styles = ground.plan.styles or find_styles(model, ground.plan)
         divided = find_divided(model, styles)
         if not divided:
@@ -90,13 +95,13 @@ class TensorParallel(Technique):
             each.check()
         if dist.get_rank() == 0:
             log.info("Tensor parallel divides %s", dict(styles))
-        return dict(styles)
+        return divided
 
-    def divide(self, model: nn.Module, ground: Ground, seen: Mapping[str, str]) -> Division:
+    def divide(self, model: nn.Module, ground: Ground, seen: list[DividedModule]) -> Division:
         """Keeps this rank's part of every weight that the styles name."""
         if not seen:
             return Division(model)
-        mesh, divided = ground.mesh, find_divided(model, seen)
+        mesh, divided = ground.mesh, found_again(model, seen)
         divide_parameters(model, divided, mesh["tp"])
         sequence_dim = ground.plan.sequence_dim if self.sequence_parallel else None
         ranks = Ranks(mesh["tp"].get_group(), "tp", sequence_dim, self.regather, self.overlap)

@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.plan.plan import ELSEWHERE
 
 Make = Callable[[Tensor], Tensor]
 KEY = "_lightning_parallel_hidden"
+SHARED = "_lightning_parallel_shared"
 
 
 @dataclass
@@ -97,6 +99,18 @@ def is_elsewhere(module: nn.Module) -> bool:
     return any(vars(part).get(KEY, _Hidden()).parameters for part in parts)
 
 
+def mark_shared(model: nn.Module, is_shared: Callable[[str], bool]) -> None:
+    """Marks the parameters of which ranks that run other layers have copies; asks for each by its FQN."""
+    for name, parameter in model.named_parameters():
+        if is_shared(name):
+            vars(parameter)[SHARED] = True
+
+
+def is_shared(parameter: Tensor) -> bool:
+    """Whether ranks that run other layers have copies of it."""
+    return SHARED in vars(parameter)
+
+
 def hidden_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The hidden parameters and buffers by FQN, on meta."""
     found: dict[str, Tensor] = {}
@@ -159,6 +173,8 @@ def restore(model: nn.Module, make: Make) -> dict[str, Tensor]:
     for module in model.modules():
         vars(module).pop(KEY, None)
         vars(module).pop(ELSEWHERE, None)
+    for parameter in model.parameters():
+        vars(parameter).pop(SHARED, None)
     everything = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     return {name: everything[name] for name in names}
 
@@ -213,6 +229,37 @@ def _reorder(module: nn.Module, hidden: _Hidden) -> None:
 def without_memory(device: torch.device) -> Make:
     """Makes tensors of zeros that have a shape and a device, but the memory of one element."""
     return lambda tensor: torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+
+
+class StandIn(Tensor):
+    """Zeros on a device that take no memory, in place of a tensor that another rank holds.
+
+    What is written to it, or to a view of it, is lost: the rank that holds the tensor writes the same to that.
+    """
+
+    @staticmethod
+    def __new__(cls, tensor: Tensor, device: torch.device) -> StandIn:  # noqa: D102
+        make = cast(Callable[..., StandIn], Tensor._make_wrapper_subclass)
+        return make(cls, tensor.shape, dtype=tensor.dtype, device=device)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        zeros = tree_map_only(cls, lambda each: without_memory(each.device)(each), (tuple(args), kwargs or {}))
+        if not args or not isinstance(args[0], cls):
+            return func(*zeros[0], **zeros[1])
+        written = func._schema.arguments[0].alias_info
+        if written is not None and written.is_write:
+            return args[0]
+        result = func(*zeros[0], **zeros[1])
+        is_view = func._schema.returns and func._schema.returns[0].alias_info is not None
+        return tree_map_only(Tensor, lambda each: cls(each, each.device), result) if is_view else result
+
+    def __deepcopy__(self, memo: Any) -> StandIn:
+        return StandIn(self, self.device)
 
 
 def _full(prefix: str, name: str) -> str:

@@ -98,6 +98,8 @@ def _move_gradient(of: weakref.ref[_PlainPart], tensor: Tensor) -> None:
     if leaf is None:  # nobody is left whose gradient it would be
         return
     parameter: Any = leaf.parameter
+    if not parameter.requires_grad:  # it was frozen after it was used
+        return
     if gradient is not None:
         for dim, elements in leaf.copied:
             gradient = complete(gradient, dim, elements)

@@ -6,10 +6,10 @@ a rank got of it over the ranks of ZeRO. Parts have ceil(size / ranks) rows, the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate, chain
 from math import prod
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -42,20 +42,28 @@ class ElementsShard(Shard):
         make = cast(Callable[..., ElementsShard], super().__new__)
         return make(cls, dim)
 
-    # DTensor remembers what operations do to placements, under the placements: there `Shard` is another one. But it
-    # asserts by `!=` that what is sharded differs in no way from `Shard`.
+    # DTensor remembers what operations do to placements, under the placements: there `Shard` is another one.
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ElementsShard) and (self.dim, self.runs) == (other.dim, other.runs)
-
-    def __ne__(self, other: object) -> bool:
-        return not isinstance(other, Shard) or self.dim != other.dim
 
     def __hash__(self) -> int:
         return hash((ElementsShard, self.dim, self.runs))
 
     def __reduce__(self) -> tuple[type[ElementsShard], tuple[int, tuple[Runs, ...]]]:
         return ElementsShard, (self.dim, self.runs)
+
+
+_require_shards = DTensorSpec._verify_shard_order
+
+
+def _require_shards_beside_elements(spec: DTensorSpec, order: Any) -> None:
+    if not any(isinstance(placement, ElementsShard) for placement in spec.placements):
+        _require_shards(spec, order)
+
+
+# DTensor asserts that each placement which is a `Shard` equals one of its dimension: torch 2.11 by `==`, 2.13 by `!=`.
+DTensorSpec._verify_shard_order = _require_shards_beside_elements  # type: ignore[assignment, method-assign]
 
 
 def placed(dim: int, size: int, runs: Sequence[Runs]) -> Placement:
@@ -145,6 +153,17 @@ def shard_of(whole: Tensor, like: DTensor) -> DTensor:
     return as_shard(part.contiguous().to(like.device), like)
 
 
+def shard_of_part(part: DTensor, like: DTensor) -> Tensor:
+    """What this rank has of a part, which `like` divides along more axes than the part; no communication."""
+    mesh, own, names = like.device_mesh, part.to_local(), like.device_mesh.mesh_dim_names or ()
+    for axis, placement in reversed(list(enumerate(like.placements))):
+        if divides(placement) and names[axis] not in (part.device_mesh.mesh_dim_names or ()):
+            dim: int = placement.dim  # type: ignore[attr-defined]
+            runs = pieces(placement, own.shape[dim], mesh.size(axis), mesh.get_local_rank(axis))
+            own = torch.cat([own.narrow(dim, start, stop - start) for start, stop in runs], dim)
+    return own
+
+
 def as_shard(part: Tensor, like: DTensor) -> DTensor:
     """A local tensor as this rank's part of a tensor of the shape of `like`."""
     return _part_of(part, like.device_mesh, like.placements, like)
@@ -206,18 +225,24 @@ def with_spec(part: Tensor, spec: DTensorSpec) -> DTensor:
     return DTensor.__new__(DTensor, part, spec, requires_grad=False)
 
 
-def whole_tensor(value: Tensor) -> Tensor:
-    """The tensor of which every rank of its mesh holds a part; all of them must call."""
+def whole_tensor(value: Tensor, besides: Collection[str] = ()) -> Tensor:
+    """The tensor of which every rank of its mesh holds a part; all of them must call.
+
+    Args:
+        value: of which this rank has a part.
+        besides: axes along which nothing is gathered, and need not call.
+    """
     if not isinstance(value, DTensor):
         return value
-    mesh, device = value.device_mesh, value.device_mesh.device_type
+    mesh, device, names = value.device_mesh, value.device_mesh.device_type, value.device_mesh.mesh_dim_names or ()
     part = value.to_local()
     if part.device.type != device:  # a mesh of GPUs has no collectives for shards kept on the host
         part = part.to(device)
     for axis, (placement, shape) in enumerate(zip(value.placements, _shapes(value), strict=True)):
-        if divides(placement):
+        if divides(placement) and names[axis] not in besides:
             part = _gather(part, mesh, axis, placement, shape)
-    return part
+    left = {n: place for n, place in zip(names, value.placements, strict=True) if n in besides and divides(place)}
+    return dtensor_of(part, mesh[(*left,)], [*left.values()], value.shape, value.stride()) if left else part
 
 
 def _shapes(value: DTensor) -> list[list[int]]:

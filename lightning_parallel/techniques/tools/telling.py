@@ -6,12 +6,20 @@ import logging
 
 import torch.distributed as dist
 
+from lightning_parallel.mesh import ParallelMesh
+
 log = logging.getLogger("lightning_parallel")
 
 
 def warn(message: str) -> None:
     """Logs a warning on rank 0: all ranks see the same."""
     _log(logging.WARNING, message)
+
+
+def warn_of_stage(message: str, mesh: ParallelMesh) -> None:
+    """Logs a warning on the first rank of those that hold the same layers: only they see it."""
+    if mesh.leads_its_stage:
+        log.warning(message)
 
 
 def inform(message: str) -> None:

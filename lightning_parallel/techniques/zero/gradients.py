@@ -21,8 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel.techniques.gradients.asked import OWN, ask, ask_no_more, is_being_asked, is_inner
-from lightning_parallel.techniques.tools.shards import shard_of, whole_tensor
+from lightning_parallel.techniques.gradients.asked import OWN, ask, ask_no_more, is_being_asked, is_inner, is_zeroing
+from lightning_parallel.techniques.tools.shards import shard_of, shard_of_part, whole_tensor
+
+DIVIDED = ("tp", "ep")
+"""Axes along which others divide parameters: what stands for one tells of all parts, and some ranks may have none."""
 
 
 class StepsGradients:
@@ -30,9 +33,11 @@ class StepsGradients:
 
     Args:
         parts: by the `id` of a parameter, what has the part of its gradient.
+        shards: whether parameters are sharded, too: then a shard stands where nothing that looks whole is shown for it.
     """
 
-    def __init__(self, parts: Callable[[], dict[int, Any]]) -> None:
+    def __init__(self, parts: Callable[[], dict[int, Any]], shards: bool = False) -> None:
+        self._shards = shards
         self._find, self._parts = parts, dict[int, Any]()
         self._gathered: dict[int, tuple[Any, Tensor]] = {}
         self._written: dict[int, tuple[Any, Any, Any]] = {}
@@ -62,7 +67,10 @@ class StepsGradients:
         with torch._C.DisableTorchFunctionSubclass():
             for part, gradient in gathered.values():
                 if isinstance(own := OWN.__get__(part), DTensor):  # else it was zeroed
-                    own._local_tensor.copy_(shard_of(gradient, own)._local_tensor)
+                    if isinstance(gradient, DTensor):
+                        own._local_tensor.copy_(shard_of_part(gradient, own))
+                    else:
+                        own._local_tensor.copy_(shard_of(gradient, own)._local_tensor)
             for part, parameter, gradient in written.values():
                 OWN.__set__(part, None)
                 OWN.__set__(parameter, gradient)
@@ -77,8 +85,12 @@ class StepsGradients:
             own: Tensor | None = OWN.__get__(part)
             if not isinstance(own, DTensor):
                 return own
+            if is_zeroing(__name__):  # nothing is gathered for it
+                self._gathered.pop(id(part), None)
+                return own._local_tensor
             if id(part) not in self._gathered:
-                self._gathered[id(part)] = part, whole_tensor(own)
+                besides = () if self._shards and parameter is part else DIVIDED
+                self._gathered[id(part)] = part, whole_tensor(own, besides)
         return self._gathered[id(part)][1]
 
     def write(self, asked: Any, parameter: Any, gradient: Tensor | None) -> None:

@@ -15,13 +15,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from lightning_parallel.collectives.functional import Pending, Waitable, all_reduce, reduce_scatter
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.techniques.gradients.bucket import Bucket
 from lightning_parallel.techniques.gradients.buckets import BucketedStep, has_shard, nothing
 from lightning_parallel.techniques.gradients.memory import Lent
-from lightning_parallel.techniques.step import Run, Step
+from lightning_parallel.techniques.step import Coming, Run, Step
 from lightning_parallel.techniques.tools.holders import Holders
 from lightning_parallel.techniques.tools.shards import local
 from lightning_parallel.techniques.zero.arrivals import Arrival, Arrivals, refuse_unwatched_use
@@ -65,7 +66,7 @@ class ShardedStatesStep(BucketedStep):
         self._compilers = Compilers(parameters, self._arrivals.before_compiling)
         self._offload, self._stage = offload, stage
         self._gradients = StepsGradients(lambda: {id(parameter): parameter for parameter in self.places})
-        self._in_step = False
+        self._in_step = self._manual = False
         super().__init__(inner, parameters, mesh, self._make_bucket, BUCKET_BYTES, accumulates_locally=stage == 1)
 
     def stored(self, parameter: nn.Parameter) -> Tensor:
@@ -79,9 +80,16 @@ class ShardedStatesStep(BucketedStep):
         """See `Step.accumulated`."""
         return self.stored(parameter) if self._stage == 2 else self.inner.accumulated(parameter)
 
+    def expect(self, coming: Coming) -> None:
+        """See `Step.expect`."""
+        self._manual = coming.manual
+        super().expect(coming)
+
     def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
         """See `Step.forward`."""
         self._in_step = True
+        if self._manual and torch.is_grad_enabled():
+            self._gradients.show()
         try:
             with self._arrivals.forward():
                 return self.inner.forward(run, *args, **kwargs)
@@ -100,6 +108,12 @@ class ShardedStatesStep(BucketedStep):
         if unread and (self.synced or self._stage == 2):
             refuse_unwatched_use([p for p in unread if self._has_new_gradient(*self.places[p])])
 
+    def before_backward(self) -> None:
+        """See `Step.before_backward`: techniques around this one look at parts, before which none may be written."""
+        if self._gradients.settle():
+            self.backward(nothing)
+        super().before_backward()
+
     def average_given(self, parameters: Sequence[nn.Parameter]) -> None:
         """See `Step.average_given`."""
         if self._gradients.settle():
@@ -116,13 +130,15 @@ class ShardedStatesStep(BucketedStep):
         for parameter in parameters if self._offload else ():
             if place := self.places.get(parameter):
                 place[0].shards[place[1]].follow()
-        self.inner.before_optimizer_step(parameters)
+        super().before_optimizer_step(parameters)
 
     def after_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """Starts to gather the stepped rows of all ranks into the whole parameters, in the order of the forward."""
         stepped = set(map(id, parameters))
         buckets = [b for b in reversed(self.buckets) if any(id(parameter) in stepped for parameter in b.parameters)]
         self._arrivals.start([partial(bucket.gather_parameters, stepped) for bucket in buckets], BESIDE_BYTES)
+        if self._in_step:  # what was computed from them before is out of date; rows that come do not tell
+            increment_version([local(each) for each in parameters if each in self.places])
         self.inner.after_optimizer_step(parameters)
 
     def close(self) -> None:
@@ -155,7 +171,7 @@ class ScatterBucket(Bucket):
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], holders: Holders, offload: bool) -> None:
-        super().__init__(parameters, holders.scale)
+        super().__init__(parameters, holders)
         self.shards = [RowShard(parameter, holders.sharing, offload) for parameter in parameters]
         self._shard_group = holders.sharing.get_group()
         self._gatherings: dict[tuple[RowShard, ...], Gathering] = {}
@@ -181,9 +197,9 @@ class ScatterBucket(Bucket):
 
     # ---------------------------------------------------------------- gradients
 
-    def begin(self, synced: bool, early: bool = False) -> None:
+    def begin(self, synced: bool, early: bool = False, given: bool = False) -> None:
         """See `Bucket.begin`."""
-        super().begin(synced, early)
+        super().begin(synced, early, given)
         self._carried = []
         if not early:
             self.resume()
@@ -249,6 +265,8 @@ class ScatterBucket(Bucket):
         self._pending.wait()
         self._message, self._chunks = None, ()
         if self._of_one_replica:  # earlier passes were not summed over the replicas: now their sum is, with this one
+            if self._carried:
+                self._received[self._flags][self._carried] = 1  # other replicas may have used them in no pass
             self._add_carried()
         group = self._replica_group
         across = group is not None and self.synced
@@ -274,7 +292,7 @@ class ScatterBucket(Bucket):
     def _unused_everywhere(self) -> list[int]:
         if not self._unused:
             return []
-        used = (self._received[self._flags][self._unused] > 0).tolist()
+        used = (self._received[self._flags][self._unused] != 0).tolist()  # complex ones have no order
         return [index for index, somewhere in zip(self._unused, used, strict=True) if not somewhere]
 
     def _add_carried(self) -> None:

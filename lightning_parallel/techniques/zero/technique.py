@@ -19,7 +19,9 @@ from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools.shards import has_no_rows
 from lightning_parallel.techniques.zero.casts import UncastStep
-from lightning_parallel.techniques.zero.parameters import Root, ShardedParametersStep, shard_parameters
+from lightning_parallel.techniques.zero.sharded.parameters import shard_parameters
+from lightning_parallel.techniques.zero.sharded.root import Root
+from lightning_parallel.techniques.zero.sharded.step import ShardedParametersStep
 from lightning_parallel.techniques.zero.states import ShardedStatesStep
 
 

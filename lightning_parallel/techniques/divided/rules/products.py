@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.collectives.overlap import gather_and_multiply, multiply_and_scatter
-from lightning_parallel.techniques.divided.looks import version_of
+from lightning_parallel.techniques.divided.looks import state_of
 from lightning_parallel.techniques.divided.meeting import (
     as_divided,
     brought_together,
@@ -116,7 +116,7 @@ def _after_gathering(x: Divided, weight: Divided, sequence: int) -> Tensor | Non
     own, matrix = _in_autocast(x.own, weight.own)
     whole, product = gather_and_multiply(own, matrix, sequence, rows.ranks.group)
     dtype = None if own is x.own else own.dtype
-    x.gathers[sequence, torch.is_grad_enabled(), dtype, version_of(x.own)] = whole
+    x.gathers[sequence, torch.is_grad_enabled(), dtype, state_of(x.own)] = whole
     return Divided(product, {2: rows})
 
 

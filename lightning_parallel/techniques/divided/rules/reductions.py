@@ -53,7 +53,7 @@ def _added_up(func: Any, args: Any, kwargs: Any) -> Any:
     elif floats:
         count = math.prod([divided.shape[each] for each in gone])
         mean = partial(_total, divided.own, gone, keepdim, kwargs.get("dtype"), summed, count)
-        made = mean_of(divided.own, count, mean) if len(gone) == divided.dim() else mean()
+        made = mean_of(divided.own, count, lambda: _told(mean())) if len(gone) == divided.dim() else mean()
     else:
         return NotImplemented
     return as_divided(made, _left(divided, gone, keepdim))
@@ -65,6 +65,11 @@ def _total(own: Tensor, gone: Any, keepdim: bool, dtype: Any, summed: Sequence[E
     for elements in summed:
         made = total(made, elements.ranks)
     return made
+
+
+def _told(mean: Tensor) -> Tensor:
+    """A mean whose graph tells it from a sum, which steps divide by what they count: that of a number is itself."""
+    return mean if mean.dim() else mean.mean()
 
 
 @rule(*operations("amax", "amin", "max", "min", "argmin", "prod", "all", "any", "var", "std", "var_mean", "std_mean",

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from lightning_parallel.techniques.tools.shards import local
-from lightning_parallel.techniques.zero.groups import groups_of, is_known
+from lightning_parallel.techniques.zero.sharded.groups import groups_of, is_known
 
 
 class StepsWrites:
@@ -51,6 +52,13 @@ class StepsWrites:
             yield
         finally:
             self._forgets = False
+
+    def change(self, shards: Iterable[Tensor]) -> None:
+        """Wholes of shards that were stepped count as changed, which `fully_shard` hides where it gathers them anew."""
+        stepped = set(map(id, shards))
+        parameters = (parameter for group in self._groups for parameter in group.fsdp_params)
+        changed = [each for each in parameters if id(each.sharded_param) in stepped and is_known(each)]
+        increment_version(map(_elements, changed))
 
     def _after_gathering(self, group: Any, wait: Callable[[], None]) -> None:
         wait()

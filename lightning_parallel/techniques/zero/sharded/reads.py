@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from lightning_parallel.techniques.gradients.asked import OWN
 from lightning_parallel.techniques.tools.shards import shard_of
 from lightning_parallel.techniques.zero.gradients import StepsGradients
-from lightning_parallel.techniques.zero.groups import groups_of, is_known
+from lightning_parallel.techniques.zero.sharded.groups import groups_of, is_known
 
 ABOUT = frozenset(
     (
@@ -51,6 +52,7 @@ class Away(DTensor):
     """
 
     reads: OutsideReads
+    grad = OWN  # for DTensors it may be another attribute, see `ask`
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -166,6 +168,8 @@ class OutsideReads:
         if state not in self._kept:
             self._kept.append(state)
             _unshard(units)
+            for each in _parameters(state):  # it may have been frozen, or let learn, while it was away
+                each.unsharded_param.requires_grad_(each.sharded_param.requires_grad)
             self._watch_parts(state)
         return parameter.unsharded_param
 

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_parallel.collectives.functional import all_reduce
 from lightning_parallel.techniques.tools.shards import local
-from lightning_parallel.techniques.zero.groups import groups_of, is_known, states_of
+from lightning_parallel.techniques.zero.sharded.groups import groups_of, is_known, states_of
 
 
 class ShardedBackward:
@@ -41,21 +41,30 @@ class ShardedBackward:
         self._attended: dict[Tensor, RemovableHandle] = {}
         self._used: set[Any] = set()
         self._filled: dict[Any, Tensor | None] = {}
-        self._finished = self._ending = False
+        self._finished = self._ending = self._within_run = self._given = False
         self.synced = True
         for state in states:
             state._root_post_backward_final_callback = partial(self._finish, state._root_post_backward_final_callback)
             for param_group in groups_of(state):
                 param_group.post_backward = partial(self._reduce, param_group, param_group.post_backward)
 
-    def run(self, backward: Callable[[], None]) -> None:
-        """Runs a backward pass to its end, also where this rank had no gradient for any of the root's parameters."""
-        self._finished = False
+    def run(self, backward: Callable[[], None], given: bool = False) -> None:
+        """Runs a backward pass to its end, also where this rank had no gradient for any of the root's parameters.
+
+        Args:
+            backward: runs it.
+            given: whether it computes nothing, for gradients that a step gave, see `Bucket.begin`.
+        """
+        self._finished, self._within_run, self._given = False, True, given
         if not self._root.running:
             self._root.reads.gather()
-        backward()
-        if self._root.running and not self._finished:
-            self._state._root_post_backward_final_callback()
+        try:
+            backward()
+            if self._root.running and not self._finished:
+                self._state._root_post_backward_final_callback()
+        finally:
+            self._within_run = self._given = False
+        self._forget_unused()
 
     def attend(self) -> None:
         """Watches the root's parameters, while they are whole: a gradient within a running step starts its end."""
@@ -99,23 +108,35 @@ class ShardedBackward:
                     p.unsharded_param.grad = torch.zeros_like(p.unsharded_param)
         if (kind := self._kinds.get(id(group))) is not None:
             for p in used:
-                local(p.unsharded_param.grad).mul_(kind.scale)
+                local(p.unsharded_param.grad).mul_(1 / kind.mesh.size() if self._given else kind.scale)
         reduce()
 
     def _finish(self, finish: Callable[[], None]) -> None:
+        if not self._root.running:
+            self._end(finish)
+            return
+        with self._root.showing_again():
+            self._end(finish)
+            self._root.gather()
+
+    def _end(self, finish: Callable[[], None]) -> None:
         self._ending = True
         try:
             finish()
         finally:
             self._ending = False
         self._finished = True
-        if self.synced:
+        if not self._within_run:
             self._forget_unused()
-        if self._root.running:
-            self._root.gather()
 
     def _forget_unused(self) -> None:
-        """A parameter that no rank used keeps the gradient it had, mostly none, or weight decay would move it."""
+        """A parameter that no rank used keeps the gradient it had, mostly none, or weight decay would move it.
+
+        It asks the ranks, which may be done with what is reduced outside of `fully_shard` at different times within the
+        backward pass: so it waits for the end of all of it.
+        """
+        if not self.synced:
+            return
         shared: dict[Any, list[Any]] = {None: []}
         for group, parameters in self._by_group:
             shared.setdefault(self._kinds.get(id(group)), []).extend(parameters)

@@ -35,10 +35,21 @@ def is_known(parameter: Any) -> bool:
     return "_unsharded_param" in vars(parameter)
 
 
+def parameters_of(root: nn.Module) -> Iterator[Any]:
+    """What `fully_shard` keeps of each parameter."""
+    for state in states_of(root):
+        for group in groups_of(state):
+            yield from group.fsdp_params
+
+
+def tensors_of(parameter: Any) -> list[Any]:
+    """The shard of a parameter, and the whole if it was ever whole."""
+    return [parameter.sharded_param, *([parameter._unsharded_param] if is_known(parameter) else [])]
+
+
 def shards_of(root: nn.Module) -> dict[int, Any]:
     """The shards of parameters that were ever whole, by the `id` of the whole and by their own."""
-    groups = [group for state in states_of(root) for group in groups_of(state)]
-    known = [parameter for group in groups for parameter in group.fsdp_params if is_known(parameter)]
+    known = list(filter(is_known, parameters_of(root)))
     wholes = {id(parameter._unsharded_param): parameter.sharded_param for parameter in known}
     return wholes | {id(parameter.sharded_param): parameter.sharded_param for parameter in known}
 
@@ -64,6 +75,7 @@ class OwnReduceScatter(ReduceScatter):
     def __call__(  # noqa: D102
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
+        assert op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
         reduce_scatter(output_tensor, input_tensor, group).wait()
         if op == dist.ReduceOp.AVG:
             output_tensor.div_(group.size())

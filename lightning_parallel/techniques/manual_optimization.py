@@ -1,0 +1,88 @@
+"""Manual optimization: steps that run their backward themselves, be it by `loss.backward()` past the strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial, wraps
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_parallel.techniques.step import Coming, Run, Step, WrappedStep
+
+T = TypeVar("T")
+
+Differentiate = Callable[[Tensor, Tensor, Callable[[Tensor], None]], None]
+"""Runs, inside of `Step.backward`, the backward pass of a loss: the loss, the same scaled, and what goes backward."""
+
+
+class ManualOptimizationStep(WrappedStep):
+    """Leads plain backward passes of manual optimization the way of `manual_backward`, around all techniques.
+
+    Without it a technique would see that there is one by the first gradient that comes, on the ranks to which one does,
+    and the samples of all ranks would count alike, however many there are.
+
+    Args:
+        inner: the step of all techniques.
+        differentiate: runs the passes.
+    """
+
+    def __init__(self, inner: Step, differentiate: Differentiate) -> None:
+        super().__init__(inner)
+        self._differentiate, self._running = differentiate, False
+
+    def expect(self, coming: Coming) -> None:
+        """See `Step.expect`."""
+        self.inner.expect(replace(coming, manual=True))
+
+    def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
+        """See `Step.forward`."""
+        table, plain = vars(torch.autograd), torch.autograd.backward
+        table["backward"] = wraps(plain)(partial(self._lead, plain))  # by its name, modes of functions know it
+        try:
+            return self.inner.forward(run, *args, **kwargs)
+        finally:
+            table["backward"] = plain
+
+    def _lead(
+        self,
+        plain: Callable[..., None],
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
+    ) -> None:
+        """Stands for `torch.autograd.backward`, which also differentiates by no parameter, and within a pass."""
+        asked = inputs is not None and not any(isinstance(each, nn.Parameter) for each in tree_leaves(inputs))
+        if asked or self._running or torch._C._current_graph_task_id() != -1:
+            plain(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+            return
+        loss = _one_loss(tensors, grad_tensors if grad_variables is None else grad_variables)
+        self._differentiate(
+            loss, loss, partial(plain, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
+        )
+
+    def backward(self, run: Callable[[], None]) -> None:
+        """See `Step.backward`."""
+        self._running = True
+        self.before_backward()
+        try:
+            self.inner.backward(run)
+        finally:
+            self._running = False
+
+
+def _one_loss(tensors: Tensor | Sequence[Tensor], gradients: Any) -> Tensor:
+    """The loss whose gradients are those of several tensors, of which each has the gradient that is given for it."""
+    several = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    given = [gradients] * len(several) if gradients is None or isinstance(gradients, Tensor) else list(gradients)
+    losses = [
+        tensor if gradient is None else (tensor * gradient).sum()
+        for tensor, gradient in zip(several, given, strict=True)
+    ]
+    return losses[0] if len(losses) == 1 else torch.stack(losses).sum()

@@ -1,0 +1,146 @@
+"""The random numbers that a user's step draws where several ranks run parts of it.
+
+Every stage of a pipeline runs the step's own code, which may draw noise or a mask before the blocks and use it again
+after them. So this code draws the same on all stages, and blocks, of which each stage has others, draw apart.
+
+| what runs | its draws continue |
+|---|---|
+| the first microbatch | where the generators stood when the batch began, alike on all ranks |
+| another microbatch | from a seed made of that state, of the batch and of the microbatch |
+| a block, or a module outside of blocks | from a seed of its place too; after it, they stand where they did |
+| what follows the batch | where the first microbatch left them on the last stage |
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import zlib
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel.techniques.tools.telling import log
+
+
+class GeneratorStates(NamedTuple):
+    """Where generators stand: torch's, in their order, Python's and NumPy's."""
+
+    torch: list[Tensor]
+    python: Any
+    numpy: Any
+
+    def same(self, other: GeneratorStates) -> bool:
+        """Whether nothing was drawn between the two."""
+        alike = self.python == other.python and all(map(torch.equal, self.torch, other.torch))
+        if self.numpy is None or other.numpy is None or not alike:
+            return alike
+        (_, keys, *rest), (_, others, *other_rest) = self.numpy, other.numpy
+        return bool(rest == other_rest and keys.tobytes() == others.tobytes())
+
+
+def own_generators(model: nn.Module) -> list[torch.Generator]:
+    """The generators that modules keep."""
+    kept = (each for module in model.modules() for each in vars(module).values())
+    return list(dict.fromkeys(each for each in kept if isinstance(each, torch.Generator)))
+
+
+class StepsDraws:
+    """The generators from which the steps of one model draw.
+
+    Args:
+        model: whose modules may keep generators of their own.
+        device: where it runs.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        on_device = [torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else []
+        self._generators = [torch.default_generator, *on_device, *own_generators(model)]
+        self._base, self._seeds = 0, [0] * len(self._generators)
+        self._microbatch, self._runs, self._batch = 0, 0, 0
+        self._told = False
+        self._first = self.now()
+        self.left: GeneratorStates | None = None
+        """Where the first microbatch left the generators on the last stage; None where it drew nothing."""
+
+    def now(self) -> GeneratorStates:
+        """Where they stand."""
+        numpy = sys.modules.get("numpy")
+        states = [each.get_state() for each in self._generators]
+        return GeneratorStates(states, random.getstate(), None if numpy is None else numpy.random.get_state())
+
+    def restore(self, state: GeneratorStates) -> None:
+        """They continue from there."""
+        for generator, each in zip(self._generators, state.torch, strict=True):
+            generator.set_state(each)
+        random.setstate(state.python)
+        if state.numpy is not None:
+            sys.modules["numpy"].random.set_state(state.numpy)
+
+    def begin(self, batch: int) -> None:
+        """Before a batch.
+
+        Args:
+            batch: how many batches of training came before.
+        """
+        self._runs = self._runs + 1 if batch == self._batch else 0  # as the batches of an evaluation
+        self._batch, self._first, self.left = batch, self.now(), None
+        self._base = hash((zlib.crc32(self._first.torch[0].numpy().tobytes()), batch, self._runs))
+        self._seeds = [each.initial_seed() for each in self._generators]
+
+    def begin_microbatch(self, microbatch: int) -> None:
+        """Before a stage runs it."""
+        self._microbatch = microbatch
+        if microbatch == 0:
+            self.restore(self._first)
+            return
+        self.depart(-1)
+        if self._first.numpy is not None:
+            sys.modules["numpy"].random.seed(hash((self._base, microbatch)) % 2**32)
+
+    def end_microbatch(self) -> None:
+        """After the last stage ran one."""
+        if self._microbatch == 0:
+            now = self.now()
+            self.left = None if now.same(self._first) else now
+
+    def depart(self, place: int) -> tuple[list[Tensor], Any]:
+        """Before a block or another module. NumPy's generator, which takes longer than these, stays as it is.
+
+        Args:
+            place: a number of it that no other one has.
+
+        Returns:
+            Where the generators stand, for `come_back`.
+        """
+        before = [*map(torch.Generator.get_state, self._generators)], random.getstate()
+        for number, (generator, seed) in enumerate(zip(self._generators, self._seeds, strict=True)):
+            generator.manual_seed(hash((self._base, self._microbatch, place, number, seed)) % 2**63)
+        random.seed(hash((self._base, self._microbatch, place)))
+        return before
+
+    def come_back(self, before: tuple[list[Tensor], Any]) -> None:
+        """After it."""
+        states, python = before
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
+        random.setstate(python)
+
+    def tell_of_whole(self) -> None:
+        """The last stage runs the step once for the whole batch, and the others for microbatches: draws differ."""
+        if self.left is not None and not self._told:
+            self._told = True
+            log.warning(
+                "The step draws random numbers outside of its blocks, and with loss_over='batch' the last stage draws "
+                "them for the whole batch, the others for each microbatch: what is drawn before the blocks and used "
+                "again after them differs. Draw it in the dataset or its collate_fn, or use microbatches=1"
+            )
+
+    def end(self, left: GeneratorStates | None) -> None:
+        """After a batch.
+
+        Args:
+            left: see `left`, of the last stage.
+        """
+        self.restore(self._first if left is None else left)

@@ -1,0 +1,180 @@
+"""Sharding parameters: which of them together, and over which ranks.
+
+Source: S. Rajbhandari et al., ZeRO, SC 2020; Y. Zhao et al., PyTorch FSDP, VLDB 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+from lightning_parallel.collectives.functional import uses_exchange
+from lightning_parallel.mesh import ParallelMesh
+from lightning_parallel.plan import ParallelPlan
+from lightning_parallel.techniques.tools.holders import copied_axes
+from lightning_parallel.techniques.tools.redirect import redirect_forward
+from lightning_parallel.techniques.tools.shards import divides, dtensor_of, has_no_rows
+from lightning_parallel.techniques.zero.gradients import StepsGradients
+from lightning_parallel.techniques.zero.sharded.groups import (
+    OwnAllGather,
+    OwnReduceScatter,
+    shards_of,
+)
+from lightning_parallel.techniques.zero.sharded.reads import OutsideReads
+from lightning_parallel.techniques.zero.sharded.root import Root, Shell, Unit, entrances, remove_hooks_of_state_dicts
+
+T = TypeVar("T")
+
+UNIT_BYTES = 16 * 2**20
+"""Blocks are gathered together until a unit has this size: smaller messages cost more in hooks than they save."""
+
+
+def shard_parameters(model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan, offload: bool) -> Root:
+    """Shards every parameter that can be, and returns the root through which steps must run.
+
+    Raises:
+        TypeError: an embedding that makes sparse gradients.
+    """
+    _refuse_sparse_gradients(model)
+    left_whole = _unshardable(model)  # afterwards some ranks have no rows of what others have
+    kinds = _kinds_of_parameters(model, mesh, set(left_whole))
+    # A pipeline runs its blocks many times in a step: there they are gathered once, with the root.
+    blocks = list(plan.find_blocks(model).values()) if mesh.sizes["pp"] == 1 else []
+    groups = _groups_of_blocks(blocks)
+    root, together = Root(model, left_whole), []
+    for kind in kinds:
+        for group in groups:
+            units = [_wrap(block) for block in group if any(p in kind.parameters for p in block.parameters())]
+            root.units.extend(units)
+            together.append(kind.shard(units, root, offload))
+    for module in entrances(model):
+        redirect_forward(module, partial(root.enter, module))
+    ordinary, *others = kinds
+    for kind in others:
+        root.shells.append(shell := Shell(model))
+        kind.shard([shell], root, offload)
+    ordinary.shard([root], root, offload)
+    gradients = StepsGradients(partial(shards_of, root), shards=True)
+    root.reads = OutsideReads([each for each in together if each], [root, *root.shells], gradients)
+    remove_hooks_of_state_dicts(root)
+    return root
+
+
+@dataclass(frozen=True, eq=False)
+class Kind:
+    """Parameters that the same ranks share.
+
+    Attributes:
+        mesh: these ranks, (shards) or (replicas, shards).
+        scale: by what gradients are multiplied before they are summed, where that is not one over their number.
+        parameters: those of them that are not sharded yet.
+    """
+
+    mesh: DeviceMesh
+    scale: float | None
+    parameters: set[nn.Parameter]
+
+    def shard(self, modules: list[Any], root: Root, offload: bool) -> list[Any]:
+        """Gives modules to `fully_shard`, all together, with those of their parameters that are of this kind.
+
+        Returns:
+            Those that have some.
+        """
+        mine = [module for module in modules if self.scale is None or self._has_some(module)]
+        if not mine:
+            return []
+        policy = CPUOffloadPolicy(pin_memory=self.mesh.device_type != "cpu") if offload else OffloadPolicy()
+        fully_shard(
+            mine if len(mine) > 1 else mine[0],
+            mesh=self.mesh,
+            reshard_after_forward=True,
+            offload_policy=policy,
+            ignored_params={parameter for parameter in root.model.parameters() if parameter not in self.parameters},
+        )
+        for module in mine:
+            if uses_exchange(self.mesh.get_group(self.mesh.ndim - 1)):
+                module.set_custom_all_gather(OwnAllGather())
+                module.set_custom_reduce_scatter(OwnReduceScatter())
+            if self.scale is not None:
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)  # what divides within a sum, NCCL alone has
+        if self.scale is not None:
+            root.fewer.update(dict.fromkeys(mine, self))
+        return mine
+
+    def _has_some(self, module: nn.Module) -> bool:
+        return any(parameter in self.parameters for parameter in module.parameters())
+
+
+def _kinds_of_parameters(model: nn.Module, mesh: ParallelMesh, left_whole: Collection[nn.Parameter]) -> list[Kind]:
+    """First those that all ranks share, then those that fewer do, as experts."""
+    ordinary = Kind(mesh.sharded_and_replicated, None, set())
+    fewer: dict[DeviceMesh, Kind] = {}
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter in left_whole:
+                continue
+            ranks = copied_axes(parameter)
+            if ranks is None:
+                ordinary.parameters.add(parameter)
+                continue
+            if parameter not in made:
+                made[parameter] = _without_copies(parameter)
+                made[made[parameter]] = made[parameter]
+                fewer.setdefault(ranks, Kind(ranks, 1 / mesh.loss.size(), set())).parameters.add(made[parameter])
+            module._parameters[name] = made[parameter]
+    return [ordinary, *fewer.values()]
+
+
+def _without_copies(parameter: Any) -> nn.Parameter:
+    """The same part on the axes that divide it alone; `fully_shard` adds those along which it is copied."""
+    names = parameter.device_mesh.mesh_dim_names or ()
+    kept = [(name, place) for name, place in zip(names, parameter.placements, strict=True) if divides(place)]
+    own = parameter.device_mesh[tuple(name for name, _ in kept)]
+    part = dtensor_of(parameter._local_tensor, own, [place for _, place in kept], parameter.shape, parameter.stride())
+    made = nn.Parameter(part, requires_grad=parameter.requires_grad)
+    vars(made).update({name: value for name, value in vars(parameter).items() if name != "_leaf"})
+    return made
+
+
+def _refuse_sparse_gradients(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise TypeError(f"sparse gradients ({name}, made with sparse=True) cannot be sharded; use sparse=False")
+
+
+def _unshardable(model: nn.Module) -> list[nn.Parameter]:
+    """Parameters that `fully_shard` refuses: those without rows, and those that are not of the model's main dtype."""
+    parameters = list(model.parameters())
+    bytes_of: dict[torch.dtype, int] = {}
+    for parameter in parameters:
+        bytes_of[parameter.dtype] = bytes_of.get(parameter.dtype, 0) + parameter.numel()
+    main = max(bytes_of, key=lambda dtype: bytes_of[dtype], default=None)
+    return [parameter for parameter in parameters if has_no_rows(parameter) or parameter.dtype != main]
+
+
+def _wrap(block: nn.Module) -> Unit:
+    unit = Unit(block, block.forward)
+    redirect_forward(block, lambda _: unit)
+    return unit
+
+
+def _groups_of_blocks(blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    sizes = [sum(p.numel() * p.element_size() for p in block.parameters()) for block in blocks]
+    count = min(len(blocks), sum(sizes) // UNIT_BYTES)
+    if count < 2:
+        return []
+    groups: list[list[nn.Module]] = [[] for _ in range(count)]
+    before = 0
+    for block, size in zip(blocks, sizes, strict=True):
+        groups[min(count - 1, before * count // sum(sizes))].append(block)
+        before += size
+    return [group for group in groups if group]

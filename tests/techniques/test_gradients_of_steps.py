@@ -1,0 +1,206 @@
+"""Gradients that steps of manual optimization choose, give, change, and step again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from lightning_parallel import ContextParallelStrategy
+from tests.techniques import test_toggled_parameters as toggled
+from tests.techniques.test_toggled_parameters import Adversarial, compare, parameters_of
+from tests.tiers import covering
+
+
+class Chosen(Adversarial):
+    """Each loss goes to the parameters of one optimizer, though others learn."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        maker, critic = self.optimizers()  # type: ignore[misc,union-attr]
+        for optimizer, net, loss in (
+            (critic, self.critic, self.loss_of_critic),
+            (maker, self.maker, self.loss_of_maker),
+        ):
+            self.go_back(loss(batch[0]), list(net.parameters()))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(parameter.grad is None for parameter in self.parameters())
+
+    def go_back(self, loss: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+        self.manual_backward(loss, inputs=parameters)
+
+
+class ChosenPlainly(Chosen):
+    def go_back(self, loss: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+        loss.backward(inputs=parameters)
+
+
+class Given(Chosen):
+    """The step gives each parameter its gradient; none of them comes by a backward pass."""
+
+    def go_back(self, loss: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+        found = torch.autograd.grad(loss, parameters, allow_unused=True)
+        for parameter, gradient in zip(parameters, found, strict=True):
+            parameter.grad = gradient
+
+
+class Rewritten(Adversarial):
+    """Between the backward and the optimizer's step gradients are read, and others are put in their place."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            for each in self.optimizers():  # type: ignore[union-attr]
+                each.zero_grad()
+            self.manual_backward(self.loss_of_critic(batch[0]))
+            used = [parameter for parameter in self.parameters() if parameter.grad is not None]
+            for number, parameter in enumerate(used):
+                self.change(parameter, number)
+            optimizer.step()
+            optimizer.step()
+
+    def change(self, parameter: Any, number: int) -> None:
+        if number % 2:
+            parameter.grad = parameter.grad / (1 + parameter.grad.norm())
+        else:
+            parameter.grad.mul_(0.5)
+
+
+class Clipped(Adversarial):
+    """Of two losses, one after the other."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        maker, critic = self.optimizers()  # type: ignore[misc,union-attr]
+        maker.zero_grad()
+        critic.zero_grad()
+        self.manual_backward(self.loss_of_critic(batch[0]))
+        self.manual_backward(self.loss_of_maker(batch[0]))
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+        maker.step()
+        critic.step()
+
+
+class StepsTwice(Rewritten):
+    """Gradients of one backward pass are stepped twice."""
+
+    def change(self, parameter: Any, number: int) -> None:
+        pass
+
+
+class OnWeights(Adversarial):
+    """Weights are set, replaced for a call, and written; the gradient of one expert is read, which few ranks have."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        _, critic = self.optimizers()  # type: ignore[misc,union-attr]
+        layer: Any = self.critic.layers[0]
+        nn.init.constant_(layer.up_proj.weight, 0.02)
+        parameters = dict(self.critic.named_parameters())
+        other = {name: each - torch.full(each.shape, 0.01, dtype=each.dtype) for name, each in parameters.items()}
+        critic.zero_grad()
+        loss = functional_call(self.critic, other, (batch[0],)).square().mean()
+        self.manual_backward(loss + self.loss_of_critic(batch[0]))
+        gradient = layer.routed.experts[3].up.weight.grad
+        scale = 0.9 if gradient is None else 1 / (1 + gradient.norm())
+        critic.step()
+        with torch.no_grad():
+            for parameter in self.critic.parameters():
+                parameter.data.mul_(scale)
+                parameter[parameter.abs() < 0.01] = 0
+            layer.routed.experts[1].up.weight.data = layer.routed.experts[1].up.weight.data * 0.9
+
+
+class Attacked(Adversarial):
+    """The gradient of the batch alone, and then that of the parameters."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        _, critic = self.optimizers()  # type: ignore[misc,union-attr]
+        x = batch[0]
+        self.critic(x)  # before it learns
+        x.requires_grad_()
+        self.critic(x).square().mean().backward(inputs=[x])
+        assert x.grad is not None
+        critic.zero_grad()
+        self.manual_backward(self.critic((x + 0.1 * x.grad.sign()).detach()).square().mean())
+        critic.step()
+
+
+class Sharpness(Adversarial):
+    """Sharpness-aware minimisation (Foret et al., ICLR 2021) over what the optimizer holds, as it is often written."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.zero_grad()  # by the module: the optimizer sees it
+        self.manual_backward(self.loss_of_critic(batch[0]) + self.maker.penalty())
+        held = [each for each in parameters_of(optimizer) if each.grad is not None]
+        norm = torch.stack([each.grad.norm() for each in held]).norm()
+        with torch.no_grad():
+            for each in held:
+                optimizer.state[each]["old"] = each.data.clone()
+                each.add_(each.grad * (0.05 / norm))
+        optimizer.zero_grad()
+        self.manual_backward(self.loss_of_critic(batch[0]) + self.maker.penalty())
+        for each in held:
+            each.data = optimizer.state[each].pop("old")
+        optimizer.step()
+        assert all("momentum_buffer" in optimizer.state[each] for each in held)
+
+
+class ClippedByTrainer(Given):
+    """Gradients that the step gave and changed are clipped by Lightning, and changed once more by a hook."""
+
+    def go_back(self, loss: Tensor, parameters: Sequence[nn.Parameter]) -> None:
+        super().go_back(loss, parameters)
+        optimizer: Any = self.optimizers()[parameters[0] is next(self.critic.parameters())]  # type: ignore[index]
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        parameters[0].grad.mul_(3)  # type: ignore[union-attr]
+        self.clip_gradients(optimizer.optimizer, gradient_clip_val=0.01, gradient_clip_algorithm="value")
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in parameters_of(optimizer):
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad / (0.1 + parameter.grad.norm())
+
+
+class SteppedPlainly(Given):
+    """The optimizers step past Lightning."""
+
+    def optimizers(self, use_pl_optimizer: bool = True) -> Any:
+        return super().optimizers(use_pl_optimizer=False)
+
+
+class OnGroups(Adversarial):
+    """Automatic optimization: what the optimizer holds is read for the loss, and written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = True
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.003)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
+        held = [each for group in self.optimizers().param_groups for each in group["params"]]  # type: ignore[union-attr]
+        with torch.no_grad():
+            for each in held:
+                each.data.clamp_(-0.2, 0.2)
+        return self.loss_of_critic(batch[0]) + 0.01 * torch.stack([each.square().sum() for each in held]).sum()
+
+
+MODELS = {
+    kind.__name__: kind
+    for kind in (
+        *(Chosen, ChosenPlainly, Given, Rewritten, Clipped, StepsTwice, OnWeights, Attacked),
+        *(Sharpness, ClippedByTrainer, SteppedPlainly, OnGroups),
+    )
+}
+LAYOUTS = {**toggled.LAYOUTS, "cp": (2, 1, ContextParallelStrategy)}
+
+
+@covering(keep=14, layout=LAYOUTS, model=MODELS)
+def test_they_give_what_one_device_gives(layout: str, model: str) -> None:
+    compare(MODELS[model], LAYOUTS[layout])

@@ -1,0 +1,165 @@
+"""What steps do between the blocks of a pipeline: parts that blocks have too, losses, and questions to weights."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_parallel import PipelineParallelStrategy
+from tests.ranks import begun_on_one, run_on_ranks
+from tests.strategies.one_and_two import MakeStrategy, made, require_like
+from tests.tiers import covering
+from tests.trainers import trainer
+
+WORDS, WIDTH, IGNORED = 23, 8, -100
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mix, self.map = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = self.mix(self.norm(x))
+        scores = y @ y.mT if mask is None else (y @ y.mT).masked_fill(~mask, -1e9)
+        return x + self.map(F.gelu(scores.softmax(-1) @ y))
+
+    @torch.no_grad()
+    def limit(self) -> None:
+        self.map.weight.clamp_(-0.2, 0.2)
+        self.mix.weight[:3] *= 0.9
+        self.mix.bias.data.mul_(0.99)
+
+
+class Language(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.norm, self.head = nn.Embedding(WORDS, WIDTH), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)
+        self.blocks, self.criterion = nn.ModuleList(Block() for _ in range(4)), nn.CrossEntropyLoss()
+
+    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = self.words(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.of_targets(self.norm(x), labels)
+
+    def of_targets(self, x: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(x).mT, labels)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(*batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(*batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class NormOfABlock(Language):
+    """The final norm is that of the last block of the first stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].norm = self.norm
+
+
+class NormGoesOn(Language):
+    """The final norm is that of the first block, too, and what it makes between blocks is used at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].norm = self.norm
+
+    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x, kept = self.words(tokens), []
+        for block in self.blocks:
+            x = block(x)
+            kept.append(self.norm(x))
+        return self.of_targets(kept[0] + self.norm(x), labels)
+
+
+class EarlyExit(Language):
+    """A loss over targets after the second block, and the last one."""
+
+    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x, early = self.words(tokens), []
+        for block in self.blocks:
+            x = block(x)
+            early.append(self.of_targets(x, labels))
+        self.log("early", early[1])
+        last = self.of_targets(self.norm(x), labels)
+        return early[1] + 0.5 * last if self.training else last
+
+
+class EarlyExitByModule(EarlyExit):
+    def of_targets(self, x: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = self.criterion(self.head(x).mT, labels)
+        return loss
+
+
+class AsksWeights(Language):
+    """Makes tensors where weights are, of first and last stages, and like them; limits weights after each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limits = [block.limit for block in self.blocks]
+
+    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        first, last = self.words.weight, self.blocks[3].map.weight
+        length = tokens.shape[1]
+        mask = torch.ones(length, length, dtype=torch.bool, device=first.device).tril()
+        x = self.words(tokens.to(last.device)) + last.new_tensor([0.5]) + torch.zeros_like(last)[0]
+        places = torch.arange(length, device=self.head.weight.device).to(self.head.weight)
+        x = x + places[:, None].type_as(first) / 10 + self.norm.weight.new_ones(WIDTH) * first.new_full((), 0.1)
+        for block in self.blocks:
+            x = block(x, mask=mask)
+        return self.of_targets(self.norm(x), labels.to(first.device))
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        for limit in self.limits:
+            limit()
+
+
+MODELS = {kind.__name__: kind for kind in (NormOfABlock, NormGoesOn, EarlyExit, EarlyExitByModule, AsksWeights)}
+PIPELINES: dict[str, MakeStrategy] = {
+    "1f1b": partial(PipelineParallelStrategy, 2, microbatches=2),
+    "zbv": partial(PipelineParallelStrategy, 2, schedule="zbv", microbatches=4),
+}
+
+
+def batches(samples: int, seed: int) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(WORDS, (samples, 6), generator=generator)
+    labels = tokens.roll(-1, 1).masked_fill(tokens > tokens[:, :1], IGNORED)  # of some samples nearly all
+    return DataLoader(TensorDataset(tokens, labels), 8)
+
+
+def trained(strategy: MakeStrategy | None, model: str) -> Any:
+    module = MODELS[model]()
+    run = trainer(made(strategy), max_epochs=2, precision="64-true")
+    run.fit(module, batches(24, 1), batches(16, 2))
+    metrics = {name: float(value) for name, value in run.callback_metrics.items()}
+    return metrics, {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+@covering(keep=4, model=MODELS, layout=PIPELINES)
+def test_they_give_what_one_device_gives(model: str, layout: str) -> None:
+    expected = begun_on_one(trained, None, model)
+    for found in run_on_ranks(2, trained, PIPELINES[layout], model):
+        require_like(expected.result(), found)
+
+
+def test_targets_are_ignored_in_some_microbatches_more_than_in_others() -> None:
+    counts = {int((labels != IGNORED).sum()) for _, labels in DataLoader(batches(24, 1).dataset, 2)}
+    assert len(counts) > 1
