@@ -15,7 +15,8 @@ from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.techniques.divided import rules  # noqa: F401
 from lightning_parallel.techniques.divided.boundary import InGraph
 from lightning_parallel.techniques.divided.functions import functions_get_wholes
-from lightning_parallel.techniques.divided.tensor import Divided, alike
+from lightning_parallel.techniques.divided.rules.parameters import alike
+from lightning_parallel.techniques.divided.tensor import Divided
 from tests.ranks import ranks
 from tests.tiers import sampled
 

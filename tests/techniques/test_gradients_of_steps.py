@@ -111,6 +111,29 @@ class OnWeights(Adversarial):
             layer.routed.experts[1].up.weight.data = layer.routed.experts[1].up.weight.data * 0.9
 
 
+class OnViews(Adversarial):
+    """Rows of weights are written through views of `data` and of `detach()`, made before and after each other."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        _, critic = self.optimizers()  # type: ignore[misc,union-attr]
+        layer: Any = self.critic.layers[0]
+        with torch.no_grad():
+            for weight in (layer.up_proj.weight, layer.down_proj.weight, layer.routed.experts[1].up.weight):
+                weight.data[0].zero_()
+                data, detached = weight.data, weight.detach()
+                weight[1].mul_(0.5)
+                data.mul_(0.9)
+                detached[2].add_(0.1)
+                weight.mul_(1.1)
+                for row in data:
+                    row.div_(1 + row.norm())
+                torch.clamp_(detached[..., 0], min=-0.1)
+        critic.zero_grad()
+        weight = layer.up_proj.weight
+        self.manual_backward(self.loss_of_critic(batch[0]) + weight[1:3].square().sum() + weight[0].norm())
+        critic.step()
+
+
 class Attacked(Adversarial):
     """The gradient of the batch alone, and then that of the parameters."""
 
@@ -194,7 +217,7 @@ class OnGroups(Adversarial):
 MODELS = {
     kind.__name__: kind
     for kind in (
-        *(Chosen, ChosenPlainly, Given, Rewritten, Clipped, StepsTwice, OnWeights, Attacked),
+        *(Chosen, ChosenPlainly, Given, Rewritten, Clipped, StepsTwice, OnWeights, OnViews, Attacked),
         *(Sharpness, ClippedByTrainer, SteppedPlainly, OnGroups),
     )
 }

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.techniques.divided import rules, table  # noqa: F401
 from lightning_parallel.techniques.divided.rules import products
+from lightning_parallel.techniques.divided.rules.parameters import alike
 from lightning_parallel.techniques.divided.table import Form, LocalCall
-from lightning_parallel.techniques.divided.tensor import Divided, alike
+from lightning_parallel.techniques.divided.tensor import Divided
 from tests.benchmarks.test_tensor_parallel import WIDTH, Block, divided, mesh_of_ranks
 from tests.ranks import ranks
 from tests.techniques.test_wire import world

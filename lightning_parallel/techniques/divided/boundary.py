@@ -19,8 +19,9 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, t
 
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.mesh import ParallelMesh
+from lightning_parallel.techniques.divided.rules.parameters import alike
 from lightning_parallel.techniques.divided.table import KEPT
-from lightning_parallel.techniques.divided.tensor import Divided, Wrapper, alike
+from lightning_parallel.techniques.divided.tensor import Divided, Wrapper
 from lightning_parallel.techniques.divided.watched import watch
 from lightning_parallel.techniques.tools.redirect import Redirected, Surrounded, put_forward, redirect_forward
 from lightning_parallel.techniques.tools.telling import warn_of_stage

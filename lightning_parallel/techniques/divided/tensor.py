@@ -157,6 +157,7 @@ class Wrapper(Divided):
     """The form that has a shape, but no memory."""
 
     form: Form
+    origin: Divided | None = None  # over whose memory this one lies
     stored = _known = _gathers = None
     split, unflatten, norm = map(asking_at_once, (Tensor.split, Tensor.unflatten, Tensor.norm))
 
@@ -217,8 +218,10 @@ class Viewed(Wrapper):
             self._shown = whole, whole._version, own._version
 
     def whole(self, reader: str = "") -> Tensor:
-        """See `Divided.whole`: the one of which there are views."""
+        """See `Divided.whole`: the one of which there are views, unless it learns and they, made before, do not."""
         own, whole = self.own, self._shown[0]
+        if own.requires_grad and torch.is_grad_enabled() and not whole.requires_grad:
+            return super().whole(reader)
         if own._version != self._shown[2]:
             whole.copy_(super().whole(reader))
             self._shown = whole, whole._version, own._version
@@ -227,7 +230,9 @@ class Viewed(Wrapper):
     def forget(self) -> None:
         """See `Divided.forget`."""
         super().forget()
-        self.whole("views")
+        self._shown = *self._shown[:2], -1  # changes through `data` are not counted
+        with torch.no_grad():
+            self.whole("views")
 
 
 class _Traced(Divided):
@@ -327,18 +332,6 @@ def is_divided(value: Any) -> TypeGuard[Divided]:
     return isinstance(value, Divided) and bool(value.cuts)
 
 
-def alike(parameter: Tensor, ranks: Ranks) -> Divided:
-    """A parameter that all ranks have alike, whose gradients they add up once a step, and not wherever it is used.
-
-    Where it meets divided tensors a rank computes a summand of its gradient. Where it does not, all compute the whole
-    gradient, of which each takes its share, so that the sum is right for any mixture of uses.
-    """
-    compiled = torch.compiler.is_dynamo_compiling()
-    made = Divided(parameter, {}) if compiled else wrapped(parameter, form_of(parameter.shape, {}, ranks))
-    made.ranks, made.stored = ranks, parameter
-    return made
-
-
 def of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
     """The result of an operation on gathered tensors, told in the log.
 
@@ -352,13 +345,14 @@ def of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
         result = _on_wholes(func, args, kwargs, name)
         compiled = torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active()
         given = [] if compiled else filter(is_divided, tree_leaves((args, kwargs)))
-        viewed = [each for each in given if _has_view(result, each)]
-        for each in viewed:
-            whole = each.whole().clone()  # what a collective made may not be changed in place
-            each.forget()
-            if each.own._is_view() or each.stored is not None:
-                each.only.ranks.viewed.append(each)
-            vars(each)["_shown"], each.__class__ = (whole, whole._version, each.own._version), Viewed
+        viewed: list[Any] = [each for each in given if _has_view(result, each)]
+        for each in (each if each.origin is None else each.origin for each in viewed):
+            if type(each) is not Viewed:
+                whole = each.whole().clone()  # what a collective made may not be changed in place
+                each.forget()
+                if each.own._is_view() or each.stored is not None:
+                    each.only.ranks.viewed.append(each)
+                vars(each)["_shown"], each.__class__ = (whole, whole._version, each.own._version), Viewed
         return _on_wholes(func, args, kwargs, name) if viewed else result
     with torch.no_grad() if getattr(func, "__module__", "") == "torch.nn.init" else nullcontext():  # as these say
         return _changing(func, args, kwargs, name, changed)

@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.techniques.divided import rules  # noqa: F401  (enters them in the table)
+from lightning_parallel.techniques.divided.rules.parameters import alike
 from lightning_parallel.techniques.divided.table import Cuts
-from lightning_parallel.techniques.divided.tensor import Divided, Wrapper, alike
+from lightning_parallel.techniques.divided.tensor import Divided, Wrapper
 from lightning_parallel.techniques.tools import elsewhere
 from lightning_parallel.techniques.tools.leaves import leaf_of
 from lightning_parallel.techniques.tools.redirect import Forward, surround_forward

@@ -2,20 +2,67 @@
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.techniques.divided.table import rule
-from lightning_parallel.techniques.divided.tensor import Divided, own_of
+from lightning_parallel.collectives.elements import Ranks
+from lightning_parallel.techniques.divided.table import form_of, operations, rule
+from lightning_parallel.techniques.divided.tensor import Divided, Viewed, Wrapper, own_of, wrapped
 
 
-@rule(Tensor.data.__get__)  # type: ignore[attr-defined]
-def _data(func: Any, args: Any, kwargs: Any) -> Any:
-    """The same memory without history, in which a change is one of the tensor."""
+def alike(parameter: Tensor, ranks: Ranks) -> Divided:
+    """A parameter that all ranks have alike, whose gradients they add up once a step, and not wherever it is used.
+
+    Where it meets divided tensors a rank computes a summand of its gradient. Where it does not, all compute the whole
+    gradient, of which each takes its share, so that the sum is right for any mixture of uses.
+    """
+    compiled = torch.compiler.is_dynamo_compiling()
+    made = Divided(parameter, {}) if compiled else wrapped(parameter, form_of(parameter.shape, {}, ranks))
+    made.ranks, made.stored = ranks, parameter
+    return made
+
+
+class Alias(Wrapper):
+    """One without history over the memory of another, in which a change is one of the other's, and of views of that."""
+
+    other: weakref.ref[Any]
+
+    @property
+    def origin(self) -> Any:  # type: ignore[override]
+        """The other, as long as somebody has it."""
+        return self.other()
+
+    @property
+    def own(self) -> Tensor:  # type: ignore[override]
+        """This rank's elements, as they are after changes of views of the other."""
+        if type(origin := self.origin) is Viewed:
+            origin.take_changes()
+        return cast(Tensor, vars(self)["own"])
+
+    def whole(self, reader: str = "") -> Tensor:
+        """See `Divided.whole`: that of which there are views counts changes together with what it gives here."""
+        return origin.whole(reader).detach() if type(origin := self.origin) is Viewed else super().whole(reader)
+
+    def forget(self) -> None:
+        """See `Divided.forget`."""
+        super().forget()
+        if (origin := self.origin) is not None:
+            origin.forget()
+
+
+@rule(Tensor.data.__get__, *operations("detach"))  # type: ignore[attr-defined]
+def _without_history(func: Any, args: Any, kwargs: Any) -> Any:
     divided = args[0]
-    return Divided(divided.own.data, divided.cuts) if divided.cuts else divided.own.data
+    made = func(divided.own)
+    if not divided.cuts:
+        return made
+    alias: Any = Divided(made, divided.cuts)
+    if isinstance(divided, Wrapper):
+        alias.other, alias.__class__ = weakref.ref(divided if divided.origin is None else divided.origin), Alias
+    return alias
 
 
 @rule(Tensor.data.__set__)  # type: ignore[attr-defined]

@@ -33,7 +33,7 @@ FUNCTIONS = ("abs", "neg", "negative", "positive", "exp", "exp2", "expm1", "log"
              "gelu", "silu", "mish", "softplus", "softsign", "leaky_relu", "logsigmoid", "hardtanh", "hardswish",
              "hardsigmoid", "hardshrink", "softshrink", "tanhshrink", "threshold", "bitwise_not", "sgn", "expit",
              "i0", "sinc", "lgamma", "digamma")  # fmt: skip
-KEEPING = ("clone", "detach", "float", "double", "half", "bfloat16", "long", "int", "bool", "short", "byte",
+KEEPING = ("clone", "float", "double", "half", "bfloat16", "long", "int", "bool", "short", "byte",
            "contiguous", "zeros_like", "ones_like", "full_like", "empty_like", "zero_", "fill_",
            "detach_", "cuda")  # fmt: skip
 OPERATORS = ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__",
