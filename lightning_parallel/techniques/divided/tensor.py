@@ -231,8 +231,7 @@ class Viewed(Wrapper):
         """See `Divided.forget`."""
         super().forget()
         self._shown = *self._shown[:2], -1  # changes through `data` are not counted
-        with torch.no_grad():
-            self.whole("views")
+        self.whole("views")
 
 
 class _Traced(Divided):
