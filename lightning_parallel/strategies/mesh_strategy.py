@@ -67,7 +67,7 @@ class MeshStrategy(RankStrategy):
     def _begin(self) -> None:
         self._ready = self._within_step = False
         self._step = Step()
-        self._stored = StoredOptimizers(self, self._store, lambda parameters: self._step.average_given(parameters))
+        self._stored = StoredOptimizers(self, self._store)
         self._log: StepLog | None = None
         self._building = Building(self.techniques)
         self._divided: DividedModel | None = None
@@ -116,7 +116,7 @@ class MeshStrategy(RankStrategy):
         self._nonfinite = NonFinite(self._policy, module, sharded, self._host_group())
         manual, holding = not module.automatic_optimization, self._whole.ranks_holding()
         self._shows_groups = manual or (self._whole.pipeline.ranks == 1 and asks_for_groups(module))
-        reduced = self._stored.reduced if manual else list
+        reduced = (lambda found: self._stored.reduced(self._step, found)) if manual else list
         adapt_precision(self.precision_plugin, sharded, holding, reduced, self._gradients, self._nonfinite)
         if self.is_distributed:
             self._log = StepLog(module, self._whole.readers, self._host_group(), lambda: self._weight)

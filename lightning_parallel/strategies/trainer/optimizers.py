@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_parallel.techniques.gradients.groups import Pair
 from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer
+from lightning_parallel.techniques.step import Step
 
 SCHEDULED = "lr", "momentum", "betas", "weight_decay"
 """What schedulers and users change in the groups of optimizers while they train."""
@@ -24,16 +25,10 @@ class StoredOptimizers:
     Args:
         strategy: which knows those that the trainer has now.
         store: makes others step what is stored, or raises.
-        average: see `Step.average_given`.
     """
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        store: Callable[[Sequence[Optimizer]], Sequence[StoredOptimizer]],
-        average: Callable[[Sequence[nn.Parameter]], None],
-    ) -> None:
-        self._strategy, self._store, self._average = strategy, store, average
+    def __init__(self, strategy: Strategy, store: Callable[[Sequence[Optimizer]], Sequence[StoredOptimizer]]) -> None:
+        self._strategy, self._store = strategy, store
         self._held: dict[int, Any] = {}
         """In such a step, by the `id` of what the module shows, the parameter that ranks have."""
         self._parameters: dict[int, nn.Parameter] | None = None
@@ -100,13 +95,13 @@ class StoredOptimizers:
         if self._parameters is not None and not self._parameters.keys() >= set(map(id, parameters)):
             self._refuse(optimizer, parameters)
 
-    def reduced(self, found: Iterable[Tensor]) -> list[Any]:
+    def reduced(self, step: Step, found: Iterable[Tensor]) -> list[Any]:
         """What ranks have of parameters that a step of manual optimization is about to clip, or to step.
 
         Gradients that it gave, or changed, are means of all ranks from here on.
         """
         parameters = [self._held.get(id(parameter), parameter) for parameter in found]
-        self._average(parameters)
+        step.average_given(parameters)
         return parameters
 
     def _refuse(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:
