@@ -55,7 +55,7 @@ def launches(
     """Those that the chosen tests ask for, some at once: most of their time processes import, one after the other."""
     mine = [item for item in request.session.items if getattr(item, "module", None) is request.module]
     with ThreadPoolExecutor(AT_ONCE) as executor:
-        wanted = dict.fromkeys(item.callspec.params["run"] for item in mine)
+        wanted = dict.fromkeys(item.callspec.params["run"] for item in mine if "run" in item.fixturenames)
         yield {run: executor.submit(launch, run, tmp_path_factory.mktemp("run")) for run in wanted}
 
 
@@ -150,6 +150,24 @@ def require_one_message(ended: Ended) -> None:
         "[rank0]: rank 1 failed first: RuntimeError: the user's",
     ):
         assert any(line in found for found in said), ended.output
+
+
+FAILS_SOON_AFTER = """
+import subprocess, sys, time
+from lightning_parallel.strategies.ranks.launchers import _Observer
+launched = subprocess.Popen([sys.executable, "-c", "raise SystemExit(1)"])
+_Observer([launched], lambda: "").start()
+launched.wait()
+time.sleep(5.5)  # more than a round of the observer
+raise SystemExit("the cause")
+"""
+
+
+def test_who_launched_the_rank_that_failed_has_time_to_say_why() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FAILS_SOON_AFTER], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "the cause")
 
 
 @after(Launch(event="kill", rank=0))  # it launched the others

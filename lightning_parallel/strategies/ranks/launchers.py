@@ -6,6 +6,7 @@ import inspect
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,9 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _Su
 from lightning_parallel.strategies.ranks.tracebacks import note
 
 KEYWORDS = ("last", "best", "hpc", "registry")  # which Lightning finds a file for
+PATIENCE_SECONDS = 10.0
+"""For which a process that launched others may still run when one of these has failed: unless it hangs it fails itself
+soon, and says why."""
 
 
 LastWords = Callable[[], str]
@@ -53,11 +57,16 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
 
 class _Observer(_ChildProcessObserver):
-    """Ends this process and those that it launched when one of these has failed."""
+    """Ends this process and those that it launched when one of these has failed, unless it ends by itself."""
 
     def __init__(self, launched: list[subprocess.Popen[bytes]], last_words: LastWords) -> None:
         super().__init__(os.getpid(), launched)
         self._last_words = last_words
+
+    def _run(self) -> bool:
+        if any(process.poll() for process in self._child_processes):
+            time.sleep(PATIENCE_SECONDS)  # this thread ends with the process, should that come sooner
+        return super()._run()
 
     def _terminate_all(self) -> None:
         if words := self._last_words():
