@@ -14,16 +14,23 @@ from lightning_parallel.plan.plan import ParallelPlan, matching, require_plan, s
 def find_plan(module: nn.Module, given: ParallelPlan | None = None) -> ParallelPlan:
     """Finds the plan of a model: the one given, its own `parallel_plan()`, its Hugging Face metadata, or its structure.
 
+    One that names no blocks adds to what would be found without it.
+
     Args:
         module: the whole model, before any technique touched it.
         given: the strategy's `plan=` argument.
     """
-    if given is not None:
-        return given
     own = getattr(module, "parallel_plan", None)
-    if callable(own):
-        source = f"{type(module).__name__}.parallel_plan()"
-        return replace(require_plan(own(), source), source=source, inferred=False)
+    if given is not None:
+        return given if given.blocks else given.over(find_plan(module))
+    if not callable(own):
+        return _guessed(module)
+    source = f"{type(module).__name__}.parallel_plan()"
+    plan = replace(require_plan(own(), source), source=source, inferred=False)
+    return plan if plan.blocks else plan.over(_guessed(module))
+
+
+def _guessed(module: nn.Module) -> ParallelPlan:
     return from_metadata(module) or infer(module)
 
 

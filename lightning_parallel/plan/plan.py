@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -20,7 +20,7 @@ class ParallelPlan:
 
     Args:
         blocks: patterns of the repeated layers, in the order in which they run: what ZeRO, activation checkpointing
-            and compile wrap, and what a pipeline cuts.
+            and compile wrap, and what a pipeline cuts. Where a plan names none, what it leaves out is found.
         styles: pattern of a weight's module -> tensor style ("colwise", "rowwise", ...).
         sequence_dim: the dimension of the batch's tensors that runs along the sequence.
         positions: the name of the batch's (or the model's) position input, None if the model makes its own.
@@ -72,6 +72,13 @@ class ParallelPlan:
                 "DataParallelStrategy, which need no layers"
             )
         return blocks
+
+    def over(self, other: ParallelPlan) -> ParallelPlan:
+        """This plan, and for what it leaves out what the other one says."""
+        default = ParallelPlan()
+        left_out = [name for name in vars(self) if name != "source" and getattr(self, name) == getattr(default, name)]
+        source = f"{self.source}, with the blocks of {other.source}," if other.blocks else self.source
+        return replace(self, **{name: getattr(other, name) for name in left_out}, source=source)
 
     def __repr__(self) -> str:
         shown = {"blocks": self.blocks, "styles": dict(self.styles), "experts": self.experts}

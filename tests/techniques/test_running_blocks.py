@@ -50,3 +50,29 @@ class Named(Multimodal):
 def test_what_somebody_named_is_not_inferred() -> None:
     assert not find_plan(Named([])).inferred
     assert not find_plan(Multimodal([]), ParallelPlan(blocks="tower.*")).inferred
+
+
+class Comparing(Multimodal):
+    def parallel_plan(self) -> ParallelPlan:
+        return ParallelPlan(whole_batch="texts.1", styles={"texts.0": "colwise"})
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "texts"),
+    [
+        (Multimodal([]), ParallelPlan(whole_batch="texts.1"), False),  # the structure: the larger list
+        (Multimodal(["Layer"]), ParallelPlan(whole_batch="texts.1"), True),  # the metadata: both
+        (Comparing(["Layer"]), None, True),
+        (Named([]), ParallelPlan(whole_batch="texts.1"), True),
+        (Comparing(["Layer"]), ParallelPlan(whole_batch="texts.0"), True),
+    ],
+)
+def test_a_plan_that_names_no_blocks_adds_to_what_is_found(
+    model: Multimodal, given: ParallelPlan | None, texts: bool
+) -> None:
+    plan = find_plan(model, given)
+    assert plan.whole_batch == (("texts.1",) if given is None else given.whole_batch)
+    assert plan.styles == ({"texts.0": "colwise"} if isinstance(model, Comparing) else {})
+    assert list(plan.find_blocks(model)) == [f"tower.{k}" for k in range(3)] + [f"texts.{k}" for k in range(2)] * texts
+    assert plan.inferred == (not isinstance(model, Named))
+    assert (given or plan).source.split(",")[0] in plan.source
