@@ -116,14 +116,16 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> 
     return Pending(_reduce_scatter(output.view(-1), tensor.view(-1), group=group, async_op=True))
 
 
-# The next three make a new tensor of another one. What `torch.compile` traces goes through torch's traceable forms.
-# Tensors on meta stand for what other ranks compute, as those of another stage of a pipeline: nothing is sent for them.
+# The next three make a new tensor of another one. What `torch.compile` traces goes through torch's traceable forms,
+# which wait there. Tensors on meta stand for what other ranks compute, as those of another stage of a pipeline: nothing
+# is sent for them.
 
 
 def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of the ranks' tensors."""
     if torch.compiler.is_dynamo_compiling():
-        return _traced(traceable.all_reduce(tensor, "sum", group))
+        traced: Tensor = traceable.all_reduce(tensor, "sum", group)
+        return traced
     total = tensor.clone(memory_format=torch.contiguous_format)
     if not tensor.is_meta:
         dist.all_reduce(total, group=group)
@@ -134,7 +136,7 @@ def parts_of_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The ranks' tensors, (ranks, *shape)."""
     tensor = tensor.contiguous()
     if torch.compiler.is_dynamo_compiling():
-        return _traced(traceable.all_gather_tensor(tensor[None], 0, group))
+        return traceable.all_gather_tensor(tensor[None], 0, group)
     output = tensor.new_empty((group.size(), *tensor.shape))
     if not tensor.is_meta:
         all_gather(output, tensor, group).wait()
@@ -145,7 +147,8 @@ def scattered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sums the ranks' tensors, (ranks, *shape), and returns the row of the sum that has this rank's number."""
     tensor = tensor.contiguous()
     if torch.compiler.is_dynamo_compiling():
-        return _traced(traceable.reduce_scatter_tensor(tensor, "sum", 0, group))[0]
+        row: Tensor = traceable.reduce_scatter_tensor(tensor, "sum", 0, group)[0]
+        return row
     output = tensor.new_empty(tensor.shape[1:])
     if not tensor.is_meta:
         reduce_scatter(output, tensor, group).wait()
@@ -165,11 +168,6 @@ def part_of_total(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     shape = x.shape
     parts = x.reshape(*shape[:dim], group.size(), shape[dim] // group.size(), *shape[dim + 1 :])
     return scattered(parts.movedim(dim, 0), group)
-
-
-def _traced(result: Tensor) -> Tensor:
-    waited: Tensor = traceable.wait_tensor(result)  # type: ignore[no-untyped-call]
-    return waited
 
 
 # Gloo's own reduce_scatter is an all_reduce on every rank, and its all_gather copies twice: for 12 MB on two ranks

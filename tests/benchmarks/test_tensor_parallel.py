@@ -171,9 +171,11 @@ SPLIT_RECIPE = {
 
 
 COMPILED_BY_HAND, COMPILED = "by hand, compiled", "TensorParallel(sequence_parallel=False), compiled"
+GRAPH_EACH = "by hand, a graph of each block"
 BASES = {
     "TensorParallel()": "by hand, split sequence",
     "by hand, compiled again": COMPILED_BY_HAND,
+    GRAPH_EACH: COMPILED_BY_HAND,
     COMPILED: COMPILED_BY_HAND,
 }
 
@@ -194,6 +196,7 @@ def runs() -> dict[str, Callable[[], float]]:
         "DTensor's recipe": backward_of(parallelize_module(Block(), mesh["tp"], RECIPE)),
         COMPILED_BY_HAND: backward_of(torch.compile(nn.Sequential(*(ByHand() for _ in range(3)))), blocks=3),
         "by hand, compiled again": backward_of(torch.compile(nn.Sequential(*(ByHand() for _ in range(3)))), blocks=3),
+        GRAPH_EACH: backward_of(nn.Sequential(*(torch.compile(ByHand()) for _ in range(3))), blocks=3),
         COMPILED: ours(mesh, Compile(), sequence_parallel=False),
     }
 

@@ -1,5 +1,6 @@
 """Compiled blocks train the same; each kind of block is compiled once."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -184,6 +185,21 @@ def test_graphs_do_not_ask_for_what_the_project_itself_contains(world: None) -> 
 def compiled_forward(block: nn.Module) -> CompiledForward:
     redirected: Any = block.forward
     return redirected.wrapped
+
+
+@pytest.mark.parametrize("world", [(2, 0)], indirect=True)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_graphs_wait_once_for_each_message(world: None, sequence_parallel: bool) -> None:
+    torch._dynamo.reset()
+    model = divided(mesh_of_ranks(), [Block()], COMPILED, sequence_parallel=sequence_parallel)
+    model(torch.randn(1, 8, WIDTH)).sum().backward()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        model(torch.randn(1, 8, WIDTH)).sum().backward()
+    calls = Counter(event.name for event in found.events() if event.name.startswith("_c10d_functional::"))
+    waits = calls.pop("_c10d_functional::wait_tensor")
+    assert waits == calls.total() >= 4
+    for module in model.modules():
+        restore_forward(module)
 
 
 @pytest.mark.parametrize("world", [(2, 0)], indirect=True)
