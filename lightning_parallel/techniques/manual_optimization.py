@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial, wraps
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_parallel.techniques.step import Coming, Run, Step, WrappedStep
+from lightning_parallel.techniques.tools.redirect import Pass, backward_led
 
 T = TypeVar("T")
 
@@ -40,32 +41,19 @@ class ManualOptimizationStep(WrappedStep):
 
     def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
         """See `Step.forward`."""
-        table, plain = vars(torch.autograd), torch.autograd.backward
-        table["backward"] = wraps(plain)(partial(self._lead, plain))  # by its name, modes of functions know it
-        try:
+        with backward_led(self._lead):
             return self.inner.forward(run, *args, **kwargs)
-        finally:
-            table["backward"] = plain
 
-    def _lead(
-        self,
-        plain: Callable[..., None],
-        tensors: Any,
-        grad_tensors: Any = None,
-        retain_graph: bool | None = None,
-        create_graph: bool = False,
-        grad_variables: Any = None,
-        inputs: Any = None,
-    ) -> None:
+    def _lead(self, plain: Callable[..., None], given: Pass) -> None:
         """Stands for `torch.autograd.backward`, which also differentiates by no parameter, and within a pass."""
+        inputs, gradients = given.inputs, given.grad_variables
         asked = inputs is not None and not any(isinstance(each, nn.Parameter) for each in tree_leaves(inputs))
         if asked or self._running or torch._C._current_graph_task_id() != -1:
-            plain(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+            plain(*given)
             return
-        loss = _one_loss(tensors, grad_tensors if grad_variables is None else grad_variables)
-        self._differentiate(
-            loss, loss, partial(plain, retain_graph=retain_graph, create_graph=create_graph, inputs=inputs)
-        )
+        loss = _one_loss(given.tensors, given.grad_tensors if gradients is None else gradients)
+        options = {"retain_graph": given.retain_graph, "create_graph": given.create_graph, "inputs": inputs}
+        self._differentiate(loss, loss, partial(plain, **options))
 
     def backward(self, run: Callable[[], None]) -> None:
         """See `Step.backward`."""

@@ -10,16 +10,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial, wraps
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch._functorch import apis, eager_transforms
 from torch._functorch import utils as of_functions
 from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.techniques.divided.tensor import Divided
+from lightning_parallel.techniques.tools.redirect import Pass, backward_led
 
 KEEPS_ARGUMENTS = "_NoopSaveInputs"
 """The function by which `torch.utils.checkpoint` keeps what a recomputation starts from: it computes nothing."""
@@ -58,12 +57,10 @@ def functions_get_wholes() -> Iterator[None]:
     of_functions.unwrap_dead_wrappers = unwrapped
     for module, name, transform in transforms:
         setattr(module, name, _of_wholes(transform))
-    passes, plain = vars(torch.autograd), torch.autograd.backward
-    passes["backward"] = wraps(plain)(partial(_to_leaves, plain))  # by its name, modes of functions know it
     try:
-        yield
+        with backward_led(_to_leaves):
+            yield
     finally:
-        passes["backward"] = plain
         of_functions.unwrap_dead_wrappers = before
         for module, name, transform in transforms:
             setattr(module, name, transform)
@@ -77,18 +74,9 @@ def _of_wholes(transform: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _to_leaves(
-    backward: Callable[..., None],
-    tensors: Any,
-    grad_tensors: Any = None,
-    retain_graph: bool | None = None,
-    create_graph: bool = False,
-    grad_variables: Any = None,
-    inputs: Any = None,
-) -> None:
+def _to_leaves(backward: Callable[..., None], given: Pass) -> None:
     """Stands for `torch.autograd.backward`, which would look for divided inputs in the graph and find none."""
-    inputs = tree_map_only(Divided, lambda each: each.own, inputs)
-    backward(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+    backward(*given._replace(inputs=tree_map_only(Divided, lambda each: each.own, given.inputs)))
 
 
 class GivesWholes:

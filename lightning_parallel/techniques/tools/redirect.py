@@ -1,11 +1,11 @@
-"""Redirection: how techniques wrap a module without changing its class, its children or its names."""
+"""Redirection: how techniques wrap a module without changing its class, its children or its names; and `backward`."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -123,3 +123,30 @@ def plain_calls(module: nn.Module) -> Iterator[None]:
     finally:
         for part, call in redirected.items():
             part._compiled_call_impl = call
+
+
+class Pass(NamedTuple):
+    """What `torch.autograd.backward` is given."""
+
+    tensors: Any
+    grad_tensors: Any = None
+    retain_graph: bool | None = None
+    create_graph: bool = False
+    grad_variables: Any = None
+    inputs: Any = None
+
+
+@contextmanager
+def backward_led(lead: Callable[[Forward, Pass], None]) -> Iterator[None]:
+    """Inside, `lead` is called in place of `torch.autograd.backward`, with it and what it is given."""
+    table, plain = vars(torch.autograd), torch.autograd.backward
+
+    @functools.wraps(plain)  # by its name, modes of functions know it
+    def backward(*args: Any, **kwargs: Any) -> None:
+        lead(plain, Pass(*args, **kwargs))
+
+    table["backward"] = backward
+    try:
+        yield
+    finally:
+        table["backward"] = plain
