@@ -283,7 +283,7 @@ def part_of_sum(x: Tensor, dim: int, elements: Elements) -> Tensor:
     if elements.even:
         return part_of_total(x, dim, ranks.group)
     rows = x.movedim(dim, 0).index_select(0, elements.of_all(x.device).clamp(max=elements.size - 1))
-    own = scattered(rows.reshape(ranks.count, -1, *rows.shape[1:]), ranks.group)
+    own = scattered(rows.view(ranks.count, len(rows) // ranks.count, *rows.shape[1:]), ranks.group)
     return own[: elements.length].movedim(0, dim).contiguous()
 
 

@@ -43,7 +43,9 @@ def rule(*operations: Any, remembered: bool = False) -> Callable[[Rule], Rule]:
     def enter(function: Rule) -> Rule:
         REMEMBERED.update(operations if remembered else ())
         RULES.update(dict.fromkeys(operations, function))
-        NAMES.update({operation: getattr(operation, "__name__", "") for operation in operations})
+        NAMES.update(
+            {operation: getattr(operation, "__name__", "").removeprefix("special_") for operation in operations}
+        )
         return function
 
     return enter
@@ -54,6 +56,26 @@ def operations(*names: str) -> list[Any]:
     owners = (torch, Tensor, torch.nn.functional, torch.special)
     found = [getattr(owner, name, None) for owner in owners for name in names]
     return [each for each in found if callable(each)]  # torch.float and the like are none
+
+
+OF_NUMPY = {"axis": "dim", "keepdims": "keepdim", "x1": "input", "x2": "other"}
+"""Names that torch takes in place of its own."""
+
+FIRST = ("condition", "input", "tensors", "x", "a")
+"""Names of the first argument of functions that have a rule; of `torch.where` the condition is, of others the input."""
+
+REORDERED = frozenset((*OF_NUMPY, *FIRST))
+
+
+def in_order(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of an operation as rules read them: under torch's own names, and the first one without its name."""
+    if func not in RULES:
+        return args, kwargs
+    named = {OF_NUMPY.get(name, name): value for name, value in kwargs.items()}
+    first = next((name for name in FIRST if name in named), None)
+    if args or first is None:
+        return args, named
+    return (named.pop(first),), named
 
 
 def is_in_place(name: str) -> bool:

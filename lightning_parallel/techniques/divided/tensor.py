@@ -35,6 +35,7 @@ from lightning_parallel.techniques.divided.python_functions import (
 )
 from lightning_parallel.techniques.divided.table import (
     REMEMBERED,
+    REORDERED,
     RULES,
     Cuts,
     Form,
@@ -42,6 +43,7 @@ from lightning_parallel.techniques.divided.table import (
     Pattern,
     Remembered,
     form_of,
+    in_order,
     is_in_place,
     key_of,
     same_cuts,
@@ -147,6 +149,8 @@ class Divided(LooksWhole):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not REORDERED.isdisjoint(kwargs):
+            args, kwargs = in_order(original(func), args, kwargs)
         if not torch.compiler.is_dynamo_compiling() and takes_wholes():
             return of_wholes(original(func), args, kwargs)
         result = by_rule(func, args, kwargs)
@@ -165,6 +169,8 @@ class Wrapper(Divided):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The remembered call, if there is one; what a rule decides, if not."""
         found = None
+        if kwargs and not REORDERED.isdisjoint(kwargs):
+            args, kwargs = in_order(original(func), args, kwargs)
         if func in REMEMBERED and ((torch.is_grad_enabled() and not in_transform()) or not takes_wholes()):
             found = key_of(Wrapper, func, args, kwargs)
         if found is None:
@@ -282,7 +288,7 @@ def wrapped(own: Tensor, form: Form) -> Wrapper:
 def by_rule(func: Any, args: Any, kwargs: Any) -> Any:
     """The result of an operation on divided tensors, or the call that gives it."""
     known = RULES.get(func) or RULES.get(func := original(func))
-    if known is not None:
+    if known is not None and (args or "query" in kwargs):  # rules read the first argument by its place
         result = known(func, args, kwargs)
         if result is not NotImplemented:
             return result

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_parallel.collectives.elements import Elements
 from lightning_parallel.collectives.made_of import Made
@@ -30,6 +30,8 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Any:
     mask, drops = given.pop("attn_mask", None), given.get("dropout_p", 0.0)
     if query.dim() != key.dim() or query.dim() != value.dim() or query.dim() < 3:
         return NotImplemented
+    if mask is not None and not isinstance(mask, Divided) and type(mask) not in (Tensor, nn.Parameter):
+        return NotImplemented  # such as torch.nn.attention.bias, which has values only where it attends
     along = _along_the_sequence(query, key, value, mask, given)
     if along is not NotImplemented:
         return along
@@ -46,11 +48,17 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Any:
     cuts = {of_result.index(name): elements for name, elements in mine[1].items()}
     if usual is not None and not drops and not grouped:
         return LocalCall(func, cuts)
-    own = list(map(own_use, mine[0][::-1]))
-    if len(own) > 3:
-        given["attn_mask"] = own[3]
-    with drawn_apart(own[0].device, cuts.values()) if drops else nullcontext():
-        return as_divided(func(*own[:3], **given), cuts)
+    with drawn_apart(query.device, cuts.values()) if drops else nullcontext():
+        return as_divided(_computed(func, list(map(own_use, mine[0][::-1])), given), cuts)
+
+
+def _computed(func: Any, own: list[Tensor], given: dict[str, Any]) -> Tensor:
+    """Attention of this rank's queries, keys and values, and perhaps a mask."""
+    query, key, value, *mask = own
+    made: Tensor = func(query, key, value, *mask, **given)
+    if mask and mask[0].requires_grad and not made.numel():
+        made = made + mask[0].sum() * 0  # with no heads torch gives the mask no gradient, for which other ranks wait
+    return made
 
 
 def _meeting(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[list[Tensor], list[list[Any]]]:

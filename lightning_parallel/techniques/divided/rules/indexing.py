@@ -12,6 +12,9 @@ from lightning_parallel.techniques.divided.rules.shapes import sliced
 from lightning_parallel.techniques.divided.table import NAMES, operations, rule
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided
 
+INDICES = (slice, int, torch.SymInt, Tensor, type(None), type(Ellipsis))
+"""What the rule reads; lists and arrays of other libraries, which choose as tensors do, get the whole."""
+
 
 @rule(Tensor.__getitem__)
 def _item(func: Any, args: Any, kwargs: Any) -> Any:
@@ -20,7 +23,7 @@ def _item(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented  # a divided index
     given = list(index) if isinstance(index, tuple) else [index]
     index = [_as_slice(each) for each in given] if isinstance(index, tuple) else given
-    if any(is_divided(each) or isinstance(each, (list, bool)) for each in index):
+    if any(is_divided(each) or isinstance(each, bool) or not isinstance(each, INDICES) for each in index):
         return NotImplemented
     spelled = _spelled_out(index, divided.dim())
     chosen = [each for each in spelled if isinstance(each, Tensor)]

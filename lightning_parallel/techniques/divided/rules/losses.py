@@ -148,7 +148,7 @@ def _normalised(func: Any, args: Any, kwargs: Any) -> Any:
 @rule(*operations("argmax"))
 def _arg_max(func: Any, args: Any, kwargs: Any) -> Any:
     given = {**dict(zip(("input", "dim", "keepdim"), args, strict=False)), **kwargs}
-    divided, dim, keepdim = args[0], given.get("dim", given.get("axis")), given.get("keepdim", False)
+    divided, dim, keepdim = args[0], given.get("dim"), given.get("keepdim", False)
     if not is_divided(divided) or not isinstance(dim, int) or "out" in kwargs:
         return NotImplemented
     dim %= divided.dim()

@@ -32,6 +32,8 @@ def _linear(func: Any, args: Any, kwargs: Any) -> Any:
     x, weight, bias = (
         (*args, kwargs.get("bias"))[:3] if len(args) > 1 else (args[0], kwargs["weight"], kwargs.get("bias"))
     )
+    if weight.dim() != 2 or not x.dim():
+        return NotImplemented  # a weight may be a vector
     if is_divided(weight):
         if is_divided(x) and weight.only.ranks.overlaps and (made := _overlapping(x, weight)) is not None:
             return made if bias is None else made + bias
@@ -182,8 +184,13 @@ def _einsum(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     inputs, output = equation.replace(" ", "").split("->")
     names = [list(each) for each in inputs.split(",")]
-    if any(len(set(each)) < len(each) for each in names):
-        return NotImplemented
+    sizes = {
+        (name, size)
+        for tensor, each in zip(tensors, names, strict=True)
+        for name, size in zip(each, tensor.shape, strict=True)
+    }
+    if any(len(set(each)) < len(each) for each in names) or len(sizes) > len({name for name, _ in sizes}):
+        return NotImplemented  # diagonals, and sizes of 1 that stand for others
     return _product(lambda *own: torch.einsum(equation, *own), tensors, names, list(output))
 
 

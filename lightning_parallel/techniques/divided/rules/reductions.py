@@ -38,7 +38,7 @@ def _left(divided: Divided, gone: Sequence[int], keepdim: bool) -> dict[int, Any
 @rule(*operations("sum", "mean"), remembered=True)
 def _added_up(func: Any, args: Any, kwargs: Any) -> Any:
     given = {**dict(zip(("input", "dim", "keepdim"), args, strict=False)), **kwargs}
-    divided, dim, keepdim = args[0], given.get("dim", given.get("axis")), given.get("keepdim", False)
+    divided, dim, keepdim = args[0], given.get("dim"), given.get("keepdim", False)
     if not is_divided(divided) or "out" in kwargs or len(args) > 3:
         return NotImplemented
     gone = _dims(divided, dim)
@@ -78,17 +78,19 @@ def _told(mean: Tensor) -> Tensor:
 def _of_each(func: Any, args: Any, kwargs: Any) -> Any:
     """Reductions over dimensions that are not divided."""
     divided = args[0]
-    if not is_divided(divided) or "out" in kwargs or any(isinstance(each, Tensor) for each in args[1:]):
+    tensors = any(isinstance(each, Tensor) for each in (*args[1:], *kwargs.values()))
+    if not is_divided(divided) or "out" in kwargs or tensors:
         return NotImplemented
     if not all(map(min, (elements.lengths for elements in divided.cuts.values()))):
         return NotImplemented  # torch has no extremes of nothing
     # On a tensor whose dimensions have different sizes one sees which are left; torch reads the arguments.
-    sizes = [dim + 2 for dim in range(divided.dim())]
+    first = max(divided.shape) + 1  # none is too small to have what is asked for, as a `kthvalue`
+    sizes = [first + dim for dim in range(divided.dim())]
     left = func(torch.ones(sizes, dtype=divided.dtype, device="meta"), *args[1:], **kwargs)
     shape = list((left if isinstance(left, Tensor) else left[0]).shape)
-    if any(dim + 2 not in shape for dim in divided.cuts):
+    if any(sizes[dim] not in shape for dim in divided.cuts):
         return NotImplemented
-    cuts = {shape.index(dim + 2): elements for dim, elements in divided.cuts.items()}
+    cuts = {shape.index(sizes[dim]): elements for dim, elements in divided.cuts.items()}
     made = func(divided.own, *args[1:], **kwargs)
     if isinstance(made, Tensor):
         return Divided(made, cuts)
@@ -102,12 +104,13 @@ def _of_each(func: Any, args: Any, kwargs: Any) -> Any:
 @rule(*operations("_softmax", "_log_softmax", "cumsum", "cumprod", "flip", "roll", "sort", "argsort", "topk", "softmin",
                   "normalize", "logcumsumexp", "glu"), remembered=True)  # fmt: skip
 def _along(func: Any, args: Any, kwargs: Any) -> Any:
-    """Operations along one dimension, which must not be divided, and which they may give another size."""
+    """Operations along some dimensions, which must not be divided, and to which they may give other sizes."""
     divided = args[0]
     if not is_divided(divided) or "out" in kwargs:
         return NotImplemented
     dim = _dim_of(NAMES[func], args, kwargs)
-    if not isinstance(dim, int) or dim % divided.dim() in divided.cuts:
+    dims = dim if isinstance(dim, (list, tuple)) else (dim,)
+    if not all(isinstance(each, int) and each % divided.dim() not in divided.cuts for each in dims):
         return NotImplemented
     if NAMES[func] not in ("sort", "topk"):
         return LocalCall(func, divided.cuts)
@@ -122,8 +125,9 @@ PLACES = {"topk": (2, -1), "sort": (1, -1), "argsort": (1, -1), "normalize": (2,
 
 def _dim_of(name: str, args: Any, kwargs: Any) -> Any:
     place, default = PLACES.get(name, (1, None))
-    dim = kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else default))
-    return dim[0] if isinstance(dim, (list, tuple)) and len(dim) == 1 else dim
+    if name == "flip" and len(args) > 2:
+        return args[1:]
+    return kwargs.get("dim", kwargs.get("dims", args[place] if len(args) > place else default))
 
 
 @rule(F.layer_norm, torch.layer_norm, F.rms_norm, torch.rms_norm, remembered=True)

@@ -24,7 +24,11 @@ SHAPED = frozenset((Tensor.view, Tensor.reshape))
 @rule(*operations("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "_unsafe_view"), remembered=True)
 def _reshaped(func: Any, args: Any, kwargs: Any) -> Any:
     divided, *sizes = args
-    if not is_divided(divided) or (sizes and isinstance(sizes[0], torch.dtype)):
+    if (
+        not is_divided(divided)
+        or not divided.numel()
+        or any(type(e) is torch.dtype for e in (*sizes, *kwargs.values()))
+    ):
         return NotImplemented
     placed = _placed(func, args, kwargs)
     if placed is None:
@@ -180,7 +184,7 @@ def _repeated(func: Any, args: Any, kwargs: Any) -> Any:
 @rule(*operations("cat", "concat", "concatenate"))
 def _one_after_the_other(func: Any, args: Any, kwargs: Any) -> Any:
     tensors, dim = (*args, 0)[:2]
-    dim = kwargs.get("dim", kwargs.get("axis", dim))
+    dim = kwargs.get("dim", dim)
     tensors = [each for each in tensors if each.dim() != 1 or each.numel()] or tensors  # torch leaves out [] too
     if "out" in kwargs or not isinstance(dim, int) or len({tensor.dim() for tensor in tensors}) > 1:
         return NotImplemented

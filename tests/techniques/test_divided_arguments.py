@@ -1,0 +1,83 @@
+"""Operations on divided tensors, whose arguments are spelled in all the ways that torch takes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from tests.ranks import ranks
+from tests.techniques.test_divided import DIVISIONS, WAYS, compared
+from tests.tiers import sampled
+
+Operation = Callable[[Tensor, Tensor], Any]
+
+
+def attended(x: Tensor, w: Tensor, mask: Any) -> Tensor:
+    return F.scaled_dot_product_attention(*(((x * w).transpose(1, 2),) * 3), attn_mask=mask)
+
+
+# x is (2, 6, 4, 8), w is (8,)
+SPELLED: dict[str, Operation] = {
+    "sums": lambda x, w: torch.sum(input=x * w, dim=1) + (x * w).sum(axis=1) + torch.sum(x, 1, keepdim=False),
+    "means": lambda x, w: x * w - (x * w).mean(0, keepdims=True) - torch.mean(input=x, axis=1, keepdims=True),
+    "largest": lambda x, w: torch.max(x * w, other=x) + torch.amax(input=x, axis=(1,), keepdims=True),
+    "largest one": lambda x, w: (x * w) + torch.argmax(input=x, axis=-1, keepdims=True),
+    "spreads": lambda x, w: torch.var(input=x * w, axis=1, keepdims=True) + x.std(axis=-1, keepdims=True),
+    "lengths": lambda x, w: torch.linalg.vector_norm(x=x * w, dim=1) + torch.norm(input=x, dim=1),
+    "at a rank": lambda x, w: x * w - x.kthvalue(5, dim=1, keepdim=True).values,
+    "exponents": lambda x, w: (
+        torch.logsumexp(input=x * w, dim=-1, keepdims=True) + torch.special.logsumexp(x, -1, True)
+    ),
+    "softmax": lambda x, w: torch.softmax(input=x, dim=-1) * w + torch.log_softmax(x * w, axis=1),
+    "special softmax": lambda x, w: torch.special.softmax(x, -1) * w + torch.special.log_softmax(x * w, dim=-1),
+    "sorted": lambda x, w: (x * w).sort(axis=1).values + torch.topk(input=x, k=6, axis=1).values,
+    "running": lambda x, w: torch.cumsum(input=x * w, axis=1) + torch.roll(input=x, shifts=1, dims=1),
+    "rolled": lambda x, w: torch.roll(x * w, (1, 2), (0, 1)) + torch.roll(x, 3) + x.roll((2, 1), dims=(1, 3)),
+    "flipped": lambda x, w: (x * w).flip(1, 2) + x.flip((0, 3)) + torch.flip(input=x, dims=[1]) + x.flip(-1),
+    "pointwise": lambda x, w: F.gelu(input=x * w) + torch.clamp(input=x, min=0) + torch.pow(input=x, exponent=2),
+    "pairs": lambda x, w: torch.mul(input=x, other=w) + torch.add(x, other=w, alpha=2) + torch.sub(x1=x, x2=w),
+    "where": lambda x, w: torch.where(condition=x > 0, input=x * w, other=w) + torch.where(x > 0, other=x, input=w),
+    "joined": lambda x, w: torch.cat(tensors=[x, x * w], axis=1) + torch.cat(tensors=(x, x), dim=1),
+    "stacked": lambda x, w: torch.stack((x, x * w), axis=1) + torch.stack(tensors=[x, x], dim=1),
+    "pieces": lambda x, w: torch.chunk(input=x * w, chunks=2, axis=-1)[1] + (x * w).unbind(axis=1)[0].sum(),
+    "shapes": lambda x, w: torch.reshape(input=x * w, shape=(2, 6, 32)) + torch.flatten(input=x, start_dim=2),
+    "orders": lambda x, w: torch.transpose(input=x * w, dim0=1, dim1=2) + torch.permute(input=x, dims=(0, 2, 1, 3)),
+    "new dimensions": lambda x, w: torch.unsqueeze(input=x * w, dim=1) + torch.squeeze(input=x[None], dim=0)[:, None],
+    "chosen": lambda x, w: torch.index_select(input=x * w, dim=1, index=torch.tensor([3, 0])),
+    "repeated": lambda x, w: torch.repeat_interleave(input=x * w, repeats=2, dim=1),
+    "linear": lambda x, w: F.linear(input=x * w, weight=w.outer(w), bias=w) + F.linear(x, w.outer(w), bias=w),
+    "linear to a number": lambda x, w: F.linear(x * w, w)[..., None] * F.linear(x, w.outer(w)),
+    "norms": lambda x, w: (
+        F.layer_norm(input=x, normalized_shape=(8,), weight=w) + F.rms_norm(input=x, normalized_shape=(8,))
+    ),
+    "of arrays": lambda x, w: (x * w)[:, np.array([3, 0])] + (x * w)[..., np.array([1, 5, 0, 2, 3, 4, 6, 7])][:, :2],
+    "as other numbers": lambda x, w: x * w + (x * w).detach().view(dtype=torch.int64).view(dtype=torch.float64),
+    "of nothing": lambda x, w: torch.cat(
+        [(x * w)[:, :0].reshape(2, 0, 32), x.flatten(2)[:, :0].view(2, 0, 32), x.flatten(2)], 1
+    ),
+    "products of one": lambda x, w: torch.einsum("bthd,bthd->bthd", x * w, x.mean(-1, keepdim=True)),
+    "attention with a bias that learns": lambda x, w: attended(x, w, w.outer(w)[:6, :6]),
+    "attention with a bias of torch": lambda x, w: attended(x, w, causal_lower_right(6, 6)),
+}
+
+
+def twice(operation: Operation) -> Operation:
+    """The second call is one that is remembered."""
+    return lambda x, w: operation(x, w) + operation(x, w)
+
+
+@sampled(3, "division", DIVISIONS)
+@ranks(2)
+def test_values_and_gradients_are_those_of_the_whole(division: str) -> None:
+    failed = []
+    for name, operation in SPELLED.items():
+        for way in WAYS:
+            try:
+                compared(twice(operation), DIVISIONS[division], way)
+            except Exception as error:
+                failed.append(f"{name} ({way}): {type(error).__name__} {error}")
+    assert not failed, "\n".join(failed)
