@@ -17,7 +17,7 @@ from lightning_parallel import (
     PipelineParallelStrategy,
     Zero,
 )
-from tests.models import Plain, loaders, points
+from tests.models import Plain, PlainBlock, loaders, points
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import MakeStrategy, made, require_like
 from tests.tiers import sampled
@@ -78,6 +78,42 @@ class NothingAtTheEnd(Parameterless):
         self.log("val_loss", x.abs().mean())
 
 
+class Again(torch.autograd.Function):
+    """Runs a layer again in backward, and a backward pass within its own, after the manner of reversible layers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.layer, ctx.count = layer, len(parameters)
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.layer(x), gradient)
+        return x.grad, None, *[None] * ctx.count
+
+
+class Nested(nn.Module):
+    """A block of which one layer runs a backward pass of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = PlainBlock(7, 13), nn.Parameter(torch.ones(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Again.apply(x * self.scale, self.layer, *self.layer.parameters()) * self.scale
+
+
+class Reversible(Plain):
+    """Its layers give gradients to parameters within the backward pass of something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Nested() for _ in range(4))
+
+
 class Unused(Plain):
     """A layer that no step uses; AdamW would draw it to zero if it had a gradient."""
 
@@ -103,6 +139,7 @@ MODELS: dict[str, Callable[[], Plain]] = {
     "nothing at the end": NothingAtTheEnd,
     "recomputed": Plain,
     "unused": Unused,
+    "reversible": Reversible,
 }
 PIPELINES: dict[str, Callable[[], Any]] = {
     "1f1b": partial(PipelineParallelStrategy, 2, microbatches=2),
@@ -138,6 +175,10 @@ def compared(model: str, layout: str, n: int = 2, data_ranks: int = 1, **run: An
 @sampled(3, "model", MODELS)
 def test_a_pipeline_trains_them_as_one_device_does(model: str) -> None:
     compared(model, "recomputed" if model == "recomputed" else "1f1b")
+
+
+def test_so_they_do_where_a_layer_runs_a_backward_pass_of_its_own() -> None:
+    compared("reversible", "1f1b")
 
 
 @pytest.mark.exhaustive

@@ -118,7 +118,9 @@ class Bucket(ABC):
         if index not in self.missing:
             raise RuntimeError(
                 f"a parameter of shape {tuple(self.parameters[index].shape)} got a second gradient in one "
-                "backward pass; reentrant activation checkpointing does this: call checkpoint(..., use_reentrant=False)"
+                "backward pass; functions of autograd do this that run another one within their own: for activation "
+                "checkpointing, call checkpoint(..., use_reentrant=False); in a reversible layer, return what "
+                "torch.autograd.grad gives for its parameters, which are inputs of the function"
             )
         self.missing.discard(index)
         if not self._small[index]:

@@ -125,7 +125,7 @@ class Gradients:
         if not outputs:
             return [None] * len(saved.inputs)
         wanted = [*saved.inputs, *self._leaves]
-        with self._without_hooks(), self._giving(final, outputs):
+        with self._set_aside(), self._giving(final, outputs):
             made = torch.autograd.grad(outputs, wanted, given, allow_unused=True) if wanted else ()
         of_inputs: list[Tensor | None] = list(made[: len(saved.inputs)])
         of_parameters = made[len(saved.inputs) :]
@@ -151,7 +151,8 @@ class Gradients:
             return self.full(saved, seeds)
         from torch.distributed.pipelining._backward import stage_backward_input  # not before a schedule needs halves
 
-        made, saved.groups = stage_backward_input(outputs, given, list(saved.inputs), iter(self._leaves))
+        with self._set_aside():
+            made, saved.groups = stage_backward_input(outputs, given, list(saved.inputs), iter(self._leaves))
         for tensor in saved.inputs:
             tensor.grad = None
         saved.outputs = []
@@ -166,14 +167,8 @@ class Gradients:
             return
         from torch.distributed.pipelining._backward import stage_backward_weight
 
-        before = [leaf.grad for leaf in self._leaves]
-        for leaf in self._leaves:
-            leaf.grad = None
-        with self._without_hooks():
+        with self._set_aside():
             stage_backward_weight(iter(self._leaves), saved.groups)
-        self._add([leaf.grad for leaf in self._leaves], [])
-        for leaf, gradient in zip(self._leaves, before, strict=True):
-            leaf.grad = gradient
 
     def give(self, final: Final) -> None:
         """After the last backward: gives away what did not go as it arrived."""
@@ -183,17 +178,27 @@ class Gradients:
                 self._taken.add(index)
 
     @contextmanager
-    def _without_hooks(self) -> Iterator[None]:
-        """Inside, nobody's hooks on gradients run: they do when the sums are handed over, and would twice."""
-        hooked = [leaf._backward_hooks for leaf in self._leaves if leaf._backward_hooks]
-        kept = [dict(hooks) for hooks in hooked]
+    def _set_aside(self) -> Iterator[None]:
+        """Inside, leaves have no gradients and no hooks, which run when the sums are handed over, and would twice.
+
+        What leaves have afterwards is added to the sums: the second half leaves it there, and functions of autograd
+        that run a backward pass within their own, as those of reversible layers do.
+        """
+        hooked = [hooks for each in self._leaves for hooks in _hooks_of(each) if hooks]
+        kept, before = [dict(hooks) for hooks in hooked], [leaf.grad for leaf in self._leaves]
         for hooks in hooked:
             hooks.clear()
+        for leaf in self._leaves:
+            leaf.grad = None
         try:
             yield
+            made = [leaf.grad for leaf in self._leaves]
         finally:
-            for hooks, before in zip(hooked, kept, strict=True):
-                hooks.update(before)
+            for hooks, own in zip(hooked, kept, strict=True):
+                hooks.update(own)
+            for leaf, gradient in zip(self._leaves, before, strict=True):
+                leaf.grad = gradient
+        self._add(made, [])
 
     @contextmanager
     def _giving(self, final: Final | None, outputs: Sequence[Tensor | GradientEdge]) -> Iterator[None]:
@@ -245,6 +250,10 @@ class Gradients:
                 more.append(gradient)
         if grown:
             torch._foreach_add_(grown, more)
+
+
+def _hooks_of(leaf: Tensor) -> tuple[Any, Any]:
+    return leaf._backward_hooks, leaf._post_accumulate_grad_hooks
 
 
 def _owned(gradient: Tensor, shared: set[int]) -> Tensor:
