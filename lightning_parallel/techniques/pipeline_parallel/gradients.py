@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from lightning_parallel.collectives.functional import by_kind
+from lightning_parallel.techniques.gradients.asked import OWN
 from lightning_parallel.techniques.pipeline_parallel.halves import halves_are_apart
 from lightning_parallel.techniques.step import EarlyReduction
 from lightning_parallel.techniques.tools.leaves import leaf_of
@@ -184,21 +185,28 @@ class Gradients:
         What leaves have afterwards is added to the sums: the second half leaves it there, and functions of autograd
         that run a backward pass within their own, as those of reversible layers do.
         """
-        hooked = [hooks for each in self._leaves for hooks in _hooks_of(each) if hooks]
-        kept, before = [dict(hooks) for hooks in hooked], [leaf.grad for leaf in self._leaves]
-        for hooks in hooked:
-            hooks.clear()
-        for leaf in self._leaves:
-            leaf.grad = None
+        before: list[Tensor | None] = []
+        hooked: list[tuple[Any, dict[int, Any]]] = []
+        for leaf in self._leaves:  # in loops: each microbatch would pay for functions of Python's
+            before.append(OWN.__get__(leaf))
+            OWN.__set__(leaf, None)
+            for hooks in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks):
+                if hooks:
+                    hooked.append((hooks, dict(hooks)))
+                    hooks.clear()
+        made: list[Tensor | None] = []
         try:
             yield
-            made = [leaf.grad for leaf in self._leaves]
         finally:
-            for hooks, own in zip(hooked, kept, strict=True):
-                hooks.update(own)
+            came = False
             for leaf, gradient in zip(self._leaves, before, strict=True):
-                leaf.grad = gradient
-        self._add(made, [])
+                made.append(own := OWN.__get__(leaf))
+                came = came or own is not None
+                OWN.__set__(leaf, gradient)
+            for hooks, kept in hooked:
+                hooks.update(kept)
+        if came:
+            self._add(made, [])
 
     @contextmanager
     def _giving(self, final: Final | None, outputs: Sequence[Tensor | GradientEdge]) -> Iterator[None]:
@@ -250,10 +258,6 @@ class Gradients:
                 more.append(gradient)
         if grown:
             torch._foreach_add_(grown, more)
-
-
-def _hooks_of(leaf: Tensor) -> tuple[Any, Any]:
-    return leaf._backward_hooks, leaf._post_accumulate_grad_hooks
 
 
 def _owned(gradient: Tensor, shared: set[int]) -> Tensor:
