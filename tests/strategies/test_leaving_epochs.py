@@ -60,26 +60,59 @@ class LeavesAfter(Leaves):
         self.trainer.should_stop = batch_idx == 1 and self.global_rank in self.ranks
 
 
+class LeavesLast(Leaves):
+    """Stops training in the last batch of the first epoch."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.begun += 1
+        if batch_idx == self.trainer.num_training_batches - 1:
+            self.trainer.should_stop = self.global_rank in self.ranks
+
+
+class LeavesByHook(Leaves):
+    """Stops training where Lightning's own early stopping does."""
+
+    def on_train_epoch_end(self) -> None:
+        self.begun += 1
+        self.trainer.should_stop = self.global_rank in self.ranks
+
+
 class LeavesValidated(LeavesAfter):
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.log("loss", self.layers(batch[0]).square().mean())
 
 
-KINDS = {"before": LeavesBefore, "after": LeavesAfter, "validated": LeavesValidated}
+class LeavesByValidation(LeavesValidated):
+    """Stops training after an evaluation."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.begun += 1
+
+    def on_validation_end(self) -> None:
+        self.trainer.should_stop = not self.trainer.sanity_checking and self.global_rank in self.ranks
+
+
+KINDS: dict[str, type[Leaves]] = {
+    "before": LeavesBefore,
+    "after": LeavesAfter,
+    "validated": LeavesValidated,
+    "last": LeavesLast,
+    "by a hook": LeavesByHook,
+    "by a validation": LeavesByValidation,
+}
 
 
 def trained(by: str, ranks: set[int], strategy: Any, batch_size: int) -> Any:
     module = KINDS[by](by, ranks)
     data = TensorDataset(torch.randn(16, 4, generator=torch.Generator().manual_seed(1)))
-    loaders = [DataLoader(data, batch_size)] * (1 + (by == "validated"))
+    loaders = [DataLoader(data, batch_size)] * (1 + issubclass(KINDS[by], LeavesValidated))
     trainer(made(strategy), max_epochs=2).fit(module, *loaders)
     return module.begun, {name: value.clone() for name, value in module.state_dict().items()}
 
 
 def refused(by: str, strategy: Any, batch_size: int) -> None:
-    said = {"before": "whether an epoch goes on.*on_train_batch_start returns -1", "after": r"should_stop when all"}
-    said["validated"] = said["after"]
-    with pytest.raises(ValueError, match=said[by]):
+    before = "whether an epoch goes on.*on_train_batch_start returns -1"
+    with pytest.raises(ValueError, match=before if by == "before" else r"should_stop when all"):
         trained(by, {1}, strategy, batch_size)
 
 

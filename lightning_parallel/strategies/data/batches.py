@@ -30,6 +30,7 @@ from lightning_parallel.values import batch_size, outline_of
 
 ENDED: Mark = (-1, -1, 0, 0)
 BEGINS: Mark = (-5, 0, 0, 0)
+LEAVES: Mark = (-6, 0, 0, 0)
 
 
 class Batches:
@@ -79,9 +80,16 @@ class Batches:
         Raises:
             ValueError: on every rank, if others are at another place.
         """
-        content = None if self.readers.copies == 1 else self._content([], 0)
-        self._compare(BEGINS, lambda: "a pass over the data begins", str, content)
+        self._stand(BEGINS, "a pass over the data begins")
         self._share_generators(combined.flattened)
+
+    def leave(self) -> None:
+        """Training is over.
+
+        Raises:
+            ValueError: on every rank, if it goes on for others.
+        """
+        self._stand(LEAVES, "training is over")
 
     def begin(self, combined: Any, batch: Any, batch_idx: int, dataloader_idx: int, is_last: bool) -> None:
         """A batch is about to be used.
@@ -105,8 +113,7 @@ class Batches:
     def end(self) -> None:
         """All loaders have been read."""
         self.weight = 1.0
-        content = None if self.readers.copies == 1 else self._content([], 0)
-        self._compare(ENDED, lambda: "none is left", lambda: "", content)
+        self._stand(ENDED, "none is left")
 
     def drop_uncounted_predictions(self, loop: Any) -> None:
         """Removes what a prediction loop keeps for samples that do not count; they come last."""
@@ -115,6 +122,10 @@ class Batches:
                 if kept:
                     kept.pop()
         self._uncounted.clear()
+
+    def _stand(self, mark: Mark, place: str) -> None:
+        content = None if self.readers.copies == 1 else self._content([], 0)
+        self._compare(mark, lambda: place, str, content)
 
     def _content(self, readings: Sequence[Any], batch_idx: int) -> Content:
         found = [(_notes(reading) or PassNotes()).contents.pop(batch_idx, None) for reading in readings]

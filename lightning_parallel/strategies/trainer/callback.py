@@ -89,6 +89,7 @@ class MeshCallback(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Makes buffers, which each rank changed, the same everywhere."""
+        self._batches.leave()  # a rank for which training goes on meets this at the beginning of its next epoch
         self._unite_buffers()
 
     # ---------------------------------------------------------------- each batch
