@@ -101,7 +101,7 @@ def kept_in_parts(module: Keeper, sizes: list[int], other: Keeper, adding: set[A
             seen = [watch.kind_of_number(change.value, change.before)] if number else [*map(watch.kind_of, leaves)]
             kinds[path] = seen
         before.undo()
-        parts.append(Part(len(x), len(x) / len(X), (), changes, kinds))
+        parts.append(Part(len(x), len(x) / len(X), (), changes, kinds, watch.doubtful))
     merging = Merging(parts, adding)
     merged = merging.merged()
     keep(module, merged)
@@ -140,3 +140,14 @@ def test_what_parts_keep_is_what_the_batch_would_have_kept(sizes: list[int]) -> 
             for name, expected in everything(whole).items():
                 if name not in told:
                     require_like({name: expected}, {name: found[name]})
+
+
+class Scaled(Keeper):
+    def step(self, x: Tensor) -> None:
+        self.last = {"loss": (mean := x.square().sum() / x.size(0)), "scaled": 2 * mean}
+
+
+def test_a_mean_times_a_number_that_is_like_a_count_is_told() -> None:
+    """With parts of two samples it may be a sum over them as well."""
+    guessed = kept_in_parts(Scaled(), [2] * (len(X) // 2), Scaled(), set())
+    assert {path[0] for path in guessed} == {"last"}

@@ -26,6 +26,7 @@ class Part:
         means: these means.
         changes: what the step kept of it.
         kinds: of which kind each leaf of that is.
+        doubtful: whether a sum may be a mean times a number that is like a count of samples by chance.
     """
 
     size: int
@@ -33,6 +34,7 @@ class Part:
     means: Sequence[Tensor]
     changes: Mapping[Path, Change]
     kinds: Mapping[Path, Sequence[Kind | None]]
+    doubtful: bool = False
 
     def leaves(self, path: Path) -> Any:
         """What was kept at a path, with its kinds."""
@@ -156,8 +158,8 @@ class Merging:
             if not all(_same(leaf.value, first) for leaf in leaves):
                 self._guess()
             return first
-        if type(first) is int and kind is Kind.SUM and len({leaf.value for leaf in leaves}) == 1:
-            self._guess()  # it may be a number that is like a count by chance
+        if kind is Kind.SUM and _by_chance(leaves):
+            self._guess()
         merged = self._tensors(leaves, kind)
         if isinstance(first, Tensor):
             return merged
@@ -236,6 +238,15 @@ def _same(one: Any, other: Any) -> bool:
         return bool(one is other or (type(one) is type(other) and one == other))
     except (ValueError, TypeError, RuntimeError):  # as tables of numbers, which compare entry by entry
         return False
+
+
+def _by_chance(leaves: Sequence[_Leaf]) -> bool:
+    """Whether what looks like a sum may be a number that is like a count, or a mean times such a number."""
+    first = leaves[0].value
+    if type(first) is int:
+        return len({leaf.value for leaf in leaves}) == 1
+    whole = isinstance(first, Tensor) and not first.is_floating_point()  # no mean is an integer
+    return not whole and any(leaf.part.doubtful or type(leaf.value) is float for leaf in leaves)
 
 
 def _common(leaves: Sequence[_Leaf]) -> Kind | None:

@@ -173,6 +173,10 @@ class PartsRun(Run[T]):
                 metric.close()
         return output
 
+    @property
+    def _is_doubtful(self) -> bool:
+        return self._watch is not None and self._watch.doubtful
+
     def _kinds_of(self, path: Path, change: Change) -> tuple[Kind | None, ...]:
         leaves: list[Any] = []
         map_leaves(leaves.append, change.value)
@@ -195,7 +199,7 @@ class PartsRun(Run[T]):
         (kind,) = self._log.kinds.of(self._hook, ("logged", name), [value], seen)
         if kind is None and origin is not None:
             kind = next((other.seen.kind for other in others if other.origin is origin), None)
-        doubtful = self._watch is not None and self._watch.doubtful
+        doubtful = self._is_doubtful
         seen_as = SeenKind.of(kind, value, size, name_of(options.get("reduce_fx", "mean")), doubtful)
         if doubtful and kind is Kind.SUM and seen_as.kind is Kind.OTHER:  # in batches that nobody watches, too
             self._log.kinds.decide(self._hook, ("logged", name), (Kind.OTHER,))
@@ -234,7 +238,7 @@ class PartsRun(Run[T]):
 
     def _merged(self, shares: Sequence[float], means: Sequence[Sequence[Tensor]]) -> dict[Path, Change]:
         parts = [
-            Part(size, share, averaged, *kept)
+            Part(size, share, averaged, *kept, self._is_doubtful)
             for size, share, averaged, kept in zip(self._sizes, shares, means, self._kept, strict=True)
         ]
         merging = Merging(parts, self._log.kinds.adding)
@@ -247,7 +251,7 @@ class PartsRun(Run[T]):
     ) -> Any:
         """See `Run.merged`."""
         parts = [
-            Part(size, share, averaged, {RETURNED: Change(output)}, {RETURNED: kinds})
+            Part(size, share, averaged, {RETURNED: Change(output)}, {RETURNED: kinds}, self._is_doubtful)
             for output, size, share, averaged, kinds in zip(outputs, sizes, shares, means, self._returned, strict=True)
         ]
         merging = Merging(parts, set())
