@@ -306,7 +306,7 @@ class MeshStrategy(RankStrategy):
 
     def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """Gradients of the batches inside are reduced with those of a later one."""
-        return self._step.unsynced()
+        return self._gradients.unsynced(self._step)
 
     # ---------------------------------------------------------------- checkpoints
 

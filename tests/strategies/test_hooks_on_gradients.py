@@ -11,6 +11,7 @@ from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import grad_norm
 
 from lightning_parallel import (
+    DataParallelStrategy,
     HybridStrategy,
     PipelineParallel,
     PipelineParallelStrategy,
@@ -27,6 +28,8 @@ from tests.trainers import trainer
 
 PIPELINE = partial(PipelineParallelStrategy, 2, microbatches=2)
 LAYOUTS = {
+    "data parallel": (2, 2, DataParallelStrategy),
+    "zero 1": (2, 2, partial(ZeroStrategy, stage=1)),
     "zero 2": (2, 2, partial(ZeroStrategy, stage=2)),
     "zero 3": (2, 2, partial(ZeroStrategy, stage=3)),
     "tensor parallel": (2, 1, partial(TensorParallelStrategy, 2)),
@@ -93,6 +96,28 @@ def looking(strategy: Any, batch_size: int) -> Any:
 @sampled(2, "layout", LAYOUTS)
 def test_gradients_look_whole_to_hooks(layout: str) -> None:
     check(looking, layout)
+
+
+class ClippingEach(Plain):
+    """Clips what has been accumulated after each batch."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.norms: list[float] = []
+
+    def on_after_backward(self) -> None:
+        self.norms.append(float(torch.nn.utils.clip_grad_norm_(self.parameters(), 0.3)))
+        self.blocks[0].down.weight.grad.clamp_(-0.01, 0.01)
+
+
+def accumulating(strategy: Any, batch_size: int) -> Any:
+    model = small(ClippingEach)
+    return fitted(model, strategy, batch_size, max_epochs=2, accumulate_grad_batches=2), model.norms
+
+
+@sampled(3, "layout", LAYOUTS)
+def test_so_they_look_while_they_accumulate(layout: str) -> None:
+    check(accumulating, layout)
 
 
 class Unfreezing(BaseFinetuning):

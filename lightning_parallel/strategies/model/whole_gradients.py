@@ -19,6 +19,7 @@ from lightning_parallel.strategies.model.divided_model import DividedModel
 from lightning_parallel.strategies.model.shown_gradient import ShownGradient
 from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.strategies.trainer.lightnings import sets_to_zero, somebody_overrides
+from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.tools.shards import dtensor_of, local, shard_of
 
 BEFORE_BACKWARD = ("on_before_backward", "backward")
@@ -66,6 +67,10 @@ class WholeGradients:
         if "zero_grad" in vars(optimizer) or type(optimizer).zero_grad is not Optimizer.zero_grad:
             return None
         return optimizer.zero_grad
+
+    def unsynced(self, step: Step) -> AbstractContextManager[None]:
+        """Inside, gradients are reduced with those of a later batch, unless a hook looks at those of each."""
+        return step.unsynced() if self._wanted.isdisjoint((BEFORE_BACKWARD, AFTER_BACKWARD)) else nullcontext()
 
     def shown(self, hooks: tuple[str, ...]) -> AbstractContextManager[None]:
         """Around hooks of these names."""
