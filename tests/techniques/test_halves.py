@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,27 @@ class Maps(nn.Module):
 
 def of_each(maps: Maps, x: Tensor) -> Tensor:
     return vmap(maps, in_dims=1, out_dims=1)(x)  # type: ignore[no-any-return]
+
+
+class Mapped(torch.autograd.Function):
+    """Runs a backward pass to parameters within its own, and returns no gradients of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, maps: Maps, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.maps, ctx.none = maps, [None] * len(parameters)
+        return maps(x)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, seed: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.maps(x), seed)
+        return x.grad, None, *ctx.none
+
+
+def by_function(maps: Maps, x: Tensor) -> Tensor:
+    return x + Mapped.apply(x, maps, *maps.parameters())  # type: ignore[no-any-return, no-untyped-call]
 
 
 FORWARDS: dict[str, tuple[bool, Callable[[Maps, Tensor], Tensor]]] = {
@@ -50,4 +72,17 @@ def test_halves_are_a_whole_backward(name: str) -> None:
     gradients.of_weights(saved)
     for wanted, got in zip(expected, [*found, *gradients.take()], strict=True):
         assert got is not None
+        torch.testing.assert_close(got, wanted)
+
+
+def test_a_function_that_runs_a_backward_pass_of_its_own_runs_once() -> None:
+    torch.manual_seed(0)
+    maps, x, seed = Maps(), torch.randn(2, 3, 4, requires_grad=True), torch.randn(2, 3, 4)
+    parameters = list(maps.parameters())
+    expected = torch.autograd.grad(x + maps(x), [x, *parameters], seed)
+    gradients, saved = Gradients(parameters), save([x], [by_function(maps, x)], splits=True)
+    found = gradients.of_inputs(saved, [seed])
+    gradients.of_weights(saved)
+    assert [parameter.grad for parameter in parameters] == [None] * 4
+    for wanted, got in zip(expected, [*found, *gradients.take()], strict=True):
         torch.testing.assert_close(got, wanted)

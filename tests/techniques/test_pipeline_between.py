@@ -11,9 +11,10 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_parallel import PipelineParallelStrategy
+from lightning_parallel import HybridStrategy, PipelineParallel, PipelineParallelStrategy, TensorParallel
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import MakeStrategy, made, require_like
+from tests.strategies.test_unusual_stages import Again as RunAgain
 from tests.tiers import covering
 from tests.trainers import trainer
 
@@ -131,7 +132,37 @@ class AsksWeights(Language):
             limit()
 
 
-MODELS = {kind.__name__: kind for kind in (NormOfABlock, NormGoesOn, EarlyExit, EarlyExitByModule, AsksWeights)}
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(F.gelu(self.up(x)))
+        return y
+
+
+class Again(Block):
+    """A block that runs its last part within a backward pass again, outside of its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.feed = FeedForward()
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = super().forward(x, mask)
+        return x + RunAgain.apply(x, self.feed, *self.feed.parameters())
+
+
+class RunsAgain(Language):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Again() for _ in range(4))
+
+
+MODELS = {
+    kind.__name__: kind for kind in (NormOfABlock, NormGoesOn, EarlyExit, EarlyExitByModule, AsksWeights, RunsAgain)
+}
 PIPELINES: dict[str, MakeStrategy] = {
     "1f1b": partial(PipelineParallelStrategy, 2, microbatches=2),
     "zbv": partial(PipelineParallelStrategy, 2, schedule="zbv", microbatches=4),
@@ -157,6 +188,13 @@ def trained(strategy: MakeStrategy | None, model: str) -> Any:
 def test_they_give_what_one_device_gives(model: str, layout: str) -> None:
     expected = begun_on_one(trained, None, model)
     for found in run_on_ranks(2, trained, PIPELINES[layout], model):
+        require_like(expected.result(), found)
+
+
+def test_so_does_a_layer_that_runs_a_backward_pass_within_that_of_a_stage_of_divided_features() -> None:
+    expected = begun_on_one(trained, None, "RunsAgain")
+    strategy = partial(HybridStrategy, TensorParallel(2), PipelineParallel(2, microbatches=2))
+    for found in run_on_ranks(4, trained, strategy, "RunsAgain"):
         require_like(expected.result(), found)
 
 

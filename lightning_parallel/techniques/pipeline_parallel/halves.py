@@ -2,8 +2,10 @@
 
 A parameter's gradient starts at the operations that read both it and something that depends on the inputs. It can wait
 if no way from such an operation, back along what depends on the inputs, leads to another one of the same parameter:
-that way would be gone over twice. And operations that read one parameter together read all their parameters together:
-torch's second half takes them in groups, and a parameter in two of them would be differentiated in each.
+that way would be gone over twice. Nor is a function of autograd that is written in Python, and reads parameters: it may
+do anything, such as a backward pass of its own. And operations that read one parameter together read all their
+parameters together: torch's second half takes them in groups, and a parameter in two of them would be differentiated
+in each.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, get_gradient_edge
 
 
@@ -29,6 +32,8 @@ def halves_are_apart(outputs: Iterable[Tensor], inputs: Iterable[Tensor], parame
     if any(root not in of_inputs for root in roots if wanted & _below(root)):
         return False
     read = {node: _read(node, of_inputs, wanted) for node in order if node in of_inputs}
+    if any(isinstance(node, BackwardCFunction) for node, parameters in read.items() if parameters):
+        return False
     return _are_in_groups(read) and not _meets_twice(read)
 
 

@@ -215,7 +215,8 @@ class Unit:
         """See `Partition.begin`."""
         self.summands += sorted(self.met - {*self.summands})
         self.met.clear()
-        self._look_where()
+        for unit in (self, *self.parts):
+            unit._look_where(self.summands)
 
     def wrap(self, forward: Forward) -> Forward:
         """The forward of the module, in which parameters look whole."""
@@ -240,8 +241,9 @@ class Unit:
 
         return run
 
-    def _look_where(self) -> None:
-        self._places: list[Place] = [*self._divided, *map(self.alike.__getitem__, self.summands)]
+    def _look_where(self, summands: Sequence[str] = ()) -> None:
+        summed = [self.alike[name] for name in summands if name in self.alike]
+        self._places: list[Place] = [*self._divided, *summed]
         """Where parameters look whole while the module computes."""
         self._slots = [(place.table, place.name) for place in self._places]
 
