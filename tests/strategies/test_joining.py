@@ -27,7 +27,7 @@ from tests.strategies.joining import dies, nothing, raises
 
 pytestmark = pytest.mark.launched
 
-RANKS = 3
+RANKS, ALL = 3, -1
 TIMEOUT_SECONDS = 60.0
 SILENT_SECONDS = 4.0
 
@@ -65,17 +65,26 @@ def comes_late() -> None:
     time.sleep(2.5)
 
 
+def raises_or_comes_late() -> None:
+    if os.environ["LOCAL_RANK"] == "1":
+        raises()
+    if os.environ["LOCAL_RANK"] == "2":
+        time.sleep(roll_call.PATIENCE_SECONDS + 1)
+
+
 def runs(event: Callable[[], Any], chosen: int, rank: int, port: int, folder: Path, within: float) -> None:
     place = {"LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()})
     roll_call.TELLS_SECONDS = 1.0
     if event in (dies_when_it_has_come, dies_when_all_have_come):
         roll_call.SILENT_SECONDS = SILENT_SECONDS
+    if event is raises_or_comes_late:
+        roll_call.PATIENCE_SECONDS = 0.5
     said = os.open(folder / str(rank), os.O_WRONLY | os.O_CREAT)
     os.dup2(said, 1)
     os.dup2(said, 2)
     try:
-        fitted(event if rank == chosen else nothing, within)
+        fitted(event if chosen in (rank, ALL) else nothing, within)
     except BaseException:
         sys.excepthook(*sys.exc_info())  # as Python does for a script
         os._exit(1)
@@ -128,6 +137,13 @@ def test_a_rank_that_raises_before_it_joins_is_named_with_its_error(chosen: int,
     for rank in range(RANKS):
         assert "Traceback" in said[rank], said
         assert (told in said[rank]) == (rank != chosen), said
+
+
+def test_a_rank_that_comes_late_hears_of_one_that_raised(tmp_path: Path) -> None:
+    """Rank 0 waits for it: the store ends with rank 0, and who comes then would wait for the timeout."""
+    said = ended(started(raises_or_comes_late, ALL, tmp_path), tmp_path)
+    told = "RuntimeError: rank 1 failed before it could join the others: ValueError: a file of this rank"
+    assert [told in each for each in said] == [True, False, True], said
 
 
 @pytest.mark.parametrize("chosen", [0, 1])

@@ -29,8 +29,8 @@ TELLS_SECONDS = 10.0
 SHARE, SILENT_SECONDS = 0.3, 15.0
 """A rank that came is taken for dead when it was silent for so long, or for this share of the timeout."""
 PATIENCE_SECONDS = 3.0
-"""For which a rank waits until the others have read why it ends: rank 0, with which the store ends, and each that
-torchrun started, which then ends the others."""
+"""For which a rank waits until those that have come have read why it ends, as rank 0 does, with which the store ends,
+and each that torchrun started, which then ends the others. Ranks that have not come are given `SILENT_SECONDS`."""
 
 
 class RollCall:
@@ -86,9 +86,9 @@ class RollCall:
             return
         self._begun = True
         with suppress(RuntimeError):
-            self._meet(PATIENCE_SECONDS)
+            self._meet(self._silent)  # rank 0 may start later than this one fails
             self._leave(f"{named([self._rank])} failed before it could join the others: {said_of(exception)}")
-            self._linger(self._ranks)  # so long as it may: they read it, and then print it
+            self._linger()
 
     def tell_of_failures(self) -> None:
         """Should the script fail before this rank has come, the others are told."""
@@ -171,17 +171,24 @@ class RollCall:
     def _end(self, verdict: str) -> NoReturn:
         """Raises on all ranks what the first one said."""
         said = self._leave(verdict)
-        self._notes.add("heard", 1)
-        self._linger(1 + sum(beats > 0 for beats, since in self._seen.values() if time.monotonic() - since < 1))
+        self._linger()
         raise RuntimeError(said)
 
     def _leave(self, verdict: str) -> str:
         return str(self._notes.compare_set("verdict", "", verdict).decode())
 
-    def _linger(self, ranks: int) -> None:
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        takes_others_along = self._keeps_the_store or dist.is_torchelastic_launched()
-        while takes_others_along and self._notes.add("heard", 0) < ranks and time.monotonic() < deadline:
+    def _linger(self) -> None:
+        """Waits until the others have heard, if they can only as long as this rank is there: then they print it."""
+        began = time.monotonic()
+        self._notes.add(f"heard_{self._rank}", 1)
+        if not self._keeps_the_store and not dist.is_torchelastic_launched():
+            return
+        dead = {rank for rank, (beats, since) in self._seen.items() if beats and began - since > 1}
+        others = [rank for rank in range(self._ranks) if rank not in dead]
+        while unheard := [rank for rank in others if not self._notes.add(f"heard_{rank}", 0)]:
+            have_come = all(self._notes.add(f"beats_{rank}", 0) for rank in unheard)
+            if time.monotonic() - began > max(PATIENCE_SECONDS, 0 if have_come else self._silent):
+                return
             time.sleep(0.02)
 
     def _watch(self, closed: threading.Event) -> None:
