@@ -24,7 +24,6 @@ from lightning_parallel import (
     Zero,
     ZeroStrategy,
 )
-from tests.heard import heard
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import made, require_like
 from tests.trainers import trainer
@@ -222,11 +221,49 @@ LAYOUTS: dict[str, tuple[int, int, Any]] = {
         lambda: HybridStrategy(PipelineParallel(2, microbatches=2), DataParallel(2), plan=PLAN),
     ),
 }
+
+
+class Average:
+    def __init__(self, parameters: Any) -> None:
+        self.parameters = [parameters]
+
+    def step(self, rate: float) -> None:
+        for parameter in self.parameters[0]:
+            parameter.mul_(1 - rate)
+
+
+class Beside(Chain):
+    """Takes parameters before ranks divide them: for a penalty, for what decays, and for what a hook reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ups = {"up": [layer.up.weight for layer in self.layers]}
+        self.decays, self.average = {*self.ups["up"]}, Average(tuple(self.parameters()))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        kept = [parameter for parameter in self.average.parameters[0] if parameter in self.decays]
+        penalty = sum(parameter.abs().sum() for parameter in kept) + self.ups["up"][-1].square().sum()
+        return super().training_step(batch, batch_idx) + 0.01 * penalty
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        super().on_train_batch_end()
+        self.seen.append(float(sum(parameter.detach().norm() for parameter in self.ups["up"])))
+        with torch.no_grad():
+            self.average.step(0.01)
+
+    def on_train_end(self) -> None:
+        assert self.ups["up"][0].shape == self.layers[0].up.weight.shape
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.average.parameters[0], lr=0.1)
+
+
 CASES: list[tuple[type[Chain], str]] = [
     *((kind, layout) for kind in (Adversaries, Toggled, Seldom) for layout in LAYOUTS if not layout.startswith("pipe")),
     *((Looks, layout) for layout in ("data parallel", "zero 3", "tensor parallel")),
     *((Gathers, layout) for layout in ("zero 3, recomputed", "pipeline")),
     *((Reversible, layout) for layout in ("data parallel", "pipeline", "pipeline of replicas")),
+    *((Beside, layout) for layout in ("zero 2", "zero 3, recomputed", "tensor parallel", "pipeline of replicas")),
     *((kind, layout) for kind in (Counted, CountedParts) for layout in ("data parallel", "zero 3", "pipeline")),
 ]
 
@@ -265,28 +302,3 @@ def refused(strategy: Any) -> None:
 @pytest.mark.parametrize("layout", ["zero 3", "tensor parallel", "pipeline"])
 def test_an_optimizer_made_before_the_module_was_divided_is_refused(layout: str) -> None:
     run_on_ranks(2, refused, LAYOUTS[layout][2])
-
-
-class Average:
-    def __init__(self, parameters: Any) -> None:
-        self.parameters = list(parameters)
-
-
-class Beside(Chain):
-    """Takes parameters before ranks divide them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights, self.average = {"up": [layer.up.weight for layer in self.layers]}, Average(self.parameters())
-
-
-def told(strategy: Any) -> str:
-    with heard() as lines:
-        trained(Beside, strategy, 4, 24)
-    return "\n".join(lines)
-
-
-@pytest.mark.parametrize(("layout", "tells"), [("zero 2", False), ("zero 3", True), ("tensor parallel", True)])
-def test_parameters_that_were_taken_before_are_told(layout: str, tells: bool) -> None:
-    said = run_on_ranks(2, told, LAYOUTS[layout][2])[0]
-    assert ("average, weights of the module holds parameters for which ranks have put others" in said) is tells

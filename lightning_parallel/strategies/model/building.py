@@ -72,6 +72,7 @@ class Building:
         divided.divide(self._techniques, plan)
         shards = torch.device("cpu") if any(t.traits.shards_on_host for t in self._techniques) else device
         self._deferred.materialise(module, device, shards, host)
+        divided.beside.follow()
         if self._waiting is not None:
             self.load(module, *self._waiting)
         materialise.move_whole_tensors(module, device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,7 +18,7 @@ from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.strategies.build import materialise
-from lightning_parallel.strategies.build.beside import parameters_beside, tell_of_old
+from lightning_parallel.strategies.build.beside import Beside
 from lightning_parallel.strategies.checkpoint.held import shown_to_hooks
 from lightning_parallel.strategies.checkpoint.sharded import Source
 from lightning_parallel.strategies.checkpoint.whole import whole_state_dict
@@ -67,10 +67,11 @@ class DividedModel:
         self._made: dict[str, Tensor] = {}
         self._stands_for: dict[int, Tensor] = {}
         self._pairs: list[Pair] = []
+        self.beside = Beside(module)
 
     def divide(self, techniques: Sequence[Technique], plan: ParallelPlan) -> None:
         """Lets every technique keep its part of the model."""
-        self.plan, beside = plan, parameters_beside(self.module)
+        self.plan = plan
         ground = Ground(self.mesh, plan, partial(take_sample, self.module.trainer, self._host))
         self._alike = all(technique.traits.steps_see_wholes for technique in techniques if "cp" in technique.axes)
         if self.mesh.loss.size() > 1 and not any(technique.traits.averages_gradients for technique in techniques):
@@ -80,9 +81,6 @@ class DividedModel:
             self.model = division.model
             self._divisions.append(division)
         self._compare_whole_batches(plan)
-        now = set(map(id, self.module.parameters()))
-        old = {name for name, parameter in beside if id(parameter) not in now}
-        tell_of_old(set().union(*gather_objects(old, self._host)))
 
     def _compare_whole_batches(self, plan: ParallelPlan) -> None:
         """Lets functions that compare samples see those of all ranks, if they see all of this one at once."""
@@ -142,6 +140,7 @@ class DividedModel:
 
     def run(self, run: Run[T]) -> Run[T]:
         """The user's step as techniques surround each call of it."""
+        run = self.beside.run(run)
         for division in self._divisions:
             run = division.run(run)
         return run
@@ -189,9 +188,11 @@ class DividedModel:
 
     # ---------------------------------------------------------------- the whole
 
-    def shown(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def shown(self) -> Iterator[None]:
         """Inside, the module's tree is whole; what other ranks hold is there without memory."""
-        return elsewhere.shown(self.module, elsewhere.without_memory(self.mesh.device), self._made)
+        with elsewhere.shown(self.module, elsewhere.without_memory(self.mesh.device), self._made), self.beside.shown():
+            yield
 
     def stand_ins(self) -> set[nn.Parameter]:
         """Parameters without memory by which those that other ranks hold are shown, always the same ones."""
@@ -260,6 +261,7 @@ class DividedModel:
             materialise.make_whole(self.module)
             materialise.move_whole_tensors(self.module, HOST)
             self.pipeline.complete(self.module)
+            self.beside.follow()
         else:
             log.warning("The whole model does not fit on this host: the module stays divided after the run")
         return fits

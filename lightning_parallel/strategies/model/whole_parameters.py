@@ -73,6 +73,7 @@ class WholeParameters:
         module = divided.module
         with divided.shown():
             parts = {name.partition(".")[0] for name, _ in module.named_parameters()}
+        parts |= divided.beside.attributes
         if divided.pipeline.ranks > 1 and _looks(module, "optimizer_step", module, parts):
             raise ValueError(
                 f"{type(module).__name__}.optimizer_step looks at the model, but while it runs a rank of a pipeline "
@@ -127,6 +128,7 @@ class WholeParameters:
                 around.enter_context(_filled(module, arrived))
                 pairs = around.enter_context(_undivided(module))
                 around.enter_context(self._divided.represented(pairs))
+                around.enter_context(self._divided.beside.shown())
                 around.enter_context(wholes_in_groups(lambda: module.trainer.optimizers, pairs))
                 around.enter_context(plain_forwards(module))
                 around.enter_context(plain_calls(module))
