@@ -134,7 +134,8 @@ class MeshStrategy(RankStrategy):
             adopted.be_silent_on_syncing()
             return
         signals, unite = lambda: adopted.signals, (self._unite_buffers, self._unite_metrics)
-        self._batches = Batches(self._readers(), self._host_group(), signals, self._saves(), self._stored.settings)
+        divided, saver = trainer if self._mesh().sizes["pp"] > 1 else None, self._saves()
+        self._batches = Batches(self._readers(), self._host_group(), signals, saver, self._stored.settings, divided)
         self._callback = MeshCallback(self._batches, *unite, lambda: self._whole.shown())
         adopted.call_first(self._callback)
         adopted.keep_time_together(self.broadcast)
@@ -151,13 +152,13 @@ class MeshStrategy(RankStrategy):
         self.model, self._plan = divided.model, plan
         self._step = divided.step(self._differentiate)
 
+    def model_to_device(self) -> None:
+        """Nothing: `setup` moves what this rank keeps."""
+
     @property
     def _whole(self) -> DividedModel:
         assert self._divided is not None
         return self._divided
-
-    def model_to_device(self) -> None:
-        """Nothing: `setup` moves what this rank keeps."""
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Makes the user's optimizers; where parameters are stored in shards, they step the shards."""
@@ -198,8 +199,7 @@ class MeshStrategy(RankStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         """See `RankStrategy.barrier`."""
-        # the first call after Lightning has installed its signal handlers
-        if name == "run-stage" and self._adopted is not None:
+        if name == "run-stage" and self._adopted is not None:  # Lightning has just installed its signal handlers
             self._adopted.begin(self.is_distributed)
             self._resumption.begin(self._module().trainer, self._step, self._readers().rank, self._host_group())
         super().barrier(name)
@@ -255,21 +255,21 @@ class MeshStrategy(RankStrategy):
         self, context: AbstractContextManager[None], run: Callable[..., T], batch: Any, rest: Any, kwargs: Any
     ) -> T:
         whole, weight, batches, log = self._whole, self._weight, self._batches, self._log
-        if log is None:
+        if log is None or batches is None:
             with context:
                 return whole.outputs(self._step.forward(whole.run(Run(run)), batch, *rest, **kwargs))
-        fewest = batches.fewest_samples if batches and self._meets_in_forward else None
-        with context, log.counting(weight), whole.run(self._noted(run, log)) as steps:
+        fewest, layout = batches.fewest_samples if self._meets_in_forward else None, batches.layout
+        with context, log.counting(weight), whole.run(self._noted(run, log, layout)) as steps:
             scale, seen = scale_of(self.precision_plugin), self._gradients
-            self._step.expect(Coming(scale, weight, fewest, log.alone, seen.one_factor, release=seen.release()))
+            self._step.expect(Coming(scale, weight, layout, fewest, log.alone, seen.one_factor, release=seen.release()))
             output = whole.outputs(self._step.forward(steps, batch, *rest, **kwargs))
         log.reduce_step(weight, output)
         return output
 
-    def _noted(self, run: Callable[..., T], log: StepLog) -> Run[T]:
+    def _noted(self, run: Callable[..., T], log: StepLog, layout: Any) -> Run[T]:
         if self._whole.pipeline.ranks == 1:
             return SeenRun(run, log)
-        self._latest = PartsRun(run, self._module(), log, self._whole.pipeline.rank)
+        self._latest = PartsRun(run, self._module(), log, self._whole.pipeline.rank, layout)
         return self._latest
 
     @property

@@ -12,7 +12,7 @@ from torch import nn
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.techniques.step import Run, Step
-from lightning_parallel.values import batch_size
+from lightning_parallel.techniques.tools.microbatches import Layout, samples_in
 
 T = TypeVar("T")
 
@@ -25,16 +25,18 @@ class Sample:
         run: runs the step on the batch, or on another one like it, without effect on logs and metrics.
         batch: the batch.
         device: where the batch and the module are at that time.
+        layout: where samples are in the batch.
     """
 
     run: Callable[..., Any]
     batch: Any
     device: torch.device
+    layout: Layout = None
 
     @property
     def size(self) -> int | None:
         """The number of samples in the batch, None where nothing in it tells."""
-        return batch_size(self.batch)
+        return samples_in(self.batch, self.layout)
 
 
 @dataclass(frozen=True)

@@ -189,6 +189,7 @@ class Coming:
         scale: by what the loss will be multiplied before backward, for steps that compute gradients before that.
         weight: how much this rank's samples count against those of other ranks on average; 0 for a rank for which none
             were left, which has one for the form.
+        layout: where samples are in the batch.
         samples: the least number of samples that a rank has which meets this one within the forward; None: nobody does.
         alone: whether no other rank has samples of this batch, so that what has no target here has none at all.
         one_factor: whether nothing stands between the step and backward that could multiply the loss by something that
@@ -201,6 +202,7 @@ class Coming:
 
     scale: float = 1.0
     weight: float = 1.0
+    layout: microbatches.Layout = None
     samples: int | None = None
     alone: bool = True
     one_factor: bool = False

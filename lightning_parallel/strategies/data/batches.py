@@ -6,14 +6,15 @@ import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
+from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_parallel.strategies.checkpoint.saver import Saver
+from lightning_parallel.strategies.data.first_batches import layout_of_batches
 from lightning_parallel.strategies.data.loaders import DividedIterable
-from lightning_parallel.strategies.data.randomness import RandomState
+from lightning_parallel.strategies.data.randomness import RandomState, generators_of
 from lightning_parallel.strategies.data.shares import PassNotes, Readers
 from lightning_parallel.strategies.ranks.agreement import (
     EVENLY,
@@ -26,7 +27,8 @@ from lightning_parallel.strategies.ranks.agreement import (
 )
 from lightning_parallel.strategies.ranks.signals import Requested, Signals
 from lightning_parallel.strategies.trainer import lightnings
-from lightning_parallel.values import batch_size, outline_of
+from lightning_parallel.techniques.tools.microbatches import Layout, samples_in
+from lightning_parallel.values import outline_of
 
 ENDED: Mark = (-1, -1, 0, 0)
 BEGINS: Mark = (-5, 0, 0, 0)
@@ -42,6 +44,7 @@ class Batches:
         signals: what was asked of this process; none before the run has begun.
         saver: knows whether a save in the background has failed.
         settings: the numbers by which optimizers step at the moment.
+        trainer: whose loaders these are, if somebody divides batches by their samples.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Batches:
         signals: Callable[[], Signals | None],
         saver: Saver,
         settings: Callable[[], list[Any]],
+        trainer: Trainer | None = None,
     ) -> None:
         self.readers = readers
         self._group = group
@@ -59,6 +63,9 @@ class Batches:
         self._outline: Any = None  # of the batch before, and the checksum of its structure
         self._structure = 0
         self._find_settings, self._settings, self._checksum = settings, list[Any](), 0
+        self._trainer, self._layouts = trainer, dict[int, tuple[Any, Layout]]()
+        #: where samples are in the batch
+        self.layout: Layout = None
         #: how much this rank's batch counts against the others' on average; 0.0 for one that does not count
         self.weight = 1.0
         #: the least number of samples that any rank has of this batch
@@ -103,6 +110,7 @@ class Batches:
         last = is_last and any(length_of(loader) is None for loader in loaders)
         readings = _readings(combined, loaders, dataloader_idx)
         content = None if self.readers.copies == 1 else self._content(readings, batch_idx)
+        self.layout = self._layout_of(combined, dataloader_idx)
         self._agree((dataloader_idx, batch_idx, int(last)), batch, content)
         if batch_idx == 0:
             self._require_same_order(loaders, readings)
@@ -122,6 +130,17 @@ class Batches:
                 if kept:
                     kept.pop()
         self._uncounted.clear()
+
+    def _layout_of(self, combined: Any, dataloader_idx: int) -> Layout:
+        """Where samples are in a batch, seen once for each loader; all ranks come with the same ones."""
+        if self._trainer is None:
+            return None
+        loader = combined.flattened[dataloader_idx]
+        known, layout = self._layouts.get(id(loader), (None, None))
+        if known is not loader:
+            layout = layout_of_batches(self._trainer, combined, dataloader_idx, self._group)
+            self._layouts[id(loader)] = loader, layout
+        return layout
 
     def _stand(self, mark: Mark, place: str) -> None:
         content = None if self.readers.copies == 1 else self._content([], 0)
@@ -144,7 +163,7 @@ class Batches:
         if (settings := self._find_settings()) != self._settings:
             self._settings, numbers = settings, pytree.tree_map_only(Tensor, float, settings)
             self._checksum = zlib.crc32(repr(numbers).encode())
-        mark, samples = (*position, self._structure ^ self._checksum), batch_size(batch) or 1
+        mark, samples = (*position, self._structure ^ self._checksum), samples_in(batch, self.layout) or 1
         self.fewest_samples = self._compare(mark, place, lambda: describe(batch), content, samples)
 
     def _compare(
@@ -203,13 +222,6 @@ class Batches:
         host.restore()
         for generator, state in zip(generators, own, strict=True):
             generator.set_state(state)
-
-
-def generators_of(loader: Any) -> list[torch.Generator]:
-    """The generators that a user gave a loader or its samplers."""
-    samplers = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
-    found = [getattr(owner, "generator", None) for owner in (loader, *samplers)]
-    return [generator for generator in found if isinstance(generator, torch.Generator)]
 
 
 def _readings(combined: Any, loaders: Sequence[Any], dataloader_idx: int) -> list[Any]:

@@ -165,3 +165,10 @@ def state_of_reader(reader: int, said: Sequence[tuple[int, bytes]]) -> bytes | N
         firsts.setdefault(other, state)
     taken = any(other < reader and state == firsts[reader] for other, state in firsts.items())
     return None if taken else firsts[reader]
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """The generators that a user gave a loader or its samplers."""
+    samplers = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
+    found = [getattr(owner, "generator", None) for owner in (loader, *samplers)]
+    return [generator for generator in found if isinstance(generator, torch.Generator)]

@@ -29,7 +29,8 @@ from lightning_parallel.strategies.logged.metrics import BatchMetric, UndoableMe
 from lightning_parallel.strategies.logged.reductions import HOW, NOT_SEEN, UNSEEN, SeenKind, joined, name_of, reduced
 from lightning_parallel.techniques.step import Run
 from lightning_parallel.techniques.tools.means import Means, Over, Scale, WatchedRun, is_among, scaled
-from lightning_parallel.values import batch_size, map_leaves
+from lightning_parallel.techniques.tools.microbatches import Layout, samples_in
+from lightning_parallel.values import map_leaves
 
 T = TypeVar("T")
 RETURNED: Path = ("what the step returns",)
@@ -94,6 +95,7 @@ class PartsRun(Run[T]):
         module: whose step it is.
         log: what `self.log` of the module leads to.
         rank: this rank in its pipeline.
+        layout: where samples are in the batch.
     """
 
     def __init__(
@@ -102,8 +104,10 @@ class PartsRun(Run[T]):
         module: LightningModule,
         log: StepLog,
         rank: int,
+        layout: Layout,
     ) -> None:
         super().__init__(step)
+        self._layout = layout
         self._module, self._log, self._rank = module, log, rank
         self._noted: list[list[LoggedValue]] = []  # of each call
         self._before, self._kept = KeptValues(module), list[tuple[dict[Path, Change], _Kinds]]()
@@ -134,7 +138,7 @@ class PartsRun(Run[T]):
     def __call__(self, *args: Any, **kwargs: Any) -> T:
         """Runs the step on one part; what it logged and counted stays if it comes to its end."""
         noted: list[LoggedValue] = []
-        size = batch_size(args[0]) or 1
+        size = samples_in(args[0], self._layout) or 1
         metrics = [UndoableMetric(metric) for metric in self._metrics.values()]
         kept, stay, watch = self._before, set[Path](), self._watch
         given = [WeightedUpdates(metric) for metric in self._metrics.values() if averages(metric)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from itertools import islice
 from typing import Any
 
 import torch
@@ -12,26 +11,15 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import Metric
 
-from lightning_parallel.strategies.data.batches import generators_of
-from lightning_parallel.strategies.data.loaders import (
-    CollateCounted,
-    DealtBatches,
-    DividedIterable,
-    DividedIterator,
-    DividedSampler,
-)
-from lightning_parallel.strategies.data.randomness import RandomState
+from lightning_parallel.strategies.data.first_batches import HOST, first_batch, layout_of_batches, same_randomness
 from lightning_parallel.strategies.logged.kept_values import KeptValues
 from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.strategies.trainer import lightnings
 from lightning_parallel.techniques.division import Sample
 from lightning_parallel.techniques.observed.draws import own_generators
 from lightning_parallel.values import tensors_of
-
-HOST = torch.device("cpu")
 
 PACKAGE = "lightning_parallel."
 
@@ -48,16 +36,16 @@ def take_sample(trainer: Trainer, host: dist.ProcessGroup) -> Sample:
     with (
         lightnings.loaders_made_together(loop, host),
         _loaders(trainer, loop, host) as combined,
-        _same_randomness(combined.flattened),
+        same_randomness(combined.flattened),
     ):
-        batch = _prepared(trainer, module, _batch_of(combined))
+        batch, layout = first_batch(trainer, combined), layout_of_batches(trainer, combined, 0, host)
     numbers = [*([0] if _takes_index(step) else []), *([0] if _names_loader(combined) else [])]
 
     def run(on: Any = batch) -> Any:
-        with _same_randomness([]), _without_traces(module), trainer.precision_plugin.forward_context():
+        with same_randomness([]), _without_traces(module), trainer.precision_plugin.forward_context():
             return step(on, *numbers)
 
-    return Sample(run, batch, HOST)
+    return Sample(run, batch, HOST, layout)
 
 
 @contextmanager
@@ -72,7 +60,7 @@ def _loaders(trainer: Trainer, loop: Any, host: dist.ProcessGroup) -> Iterator[A
     theirs = [each for each in lightnings.callbacks_of(trainer) if not type(each).__module__.startswith(PACKAGE)]
     hooks = any(gather_objects(lightnings.somebody_overrides(("on_fit_start",), module, theirs), host))
     again = not fitting or hooks or any(parameter.is_meta for parameter in module.parameters())
-    with _same_randomness(lightnings.given_loaders(loop)) if again else nullcontext():
+    with same_randomness(lightnings.given_loaders(loop)) if again else nullcontext():
         loop.setup_data()
         combined = lightnings.combined_of(loop)
         if combined is None:
@@ -103,73 +91,6 @@ def _loop_and_step(trainer: Trainer, module: LightningModule) -> tuple[Any, Call
     }
     assert trainer.state.fn is not None
     return choices[trainer.state.fn]
-
-
-def _prepared(trainer: Trainer, module: Any, batch: Any) -> Any:
-    batch = trainer.precision_plugin.convert_input(batch)
-    return lightnings.transferred(module, batch, HOST)
-
-
-# ---------------------------------------------------------------- a batch
-
-
-def _batch_of(combined: Any) -> Any:
-    if lightnings.reads_in_turn(combined):
-        return _first_batch(combined.flattened[0])
-    return lightnings.as_given(combined, [_first_batch(loader) for loader in combined.flattened])
-
-
-def _first_batch(loader: Any) -> Any:
-    if isinstance(loader, DividedIterator):
-        return next(_read_again(loader.batches))
-    if not isinstance(loader, DataLoader):
-        return next(_read_again(loader))
-    collate = loader.collate_fn.collate if isinstance(loader.collate_fn, CollateCounted) else loader.collate_fn
-    return collate(_first_samples(loader))
-
-
-def _first_samples(loader: DataLoader[Any]) -> Any:
-    dataset: Any = loader.dataset.dataset if isinstance(loader.dataset, DividedIterable) else loader.dataset
-    if isinstance(dataset, IterableDataset):
-        samples = _read_again(dataset)
-        return next(samples) if loader.batch_size is None else list(islice(samples, loader.batch_size))
-    indices = _first_indices(loader)
-    if not isinstance(indices, (list, tuple)) or (loader.batch_sampler is None):
-        return dataset[indices]
-    fetch_many = getattr(dataset, "__getitems__", None)
-    return fetch_many(list(indices)) if callable(fetch_many) else [dataset[index] for index in indices]
-
-
-def _first_indices(loader: Any) -> Any:
-    divided: DividedSampler | None = getattr(loader, "divided", None)
-    if divided is None:
-        return next(iter(loader.sampler if loader.batch_sampler is None else loader.batch_sampler))
-    if isinstance(divided, DealtBatches):
-        return next(iter(divided.sampler))
-    return list(islice(iter(divided.sampler), loader.batch_sampler.batch_size))
-
-
-def _read_again(batches: Any) -> Iterator[Any]:
-    iterator: Iterator[Any] = iter(batches)
-    if iterator is batches:
-        raise TypeError(
-            f"a {type(batches).__name__} can be read only once, but a pipeline looks at one batch before the run; "
-            "give a loader whose __iter__ starts anew"
-        )
-    return iterator
-
-
-@contextmanager
-def _same_randomness(loaders: list[Any]) -> Iterator[None]:
-    """Afterwards all generators stand where they stood."""
-    host = RandomState.now()
-    own = [(generator, generator.get_state()) for loader in loaders for generator in generators_of(loader)]
-    try:
-        yield
-    finally:
-        host.restore()
-        for generator, state in own:
-            generator.set_state(state)
 
 
 # ---------------------------------------------------------------- a step

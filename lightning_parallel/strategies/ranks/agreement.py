@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from lightning_parallel.collectives.functional import highest
+from lightning_parallel.values import ATOMS, children_of, field_names
 
 T = TypeVar("T")
 
@@ -48,15 +48,29 @@ def together(act: Callable[[], T], what: str, group: dist.ProcessGroup) -> T:
 
 
 def describe(batch: Any) -> str:
-    """The structure of a batch: its containers, and the type, dtype and dimensions of what they hold."""
-    leaves, structure = pytree.tree_flatten(batch)
-    return f"{structure} of [{', '.join(map(_describe_leaf, leaves))}]"
+    """The structure of a batch: its containers, and the type, dtype and dimensions of what they hold.
 
-
-def _describe_leaf(leaf: Any) -> str:
-    if isinstance(leaf, Tensor):
-        return f"{str(leaf.dtype).removeprefix('torch.')} tensor with {leaf.dim()} dimensions"
-    return type(leaf).__name__
+    Of lists that may have an item for each sample, as of file names or targets, neither the length is told nor what one
+    item has and another one has not: a rank's part of the last batch may be smaller.
+    """
+    if isinstance(batch, Tensor):
+        return f"{str(batch.dtype).removeprefix('torch.')} tensor with {batch.dim()} dimensions"
+    if isinstance(batch, ATOMS) or not (children := children_of(batch)):
+        return type(batch).__name__
+    parts = list(map(describe, children))
+    if isinstance(batch, (list, tuple)):
+        kinds = {type(child).__name__ for child in children}
+        if all(isinstance(child, ATOMS) for child in children):
+            held = "values"
+        elif len({*parts}) == 1 and isinstance(children[0], Tensor):
+            held = parts[0]
+        else:
+            held = f"{kinds.pop()}s" if len(kinds) == 1 and Tensor.__name__ not in kinds else f"[{', '.join(parts)}]"
+        return f"{type(batch).__name__} of {held}"
+    keys: Any = batch if isinstance(batch, Mapping) else field_names(batch.__class__)
+    return (
+        f"{type(batch).__name__} of {{{', '.join(f'{key!r}: {part}' for key, part in zip(keys, parts, strict=True))}}}"
+    )
 
 
 def described(value: object) -> str:

@@ -20,7 +20,7 @@ from lightning_parallel.techniques.observed.kept import tensors_kept
 from lightning_parallel.techniques.observed.shapes import ShapesOnly, Watch, mark_of
 from lightning_parallel.techniques.tools import microbatches
 from lightning_parallel.techniques.tools.telling import warn
-from lightning_parallel.values import batch_size, tensors_of
+from lightning_parallel.values import tensors_of
 
 PRODUCTS = {"mm", "bmm"}
 SELECTIONS = {"select", "slice", "index", "index_select", "gather", "embedding", "split", "unbind", "diagonal"}
@@ -149,10 +149,11 @@ def meetings(model: nn.Module, sample: Sample, parts: int, complete: bool, last:
         ValueError: the step fails on a part of a batch.
     """
     size = sample.size or 1
-    some = microbatches.split(sample.batch, 2)[-1] if size > 1 else sample.batch  # the smaller one, where they differ
-    half = batch_size(some) or 1
+    layout = sample.layout
+    some = microbatches.split(sample.batch, 2, layout)[-1] if size > 1 else sample.batch  # the smaller one, if any is
+    half = microbatches.samples_in(some, layout) or 1
     once = _look(model, sample, some, last)
-    twice = _look(model, sample, microbatches.merge([some, some], [half, half]), last)
+    twice = _look(model, sample, microbatches.again(some, layout), last)
     if complete:
         _require_any_number(model, sample, min(parts, size), last)
     if once.error is not None or twice.error is not None:
@@ -167,11 +168,12 @@ def meetings(model: nn.Module, sample: Sample, parts: int, complete: bool, last:
 
 def _require_any_number(model: nn.Module, sample: Sample, parts: int, last: nn.Module) -> None:
     """The step runs on a microbatch too, if it is one that a batch has at its end."""
-    part = microbatches.split(sample.batch, parts)[-1]
+    part = microbatches.split(sample.batch, parts, sample.layout)[-1]
     error = _look(model, sample, part, last).error
     if error is not None:
         raise ValueError(
-            f"the step runs on a batch of {sample.size} samples, but fails on a microbatch of {batch_size(part)} of "
+            f"the step runs on a batch of {sample.size} samples, but fails on a microbatch of "
+            f"{microbatches.samples_in(part, sample.layout)} of "
             f"them ({type(error).__name__}: {error}); write it for any number of samples, or {REMEDY}"
         ) from error
 

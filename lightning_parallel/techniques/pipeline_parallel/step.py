@@ -27,7 +27,7 @@ from lightning_parallel.techniques.tools import microbatches
 from lightning_parallel.techniques.tools.leaves import comes_as_it_is, leaf_of
 from lightning_parallel.techniques.tools.means import is_among
 from lightning_parallel.techniques.tools.shards import local
-from lightning_parallel.values import batch_size, map_tensors, tensors_of
+from lightning_parallel.values import map_tensors, tensors_of
 
 T = TypeVar("T")
 
@@ -124,9 +124,10 @@ class PipelineStep(WrappedStep):
         self, run: Run[Any], args: tuple[Any, ...], kwargs: dict[str, Any], learning: dict[str, nn.Parameter]
     ) -> Work:
         batch, *rest = args
-        size = batch_size(batch) or 1
+        layout = self._coming.layout
+        size = microbatches.samples_in(batch, layout) or 1
         count = 1 if self._is_uneven(batch) else min(self._schedule.microbatches, self._coming.samples or size)
-        parts, sizes = microbatches.split(batch, count), microbatches.part_sizes(size, count)
+        parts, sizes = microbatches.split(batch, count, layout), microbatches.part_sizes(size, count)
         training = torch.is_grad_enabled()
         return Work(
             steps=[partial(_named, run, part, *rest, **kwargs) for part in parts],
@@ -154,7 +155,7 @@ class PipelineStep(WrappedStep):
         By how many samples a part of such a batch counts is not known, so it is not divided. Where ranks meet within
         the forward they must divide alike, and what has another number goes to all parts as it is.
         """
-        uneven = len({len(tensor) for tensor in tensors_of(batch) if tensor.dim()}) > 1
+        uneven = len({*microbatches.lengths_in(batch, self._coming.layout)}) > 1
         self._even = self._even or not uneven
         return uneven and self._even and self._coming.samples is None
 

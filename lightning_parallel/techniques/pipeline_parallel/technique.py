@@ -38,7 +38,7 @@ from lightning_parallel.techniques.pipeline_parallel.step import PipelineStep
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools import elsewhere
-from lightning_parallel.techniques.tools.microbatches import merge, split
+from lightning_parallel.techniques.tools.microbatches import again, split
 from lightning_parallel.techniques.tools.telling import inform, warn
 from lightning_parallel.values import tensors_of
 
@@ -108,7 +108,7 @@ class PipelineParallel(Technique):
         count = self._count(ranks, one.size)
         schedule = make_schedule(self.schedule, ranks, count, self.stages_per_rank)
         cut(seen, schedule.stages, self.split)  # a model that cannot be cut, or a batch, is refused here
-        split(one.batch, min(count, one.size or count))
+        split(one.batch, min(count, one.size or count), one.layout)
         dims = self._dims(model, ground, one, Seen(seen, count, 1), schedule.stages) if count > 1 else None
         return Seen(seen, count, _targets(one), dims)
 
@@ -126,7 +126,7 @@ class PipelineParallel(Technique):
         try:
             cut(seen.step, stages, self.split, loss_stage=True)
             size = one.size or 1
-            twice = partial(one.run, merge([one.batch, one.batch], [size, size]))
+            twice = partial(one.run, again(one.batch, one.layout))
             dims = sample_dims(seen.step, traverse(model, blocks, twice, one.device), (size, 2 * size))
         except (ValueError, RuntimeError) as error:
             if self.loss_over == "batch":

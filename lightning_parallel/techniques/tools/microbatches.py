@@ -1,37 +1,138 @@
 """Batches into microbatches, and what a step returned for each of them into what it would return for the batch.
 
-A batch is any nesting of dicts, lists, tuples, named tuples and dataclasses. Tensors, and lists without tensors, whose
-first dimension is that of the batch are divided; everything else goes to every microbatch as it is.
+A batch is any nesting of dicts, lists, tuples, named tuples and dataclasses. Where its samples are, a `Layout` says,
+which is seen in batches of which one sample was left out. Where nobody could look, tensors, and lists without tensors,
+whose first dimension is that of the batch are divided; everything else goes to every microbatch as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_parallel.values import batch_size, children_of, like, rebuilt, tensors_of
+from lightning_parallel.values import ATOMS, batch_size, children_of, field_names, like, rebuilt, tensors_of
+
+SAMPLES, WHOLE, SEVERAL = "samples", "whole", "several"
+Layout = Any
+"""Where samples are in a batch, as nested as the batch itself: a tuple for what has children, and for what has none
+
+| `SAMPLES` | one of it for each, along the first dimension |
+| `WHOLE`   | it is not made of samples, or does not grow with them, as a mask or the length of the longest |
+| `SEVERAL` | it is made of all of them, and nothing tells which part is whose, as the nodes of several graphs |
+
+None for what nobody has seen.
+"""
 
 
-def split(batch: Any, parts: int) -> list[Any]:
+# ---------------------------------------------------------------- where samples are
+
+
+def layout_of(batch: Any, others: Sequence[Any], size: int) -> Layout:
+    """Where samples are in a batch.
+
+    Args:
+        batch: any value.
+        others: what was made in the same way of all its samples but one, another one for each. What is as long as the
+            longest sample is the same in all of them but one.
+        size: how many samples it has.
+    """
+    values = [batch, *others]
+    if isinstance(batch, (Tensor, np.ndarray)):
+        shapes = [tuple(value.shape) if isinstance(value, (Tensor, np.ndarray)) else () for value in values]
+        if shapes[0] in shapes[1:]:
+            return WHOLE
+        return SAMPLES if [shape[:1] for shape in shapes] == _lengths(size, others) else SEVERAL
+    if isinstance(batch, ATOMS):
+        return WHOLE
+    if isinstance(batch, (list, tuple)) and _are_sized(values, size):
+        return SAMPLES
+    children = [children_of(value) for value in values]
+    if len(set(map(len, children))) > 1:
+        return SEVERAL
+    if not children[0]:
+        return SEVERAL if _are_sized(values, size) or _holds_tensors(batch) else WHOLE
+    return tuple(layout_of(own, rest, size) for own, *rest in zip(*children, strict=True))
+
+
+def _lengths(size: int, others: Sequence[Any]) -> list[tuple[int, ...]]:
+    return [(size,), *[(size - 1,) for _ in others]]
+
+
+def _are_sized(values: Sequence[Any], size: int) -> bool:
+    return [(len(value),) for value in values if isinstance(value, Sized)] == _lengths(size, values[1:])
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether an object of which nothing is known, as a batch of graphs, has tensors."""
+    return any(isinstance(each, (Tensor, np.ndarray)) for each in getattr(value, "__dict__", {}).values())
+
+
+def samples_in(batch: Any, layout: Layout) -> int | None:
+    """The number of samples in a batch; None where nothing tells."""
+    if layout is None:
+        return batch_size(batch)
+    return next(iter(lengths_in(batch, layout)), None)
+
+
+def lengths_in(batch: Any, layout: Layout) -> Iterator[int]:
+    """Of how many samples each part of a batch is."""
+    if layout is None:
+        yield from (len(tensor) for tensor in tensors_of(batch) if tensor.dim())
+    elif layout == SAMPLES:
+        yield len(batch)
+    elif isinstance(layout, tuple):
+        for child, own in zip(children_of(batch), layout, strict=False):
+            yield from lengths_in(child, own)
+
+
+def _of_several(batch: Any, layout: Layout, name: str = "batch") -> Iterator[str]:
+    """The names of what is made of several samples."""
+    if layout == SEVERAL:
+        yield name
+    elif isinstance(layout, tuple):
+        fields: Sequence[Any] = list(batch) if isinstance(batch, Mapping) else field_names(batch.__class__)
+        for key, child, own in zip(fields or range(len(layout)), children_of(batch), layout, strict=False):
+            yield from _of_several(child, own, f"{name}[{key!r}]")
+
+
+# ---------------------------------------------------------------- into parts
+
+
+def split(batch: Any, parts: int, layout: Layout = None) -> list[Any]:
     """Divides a batch into parts whose sizes differ by one at most.
 
+    Args:
+        batch: any value.
+        parts: how many.
+        layout: where its samples are.
+
     Raises:
-        TypeError: no tensor in the batch says how many samples it has.
+        TypeError: nothing in the batch says how many samples it has.
+        ValueError: something in it is made of several samples, and cannot be divided.
     """
-    size = batch_size(batch)
+    if parts == 1:
+        return [batch]
+    several = list(_of_several(batch, layout))
+    if several:
+        raise ValueError(
+            f"{', '.join(several)}: nothing tells which part of it is whose in a batch, for it has the rows of all "
+            "samples one after the other, or samples in another dimension than the first, so the batch cannot be "
+            "divided into microbatches; collate samples so that each has a row, or an item of a list, or use "
+            "microbatches=1, or LayerParallelStrategy"
+        )
+    size = samples_in(batch, layout)
     if size is None:
-        if parts == 1:
-            return [batch]
         raise TypeError(
             f"a batch of type {type(batch).__name__} holds no tensor with samples, so it cannot be divided into "
             "microbatches; use dicts, tuples, lists or dataclasses of tensors, or microbatches=1"
         )
     sizes = part_sizes(size, parts)
     ends = torch.tensor(sizes).cumsum(0).tolist()
-    return [_part(batch, slice(end - n, end), size) for n, end in zip(sizes, ends, strict=True)]
+    return [_part(batch, slice(end - n, end), size, layout) for n, end in zip(sizes, ends, strict=True)]
 
 
 def part_sizes(size: int, parts: int) -> list[int]:
@@ -40,13 +141,19 @@ def part_sizes(size: int, parts: int) -> list[int]:
     return [base + (number < extra) for number in range(parts)]
 
 
-def _part(value: Any, samples: slice, size: int) -> Any:
+def _part(value: Any, samples: slice, size: int, layout: Layout) -> Any:
+    children = children_of(value)
+    if isinstance(layout, tuple) and len(layout) == len(children):
+        return rebuilt(value, [_part(child, samples, size, own) for child, own in zip(children, layout, strict=True)])
+    if layout == WHOLE or (layout == SAMPLES and len(value) != size):  # of several loaders one may have ended
+        return value
     if isinstance(value, Tensor):
         return _samples_of(value, samples) if value.dim() and len(value) == size else value
+    if layout == SAMPLES:
+        return value[samples] if isinstance(value, np.ndarray) else like(value, list(value)[samples])
     if isinstance(value, (list, tuple)) and len(value) == size and not any(True for _ in tensors_of(value)):
         return like(value, list(value)[samples])
-    children = children_of(value)
-    return rebuilt(value, [_part(child, samples, size) for child in children]) if children else value
+    return rebuilt(value, [_part(child, samples, size, None) for child in children]) if children else value
 
 
 def _samples_of(tensor: Tensor, samples: slice) -> Tensor:
@@ -56,6 +163,20 @@ def _samples_of(tensor: Tensor, samples: slice) -> Tensor:
     one changes its own samples. `data` counts by itself.
     """
     return tensor[samples] if tensor.requires_grad else tensor.data[samples]
+
+
+def again(batch: Any, layout: Layout) -> Any:
+    """A batch that has each sample of another one twice."""
+    if layout is None:
+        size = batch_size(batch) or 1
+        return merge([batch, batch], [size, size])
+    if layout == SAMPLES:
+        if isinstance(batch, (Tensor, np.ndarray)):
+            return torch.cat([batch, batch]) if isinstance(batch, Tensor) else np.concatenate([batch, batch])
+        return like(batch, [*batch, *batch])
+    if not isinstance(layout, tuple):
+        return batch
+    return rebuilt(batch, [again(child, own) for child, own in zip(children_of(batch), layout, strict=True)])
 
 
 def merge(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:

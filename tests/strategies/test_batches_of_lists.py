@@ -1,0 +1,134 @@
+"""Batches with an item of a list for each sample, as detectors and captions have, and of what nothing tells apart."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_parallel import DataParallelStrategy, LayerParallelStrategy, PipelineParallelStrategy, ZeroStrategy
+from tests.ranks import begun_on_one, run_on_ranks
+from tests.strategies.one_and_two import MakeStrategy, made, require_like
+from tests.tiers import covering
+from tests.trainers import trainer
+
+WIDTH = 6
+
+
+class Boxes(Dataset):
+    """A vector, and targets of which each sample has another number; some have a note."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+        self.vectors = torch.randn(samples, WIDTH, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Any:
+        boxes = self.vectors[index : index + 1].repeat(1 + index % 3, 1)[:, :4]
+        return self.vectors[index], {"boxes": boxes, "name": f"{index}.png", "note": None if index % 2 else index}
+
+
+def in_lists(samples: list[Any]) -> Any:
+    vectors, targets = zip(*samples, strict=True)
+    return torch.stack(vectors), list(targets), [target["note"] for target in targets]
+
+
+def in_a_row(samples: list[Any]) -> Any:
+    vectors, targets = zip(*samples, strict=True)
+    whose = [torch.full((len(target["boxes"]),), number) for number, target in enumerate(targets)]
+    return {
+        "vectors": torch.stack(vectors),
+        "boxes": torch.cat([target["boxes"] for target in targets]),
+        "whose": torch.cat(whose),
+    }
+
+
+class Detector(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(WIDTH, 4)
+        self.names: list[str] = []
+
+    def found(self, vectors: Tensor) -> Tensor:
+        for layer in self.layers:
+            vectors = vectors + layer(vectors)
+        return self.head(vectors)  # type: ignore[no-any-return]
+
+    def loss(self, batch: Any) -> Tensor:
+        vectors, targets, notes = batch
+        assert len(targets) == len(notes) == len(vectors)
+        found = zip(self.found(vectors), targets, strict=True)
+        return torch.stack(
+            [F.mse_loss(one.expand_as(target["boxes"]), target["boxes"]) for one, target in found]
+        ).mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, batch_size=len(batch[0]))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch), batch_size=len(batch[0]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Graphs(Detector):
+    validation_step = LightningModule.validation_step
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return F.mse_loss(self.found(batch["vectors"])[batch["whose"]], batch["boxes"])
+
+
+def trained(strategy: MakeStrategy | None, batch_size: int, samples: int) -> Any:
+    model = Detector()
+    run = trainer(made(strategy), max_epochs=2)
+    load = partial(DataLoader, batch_size=batch_size, collate_fn=in_lists)
+    run.fit(model, load(Boxes(samples)), load(Boxes(samples - 3)))
+    return {name: float(value) for name, value in run.callback_metrics.items()}, dict(model.state_dict())
+
+
+LAYOUTS: dict[str, tuple[int, MakeStrategy]] = {
+    "pipeline": (1, partial(PipelineParallelStrategy, 2, microbatches=4)),
+    "zbv": (1, partial(PipelineParallelStrategy, 2, schedule="zbv", microbatches=4)),
+    "data parallel": (2, DataParallelStrategy),
+    "zero 3": (2, ZeroStrategy),
+}
+
+
+@covering(layout=LAYOUTS, samples=[16, 19])
+def test_a_step_gets_the_targets_of_its_samples(layout: str, samples: int) -> None:
+    """The last batch has three samples: two ranks have two and one of them, with lists of other lengths."""
+    readers, strategy = LAYOUTS[layout]
+    expected = begun_on_one(trained, None, 4, samples)
+    for found in run_on_ranks(2, trained, strategy, 4 // readers, samples):
+        require_like(expected.result(), found)
+
+
+def of_graphs(strategy: MakeStrategy | None) -> Any:
+    model = Graphs()
+    trainer(made(strategy), max_epochs=1).fit(model, DataLoader(Boxes(16), 4, collate_fn=in_a_row))
+    return dict(model.state_dict())
+
+
+def refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"batch\['boxes'\], batch\['whose'\]: nothing tells which part of it is whose"
+    ):
+        of_graphs(partial(PipelineParallelStrategy, 2, microbatches=2))
+
+
+def test_samples_that_nothing_tells_apart_are_not_divided() -> None:
+    run_on_ranks(2, refused)
+    expected = begun_on_one(of_graphs, None)
+    for found in run_on_ranks(2, of_graphs, partial(LayerParallelStrategy, 2)):
+        require_like(expected.result(), found)
