@@ -119,6 +119,53 @@ def test_a_loop_over_samples_is_a_mean_over_samples() -> None:
     assert means.of_single_samples(2) == set()
 
 
+@pytest.mark.parametrize("take", [lambda y, k: y[:, k], lambda y, k: y[:, k].clone()])
+def test_a_loop_over_as_many_heads_as_samples_is_none(take: Any) -> None:
+    x, y = torch.randn(3, 5), torch.randint(5, (3, 3))
+    with Means(batch=(x, y)) as means:
+        for head in range(3):
+            F.cross_entropy(x, take(y, head))
+    assert means.of_single_samples(3) == set()
+    with Means(batch=(x, y)) as means:
+        for sample, targets in zip(x, y, strict=True):
+            F.cross_entropy(sample.expand(3, 5), targets)
+    assert means.of_single_samples(3) == {0, 1, 2}
+
+
+class Heads(LightningModule):
+    """As many heads as a rank has samples, each with ignored targets of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.heads = nn.ModuleList(nn.Linear(6, 5) for _ in range(4))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        return sum(F.cross_entropy(h(x), y[:, k], ignore_index=IGNORED) for k, h in enumerate(self.heads))  # type: ignore[return-value]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def of_heads(strategy: Any, batch_size: int) -> dict[str, Tensor]:
+    generator, model = torch.Generator().manual_seed(3), Heads()
+    y = torch.randint(5, (24, 4), generator=generator).masked_fill(
+        torch.rand(24, 4, generator=generator) < 0.4, IGNORED
+    )
+    data = TensorDataset(torch.randn(24, 6, generator=generator).double(), y)
+    run = trainer("auto" if strategy is None else strategy(), max_epochs=1, precision="64-true")
+    run.fit(model, DataLoader(data, batch_size))
+    return dict(model.state_dict())
+
+
+def test_as_many_heads_as_samples_count_by_their_targets() -> None:
+    expected = begun_on_one(of_heads, None, 8)
+    for found in run_on_ranks(2, of_heads, DataParallelStrategy, 4):
+        for name, weight in expected.result().items():
+            torch.testing.assert_close(found[name], weight, rtol=1e-9, atol=1e-9)
+
+
 # -------------------------------------------------------------------- whole curves
 
 

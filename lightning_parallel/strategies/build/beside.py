@@ -72,7 +72,7 @@ class Beside:
 
     def run(self, run: Run[T]) -> Run[T]:
         """A step that finds there what it finds in the tree."""
-        return _Following(run, self) if self._places else run
+        return _Following(run, self)
 
     def _exchange(self, exchanged: Exchanged) -> None:
         for table, attribute in self._places if exchanged else ():

@@ -28,7 +28,7 @@ from lightning_parallel.strategies.ranks.agreement import (
 from lightning_parallel.strategies.ranks.signals import Requested, Signals
 from lightning_parallel.strategies.trainer import lightnings
 from lightning_parallel.techniques.tools.microbatches import Layout, samples_in
-from lightning_parallel.values import outline_of
+from lightning_parallel.values import batch_size, outline_of
 
 ENDED: Mark = (-1, -1, 0, 0)
 BEGINS: Mark = (-5, 0, 0, 0)
@@ -110,7 +110,7 @@ class Batches:
         last = is_last and any(length_of(loader) is None for loader in loaders)
         readings = _readings(combined, loaders, dataloader_idx)
         content = None if self.readers.copies == 1 else self._content(readings, batch_idx)
-        self.layout = self._layout_of(combined, dataloader_idx)
+        self.layout = None if self._trainer is None else self._layout_of(self._trainer, combined, dataloader_idx)
         self._agree((dataloader_idx, batch_idx, int(last)), batch, content)
         if batch_idx == 0:
             self._require_same_order(loaders, readings)
@@ -131,14 +131,12 @@ class Batches:
                     kept.pop()
         self._uncounted.clear()
 
-    def _layout_of(self, combined: Any, dataloader_idx: int) -> Layout:
+    def _layout_of(self, trainer: Trainer, combined: Any, dataloader_idx: int) -> Layout:
         """Where samples are in a batch, seen once for each loader; all ranks come with the same ones."""
-        if self._trainer is None:
-            return None
         loader = combined.flattened[dataloader_idx]
         known, layout = self._layouts.get(id(loader), (None, None))
         if known is not loader:
-            layout = layout_of_batches(self._trainer, combined, dataloader_idx, self._group)
+            layout = layout_of_batches(trainer, combined, dataloader_idx, self._group)
             self._layouts[id(loader)] = loader, layout
         return layout
 
@@ -163,7 +161,10 @@ class Batches:
         if (settings := self._find_settings()) != self._settings:
             self._settings, numbers = settings, pytree.tree_map_only(Tensor, float, settings)
             self._checksum = zlib.crc32(repr(numbers).encode())
-        mark, samples = (*position, self._structure ^ self._checksum), samples_in(batch, self.layout) or 1
+        mark, samples = (
+            (*position, self._structure ^ self._checksum),
+            (batch_size(batch) if self.layout is None else samples_in(batch, self.layout)) or 1,
+        )
         self.fewest_samples = self._compare(mark, place, lambda: describe(batch), content, samples)
 
     def _compare(

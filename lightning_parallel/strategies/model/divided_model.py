@@ -140,7 +140,7 @@ class DividedModel:
 
     def run(self, run: Run[T]) -> Run[T]:
         """The user's step as techniques surround each call of it."""
-        run = self.beside.run(run)
+        run = self.beside.run(run) if self.beside.attributes else run
         for division in self._divisions:
             run = division.run(run)
         return run

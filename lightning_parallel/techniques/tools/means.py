@@ -12,7 +12,6 @@ are known. Any sum of means then has the gradient of the whole batch, each of th
 from __future__ import annotations
 
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -26,6 +25,7 @@ from typing_extensions import Self
 from lightning_parallel.techniques.step import Run
 from lightning_parallel.techniques.tools.losses import Watched, unwatch, watch
 from lightning_parallel.techniques.tools.reach import is_made_of, linear_nodes, multiples_in
+from lightning_parallel.values import tensors_of
 
 T = TypeVar("T")
 
@@ -106,6 +106,7 @@ class Mean:
         sum: the scale of a gradient that is the sum over all that it counts, and is to become the mean over all ranks'.
         by: stands for the calls that led to it.
         of: stands for the targets.
+        targets: these, where a loss function got them.
     """
 
     over: Over
@@ -116,6 +117,7 @@ class Mean:
     by: int
     of: int
     by_hand: bool = False
+    targets: Tensor | None = None
     sum: Scale = field(default_factory=Scale)
 
 
@@ -170,7 +172,7 @@ class Means:
         edge = get_gradient_edge(given) if given.requires_grad else None
         targets = len(self.all) if by_hand else 0 if of is None else of.data_ptr()
         over = Over(count, count if divisor is None else divisor.detach().double(), floor)
-        self.all.append(Mean(over, mean.detach(), given, edge, scale, _place(), targets, by_hand))
+        self.all.append(Mean(over, mean.detach(), given, edge, scale, _place(), targets, by_hand, of))
         return given
 
     def floored(self, number: Tensor, result: Tensor, floor: float) -> None:
@@ -209,12 +211,27 @@ class Means:
 
     def of_single_samples(self, samples: int | None) -> frozenset[int]:
         """The numbers of those that one place computed for each sample by itself: a mean of them counts samples."""
-        targets: dict[int, set[int]] = {}
-        for mean in self.all:
-            targets.setdefault(mean.by, set()).add(mean.of)
-        calls = Counter(mean.by for mean in self.all)
-        single = {by for by, n in calls.items() if samples is not None and 1 < samples == n == len(targets[by])}
-        return frozenset(number for number, mean in enumerate(self.all) if mean.by in single)
+        found: dict[int, list[int]] = {}
+        for number, mean in enumerate(self.all):
+            found.setdefault(mean.by, []).append(number)
+        single = [
+            numbers
+            for numbers in found.values()
+            if samples is not None and 1 < samples == len(numbers) == len({self.all[number].of for number in numbers})
+            if not any(self._is_of_several(self.all[number].targets, samples) for number in numbers)
+        ]
+        return frozenset(number for numbers in single for number in numbers)
+
+    def _is_of_several(self, targets: Tensor | None, samples: int) -> bool:
+        """Whether targets are those of several samples, as of one head of as many as there are samples."""
+        if targets is None:
+            return False
+        for whole in tensors_of(self.batch):
+            if whole.dim() and len(whole) == samples and _share_memory(whole, targets):
+                start, row = targets.storage_offset() - whole.storage_offset(), max(whole.stride(0), 1)
+                extent = sum((n - 1) * step for n, step in zip(targets.shape, targets.stride(), strict=True))
+                return start // row != (start + extent) // row
+        return targets.shape[:1] == (samples,)  # nothing tells of copies but their size
 
     # ---------------------------------------------------------------- what was seen
 
@@ -313,6 +330,10 @@ class WatchedRun(Run[T]):
             return self._step(*args, **kwargs)
         finally:
             unwatch(watched)
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def is_among(value: Tensor, means: Sequence[Tensor]) -> bool:
