@@ -147,7 +147,19 @@ def _holds_divided(value: Any) -> bool:
 
 
 def _to_leaves(backward: Callable[..., None], given: Pass) -> None:
-    """Stands for `torch.autograd.backward`, which would look for divided inputs in the graph and find none."""
+    """Stands for `torch.autograd.backward`, which would look for divided inputs in the graph and find none.
+
+    Raises:
+        RuntimeError: gradients of parameters are to have a graph, which those lack that are summed when the step ends.
+    """
+    asked = given.inputs is not None and not any(
+        isinstance(each, (Divided, nn.Parameter)) for each in tree_leaves(given.inputs)
+    )
+    if given.create_graph and not asked:
+        raise RuntimeError(
+            "backward(create_graph=True) for gradients of parameters, of which ranks sum some up when a step ends; use "
+            "torch.autograd.grad(loss, parameters, create_graph=True), whose results are complete and have a graph"
+        )
     backward(*given._replace(inputs=tree_map_only(Divided, lambda each: each.own, given.inputs)))
 
 
