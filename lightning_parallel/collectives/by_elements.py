@@ -9,6 +9,10 @@ of elements which they have divided is complete when it is added up over the ran
 | `part` ⇄ `joined` | nothing | all_gather |
 | `gathered` ⇄ `total_part` | all_gather | reduce_scatter |
 
+A backward pass that makes a graph of its own (`create_graph=True`) runs the other one of a pair as a function of
+autograd, so that it can be differentiated again: by the same law, for what goes backward is alike, divided, or a
+summand, as what went forward was.
+
 Source: M. Shoeybi et al., Megatron-LM, 2019 (f and g); V. Korthikanti et al., MLSys 2023 (with a split sequence).
 """
 
@@ -69,8 +73,7 @@ def _reduce_later(ranks: Ranks, factor: float, gradients: tuple[Tensor | None]) 
         return None
     if ranks.reduces_later:
         return (gradient * factor,)
-    require_first_order()
-    return (summed(gradient, ranks.group),)
+    return (total(gradient, ranks) if torch.is_grad_enabled() else summed(gradient, ranks.group),)
 
 
 def shared_out(x: Tensor, ranks: Ranks) -> Tensor:
@@ -118,6 +121,11 @@ def total_part(x: Tensor, dim: int, elements: Elements) -> Tensor:
     return _apply(_TotalPart, x, dim, elements)
 
 
+def copies_added_up(own: Tensor, dim: int, elements: Elements) -> Tensor:
+    """The whole of which ranks have summands of elements, used alike by all: gradients of copies. ⇄ `part`."""
+    return joined(own, dim, elements) if elements.disjoint else _apply(_CopiesAddedUp, own, dim, elements)
+
+
 def _apply(function: Any, *args: Any) -> Tensor:
     if torch.compiler.is_dynamo_compiling():
         traced: Tensor = function.apply(*args)
@@ -135,8 +143,7 @@ class _Enter(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        require_first_order()
-        return summed(gradient, ctx.ranks.group), None
+        return total(gradient, ctx.ranks) if torch.is_grad_enabled() else summed(gradient, ctx.ranks.group), None
 
 
 class _Count(Function):
@@ -164,12 +171,12 @@ class _Share(Function):
 class _Total(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
+        ctx.ranks = ranks
         return summed(x, ranks.group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        require_first_order()
-        return gradient, None
+        return entered(gradient, ctx.ranks) if torch.is_grad_enabled() else gradient, None
 
 
 class _Part(Function):
@@ -180,8 +187,8 @@ class _Part(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        require_first_order()
-        return sum_of_copies(gradient, ctx.dim, ctx.elements), None, None
+        add_up = copies_added_up if torch.is_grad_enabled() else sum_of_copies
+        return add_up(gradient, ctx.dim, ctx.elements), None, None
 
 
 class _Joined(Function):
@@ -192,8 +199,9 @@ class _Joined(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        require_first_order()
-        return summand_of(ctx.elements.take(gradient, ctx.dim), ctx.dim, ctx.elements).contiguous(), None, None
+        dim, elements = ctx.dim, ctx.elements
+        own = part(gradient, dim, elements) if torch.is_grad_enabled() else elements.take(gradient, dim)
+        return summand_of(own, dim, elements).contiguous(), None, None
 
 
 class _Gathered(Function):
@@ -206,8 +214,8 @@ class _Gathered(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        require_first_order()
-        own = part_of_sum(gradient, ctx.dim, ctx.elements)
+        scatter = total_part if torch.is_grad_enabled() else part_of_sum
+        own = scatter(gradient, ctx.dim, ctx.elements)
         return summand_of(own, ctx.dim, ctx.elements), None, None, None
 
 
@@ -219,17 +227,33 @@ class _TotalPart(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        require_first_order()
-        return sum_of_copies(gradient, ctx.dim, ctx.elements), None, None
+        dim, elements = ctx.dim, ctx.elements
+        if not torch.is_grad_enabled():
+            return sum_of_copies(gradient, dim, elements), None, None
+        if elements.disjoint:
+            return gathered(gradient, dim, elements), None, None
+        return entered(copies_added_up(gradient, dim, elements), elements.ranks), None, None
+
+
+class _CopiesAddedUp(Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, dim: int, elements: Elements) -> Tensor:
+        ctx.dim, ctx.elements = dim, elements
+        return sum_of_copies(own, dim, elements)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return part(gradient, ctx.dim, ctx.elements), None, None
 
 
 def require_first_order() -> None:
-    """The collectives of a backward pass are no part of a graph: a second derivative would silently lack them."""
+    """Raises RuntimeError where a backward pass makes a graph of what cannot be differentiated again."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "a backward pass with create_graph=True runs through activations that ranks have divided, whose gradients "
-            "cannot be differentiated again; leave out the loss that needs it (such as a gradient penalty), or train "
-            "with a strategy that divides no activations"
+            "a backward pass with create_graph=True runs through messages that cannot be differentiated again: those "
+            "of attention over a divided sequence, of experts on other ranks, or of TensorParallel(overlap=True); use "
+            "ContextParallel(method='ulysses'), a strategy without ExpertParallel or overlap=False, or leave out the "
+            "loss that needs it, such as a gradient penalty"
         )
 
 
@@ -260,7 +284,11 @@ def sum_of_copies(own: Tensor, dim: int, elements: Elements) -> Tensor:
 
 def complete(own: Tensor, dim: int, elements: Elements) -> Tensor:
     """This rank's elements, each the sum of its copies."""
-    return own if elements.disjoint else elements.take(sum_of_copies(own, dim, elements), dim)
+    if elements.disjoint:
+        return own
+    if own.requires_grad and torch.is_grad_enabled():
+        return part(copies_added_up(own, dim, elements), dim, elements)
+    return elements.take(sum_of_copies(own, dim, elements), dim)
 
 
 def completed(own: Tensor, cuts: Mapping[int, Elements]) -> Tensor:

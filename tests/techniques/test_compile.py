@@ -87,6 +87,23 @@ class Breaks(nn.Module):
         return x + self.down(h.relu() if float(h.detach().sum()) < 1e9 else h)
 
 
+class Straight(Breaks):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+@torch.compile(backend="eager", fullgraph=True)
+def activated(x: Tensor, module: nn.Module | None = None) -> Tensor:
+    return torch.nn.functional.gelu(x) + (0 if module is None else module.weight.sum())
+
+
+class Activates(Straight):
+    """A block that calls a function which the user compiled, with divided tensors and with others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(activated(self.up(activated(x)), self.up))
+
+
 class Blocks(LightningModule):
     def __init__(self, blocks: Sequence[type[nn.Module]]) -> None:
         super().__init__()
@@ -135,17 +152,26 @@ def said_of_breaks(blocks: Any, *techniques: Any) -> list[str]:
     return [line for line in lines if "runs as it is" in line]
 
 
+@pytest.mark.parametrize("others", [(), (COMPILED,)], ids=["alone", "in compiled blocks"])
+def test_what_the_user_compiled_runs_as_it_is_on_divided_tensors(others: Any) -> None:
+    expected = begun_on_one(trained, (Activates, Activates))
+    for rank, (lines, got) in enumerate(run_on_ranks(2, said_of_activated, TensorParallel(2), *others)):
+        compare_weights(expected.result(), got, 1e-5)
+        assert len(lines) == (0 if rank or others else 1), "it is told once"
+
+
+def said_of_activated(*techniques: Any) -> tuple[list[str], dict[str, Tensor]]:
+    with heard() as lines:
+        weights = trained((Activates, Activates), *techniques)
+    return [line for line in lines if "activated, compiled by torch.compile, runs as it is" in line], weights
+
+
 @pytest.mark.parametrize("kinds", [(Gated, Gated), (Breaks, Breaks)], ids=["in one piece", "as they are"])
 def test_stages_are_watched_while_blocks_are_compiled_for_changing_lengths(kinds: Any) -> None:
     expected = begun_on_one(trained, kinds)
     dynamic = Compile(backend="aot_eager", dynamic=True)
     for got in run_on_ranks(2, trained, kinds, PipelineParallel(2, microbatches=2), dynamic):
         compare_weights(expected.result(), got, 1e-5)
-
-
-class Straight(Breaks):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(x).relu())
 
 
 def test_the_stage_tells_whose_blocks_break_a_graph() -> None:

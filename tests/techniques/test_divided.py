@@ -1,6 +1,8 @@
 """Whatever is done with a divided tensor, ranks get the values and gradients of the whole one."""
 
+import functools
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -136,6 +138,29 @@ def inner_gradient(x, w):
     return y + gradient.detach()
 
 
+def gated(x, w):
+    return F.gelu(x) * w + x.mean(-1, keepdim=True)
+
+
+compiled = torch.compile(gated, backend="eager", fullgraph=True)
+
+
+def scripted_of_lists(xs: list[Tensor], more: dict[str, Tensor]) -> Tensor:
+    return xs[0] * xs[1] + more["w"] * torch.relu(xs[0]).sum(1, keepdim=True)
+
+
+@functools.cache
+def scripted() -> tuple[Any, ...]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of what it will drop
+        return torch.jit.script(scripted_of_lists), torch.jit.trace(gated, values()), torch.jit.script(nn.SiLU())
+
+
+def of_torchscript(x, w):
+    of_lists, traced, module = scripted()
+    return of_lists([x, x * w], {"w": w}) + traced(x, w) + module(x * w)
+
+
 class Pair(nn.Module):
     def forward(self, x, w):
         return x.mean((1, 2)) * w
@@ -231,6 +256,8 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "of a hook": with_hook,
     "of a gradient": inner_gradient,
     "of a module": Pair(),
+    "of a compiled function": lambda x, w: compiled(x * w, w) + compiled(w, w[:1]).sum(),
+    "of torchscript": of_torchscript,
 }
 
 
@@ -279,7 +306,7 @@ def compared(operation: Callable[[Tensor, Tensor], Any], division: dict[int, Any
     elements = make(among)
     own = elements.take(x.detach(), dim).clone().requires_grad_()
     mine = w.detach().clone().requires_grad_() if way != "averaged" else nn.Parameter(w.detach().clone())
-    with functions_get_wholes():
+    with functions_get_wholes(set()):
         found = outcome(operation, Divided(own, {dim: elements}), alike(mine, among) if way == "alike" else mine)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(complete(own.grad, dim, elements), elements.take(x.grad, dim), rtol=1e-10, atol=1e-12)

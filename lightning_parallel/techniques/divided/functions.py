@@ -2,23 +2,34 @@
 
 `Function.apply` asks no tensor for its rules, and would take a divided one for a tensor without history: gradients
 would be lost without a word. So for the time of a step such functions get the whole, with its history. So do
-transforms of `torch.func`, which act below Python: what they are given, and what functions that they call find.
+transforms of `torch.func`, which act below Python: what they are given, and what functions that they call find; and
+TorchScript. What the user compiled by `torch.compile` runs as it is where it may meet divided tensors.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo import eval_frame
 from torch._functorch import apis, eager_transforms
 from torch._functorch import utils as of_functions
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_parallel.techniques.divided.tensor import Divided
-from lightning_parallel.techniques.tools.redirect import Pass, backward_led
+from lightning_parallel.techniques.tools.redirect import Pass, Redirected, backward_led
+
+log = logging.getLogger(__name__)
+
+Lead = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 KEEPS_ARGUMENTS = "_NoopSaveInputs"
 """The function by which `torch.utils.checkpoint` keeps what a recomputation starts from: it computes nothing."""
@@ -26,26 +37,49 @@ KEEPS_ARGUMENTS = "_NoopSaveInputs"
 PLAIN = frozenset((Tensor, nn.Parameter, int, float, bool, str, type(None)))
 """Types of arguments that are neither divided nor called."""
 
-TRANSFORMS = (
+OF_CODE = frozenset((FunctionType, BuiltinFunctionType, ModuleType, type, torch.dtype, torch.device))
+"""Types of what functions name beside tensors."""
+
+GET_WHOLES = (
     (apis, "vmap_impl"),
     (eager_transforms, "grad_and_value_impl"),
     (eager_transforms, "_vjp_with_argnums"),
     (eager_transforms, "_jvp_with_argnums"),
+    (torch.jit.ScriptFunction, "__call__"),
+    (torch._C.ScriptMethod, "__call__"),
 )
-"""Through which all transforms of `torch.func` go, which look them up at each call."""
+"""Through which all transforms of `torch.func` go, which look them up at each call, and what TorchScript compiled."""
+
+NOT_THE_USERS = ("torch.", "lightning_parallel.")
+"""Where functions are from that meet no divided tensors when they are not given any."""
 
 
 @contextmanager
-def functions_get_wholes() -> Iterator[None]:
-    """Inside, functions of autograd and transforms get whole tensors, and backward passes the leaves of their inputs.
+def functions_get_wholes(said: set[str]) -> Iterator[None]:
+    """Inside, functions of autograd, transforms and TorchScript get whole tensors, backward passes leaves of inputs.
 
     `Function.apply` looks up one function of torch at each call, and leads its arguments through it; that one is
-    replaced. To replace `apply` would miss code that took it earlier, as in `norm = MyNorm.apply`.
-    """
-    before = of_functions.unwrap_dead_wrappers
-    transforms = [(module, name, getattr(module, name)) for module, name in TRANSFORMS]
+    replaced. To replace `apply` would miss code that took it earlier, as in `norm = MyNorm.apply`. So is one that each
+    call of a compiled function looks up: by its answer the function runs as it is where divided tensors may meet in it.
 
-    def unwrapped(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    Args:
+        said: the names of compiled functions of which it was told that they run as they are; more are added.
+    """
+    places: Any = (of_functions, "unwrap_dead_wrappers"), (eval_frame, "_callback_from_stance"), *GET_WHOLES
+    before = [getattr(owner, name) for owner, name in places]
+    led: list[Lead] = [_unwrapped, partial(_callback, said), *[_of_wholes] * len(GET_WHOLES)]
+    for (owner, name), lead, plain in zip(places, led, before, strict=True):
+        setattr(owner, name, lead(plain))
+    try:
+        with backward_led(_to_leaves):
+            yield
+    finally:
+        for (owner, name), plain in zip(places, before, strict=True):
+            setattr(owner, name, plain)
+
+
+def _unwrapped(before: Callable[..., Any]) -> Callable[..., Any]:
+    def unwrapped(args: tuple[Any, ...]) -> Any:
         if not PLAIN.issuperset(map(type, args)) and any(
             isinstance(each, Divided) or _is_called(each) for each in args
         ):
@@ -54,28 +88,78 @@ def functions_get_wholes() -> Iterator[None]:
                 args = tuple(_with_wholes(each, function.__name__) for each in args)
         return before(args)
 
-    of_functions.unwrap_dead_wrappers = unwrapped
-    for module, name, transform in transforms:
-        setattr(module, name, _of_wholes(transform))
-    try:
-        with backward_led(_to_leaves):
-            yield
-    finally:
-        of_functions.unwrap_dead_wrappers = before
-        for module, name, transform in transforms:
-            setattr(module, name, transform)
+    return unwrapped
 
 
-def _of_wholes(transform: Callable[..., Any]) -> Callable[..., Any]:
+def _of_wholes(function: Callable[..., Any]) -> Callable[..., Any]:
+    reader = "torch.func" if isinstance(function, FunctionType) else "TorchScript"
+
     def run(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map_only(Divided, lambda each: each.whole("torch.func"), (args, kwargs))
-        return transform(*args, **kwargs)
+        args, kwargs = tree_map_only(Divided, lambda each: each.whole(reader), (args, kwargs))
+        return function(*args, **kwargs)
 
     return run
 
 
+def _callback(said: set[str], before: Callable[..., Any]) -> Callable[..., Any]:
+    def callback(compiler: Any) -> Any:
+        """Stands for what tells a call of a compiled function by what its frames are compiled: by nothing."""
+        called = sys._getframe(1).f_locals
+        function = called.get("fn")
+        if function is None or not callable(compiler) or not _may_meet_divided(function, called):
+            return before(compiler)
+        name = getattr(function, "__qualname__", type(function).__name__)
+        if name not in said and dist.get_rank() == 0:
+            log.warning(
+                "%s, compiled by torch.compile, runs as it is where it may get tensors that ranks have divided; to "
+                "compile, let the strategy do it with the blocks: HybridStrategy(..., Compile())",
+                name,
+            )
+        said.add(name)
+        if called.get("fullgraph_count_enabled"):  # nobody asks how many were
+            vars(eval_frame)["set_fullgraph_compiled_frame_count"](-1)
+        return None
+
+    return callback
+
+
+def _may_meet_divided(function: Any, called: dict[str, Any]) -> bool:
+    """Whether a compiled function is given divided tensors, or is one of the user's that may find some elsewhere."""
+    while isinstance(function, Redirected):
+        function = function.original
+    given = tree_leaves((called["args"], called["kwargs"]))
+    if isinstance(function, MethodType):
+        given, function = [*given, function.__self__], function.__func__
+    if any(map(_holds_divided, given)) or not isinstance(function, FunctionType):
+        return True
+    if function.__module__.startswith(NOT_THE_USERS) or function.__name__ == "forward":  # of a block
+        return False
+    code, named = function.__code__, function.__globals__
+    found = tree_leaves((given, [named[name] for name in code.co_names if name in named]))
+    unknown = any(type(each) not in PLAIN | OF_CODE and not isinstance(each, nn.Module) for each in found)
+    return unknown or any(map(_holds_divided, found)) or not {"__class__"}.issuperset(code.co_freevars)
+
+
+def _holds_divided(value: Any) -> bool:
+    if isinstance(value, nn.Module):
+        return any(isinstance(each, Divided) for part in value.modules() for each in part._parameters.values())
+    return isinstance(value, Divided)
+
+
 def _to_leaves(backward: Callable[..., None], given: Pass) -> None:
-    """Stands for `torch.autograd.backward`, which would look for divided inputs in the graph and find none."""
+    """Stands for `torch.autograd.backward`, which would look for divided inputs in the graph and find none.
+
+    Raises:
+        RuntimeError: gradients of parameters are to have a graph, which those lack that are summed when the step ends.
+    """
+    asked = given.inputs is not None and not any(
+        isinstance(each, (Divided, nn.Parameter)) for each in tree_leaves(given.inputs)
+    )
+    if given.create_graph and not asked:
+        raise RuntimeError(
+            "backward(create_graph=True) for gradients of parameters, of which ranks sum some up when a step ends; use "
+            "torch.autograd.grad(loss, parameters, create_graph=True), whose results are complete and have a graph"
+        )
     backward(*given._replace(inputs=tree_map_only(Divided, lambda each: each.own, given.inputs)))
 
 

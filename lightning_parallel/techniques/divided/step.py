@@ -57,13 +57,15 @@ class DividedStep(WrappedStep):
         self._first_own = list(map(_first_own, self._tables))
         self._hold_nothing: set[type] = set()
         """Types of which values are no divided tensors, and hold none: most modules have no other ones."""
+        self._run_as_they_are: set[str] = set()
+        """Functions that the user compiled, of which it was told that they run as they are."""
         self._in_forward = self._went_back = False
 
     def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
         """See `Step.forward`."""
         self._in_forward, self._went_back = True, False
         self._ranks.viewed.clear()
-        with functions_get_wholes(), _reducing_later(self._ranks, True):
+        with functions_get_wholes(self._run_as_they_are), _reducing_later(self._ranks, True):
             output = self.inner.forward(OfTheUser(run, self._ranks), *args, **kwargs)
         self._in_forward = False  # not where it raised: the run is over
         for view in self._ranks.viewed:
@@ -75,7 +77,8 @@ class DividedStep(WrappedStep):
 
     def backward(self, run: Callable[[], None]) -> None:
         """See `Step.backward`."""
-        with functions_get_wholes(), _reducing_later(self._ranks, True):  # functions: for what is computed again
+        # Functions: for what is computed again.
+        with functions_get_wholes(self._run_as_they_are), _reducing_later(self._ranks, True):
             self.inner.backward(run)
         self._went_back = True
         if not self._in_forward:

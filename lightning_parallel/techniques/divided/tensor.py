@@ -183,7 +183,8 @@ class Wrapper(Divided):
         if not isinstance(result, LocalCall):
             return result
         made = carried_out(result, args, kwargs or {})
-        form.remember(key, result, None if result.cuts is None else made.form)
+        if type(made) is not _Traced:  # that a compiler makes, which reads a function of the user's
+            form.remember(key, result, None if result.cuts is None else made.form)
         return made
 
     @classmethod

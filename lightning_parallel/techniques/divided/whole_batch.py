@@ -56,6 +56,7 @@ class WholeBatch(Division):
         files = [sys.modules[name] for name in names if name in sys.modules]
         self.files = [file for file in files if BALANCING in vars(file)]
         self.acts = bool(modules or self.files)
+        self._run_as_they_are: set[str] = set()
 
     def run(self, run: Run[T]) -> Run[T]:
         """Leads the functions of Hugging Face's for the time of the user's step."""
@@ -70,7 +71,7 @@ class WholeBatch(Division):
 
         @functools.wraps(function)
         def on_whole_batch(*args: Any, **kwargs: Any) -> Any:
-            with functions_get_wholes(), unwatched():
+            with functions_get_wholes(self._run_as_they_are), unwatched():
                 args, kwargs = self._divided((args, kwargs))
                 return tree_map_only(Tensor, self._own, function(*args, **kwargs))
 

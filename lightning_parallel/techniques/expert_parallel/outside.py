@@ -249,6 +249,7 @@ class Shown:
         self._slots, self._readers = slots, readers
         self._kept: dict[int, Outside] = {}
         """What stood for each parameter before, by its `id`, which is the parameter's as long as it is held here."""
+        self._run_as_they_are: set[str] = set()
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -258,7 +259,7 @@ class Shown:
         for slot, _, rows in shown:
             slot.table[slot.name] = rows
         try:
-            with functions_get_wholes():
+            with functions_get_wholes(self._run_as_they_are):
                 yield
         finally:
             for slot, kept, rows in shown:

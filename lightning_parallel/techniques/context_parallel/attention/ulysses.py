@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from lightning_parallel.collectives.by_elements import require_first_order
 from lightning_parallel.collectives.circle import Circle
 from lightning_parallel.collectives.spans import Runs, Span
 from lightning_parallel.techniques.context_parallel.attention.messages import (
@@ -134,15 +133,28 @@ class Team:
 
 def to_heads(query: Tensor, key: Tensor, value: Tensor, team: Team) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values of this member's heads at the positions of all members. ⇄ `to_positions`."""
-    function: Any = _ToHeads
-    found: tuple[Tensor, Tensor, Tensor] = function.apply(team, query, key, value)
-    return found
+    tensors = query, key, value
+    query, key, value = spread(tensors, [heads_of(tensor.shape[1], len(team.circle)) for tensor in tensors], team)
+    return query, key, value
 
 
 def to_positions(out: Tensor, team: Team) -> Tensor:
     """The output of all heads at this member's positions. ⇄ `to_heads`."""
-    function: Any = _ToPositions
-    found: Tensor = function.apply(out, team)
+    (found,) = collected([out], [heads_of(out.shape[1] * len(team.circle), len(team.circle))], team)
+    return found
+
+
+def spread(tensors: Sequence[Tensor], heads: Sequence[Heads], team: Team) -> tuple[Tensor, ...]:
+    """See `Team.spread`, with gradients. ⇄ `collected`."""
+    function: Any = _Spread
+    found: tuple[Tensor, ...] = function.apply(team, heads, *tensors)
+    return found
+
+
+def collected(tensors: Sequence[Tensor], heads: Sequence[Heads], team: Team) -> tuple[Tensor, ...]:
+    """See `Team.collect`, with gradients. ⇄ `spread`."""
+    function: Any = _Collect
+    found: tuple[Tensor, ...] = function.apply(team, heads, *tensors)
     return found
 
 
@@ -168,27 +180,27 @@ def own_heads(count: int, team: Team) -> Heads:
     return ((0, 1),) * members if count == 1 else heads_of(count, members)
 
 
-class _ToHeads(Function):
+class _Spread(Function):
     @staticmethod
-    def forward(ctx: Any, team: Team, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.team = team
-        ctx.heads = [heads_of(tensor.shape[1], len(team.circle)) for tensor in tensors]
-        return tuple(team.spread(tensors, ctx.heads))
+    def forward(ctx: Any, team: Team, heads: Sequence[Heads], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.team, ctx.heads = team, heads
+        return tuple(team.spread(tensors, heads))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        require_first_order()
-        return None, *ctx.team.collect(gradients, ctx.heads)
+        again = torch.is_grad_enabled()
+        made = collected(gradients, ctx.heads, ctx.team) if again else ctx.team.collect(gradients, ctx.heads)
+        return None, None, *made
 
 
-class _ToPositions(Function):
+class _Collect(Function):
     @staticmethod
-    def forward(ctx: Any, out: Tensor, team: Team) -> Tensor:
-        ctx.team = team
-        ctx.heads = heads_of(out.shape[1] * len(team.circle), len(team.circle))
-        return team.collect([out], [ctx.heads])[0]
+    def forward(ctx: Any, team: Team, heads: Sequence[Heads], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.team, ctx.heads = team, heads
+        return tuple(team.collect(tensors, heads))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        require_first_order()
-        return ctx.team.spread([gradient], [ctx.heads])[0], None
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        again = torch.is_grad_enabled()
+        made = spread(gradients, ctx.heads, ctx.team) if again else ctx.team.spread(gradients, ctx.heads)
+        return None, None, *made

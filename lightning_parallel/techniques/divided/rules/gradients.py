@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_parallel.collectives.by_elements import completed, require_first_order, summand_of
+from lightning_parallel.collectives.by_elements import completed, summand_of
 from lightning_parallel.techniques.divided.table import Cuts, operations, rule
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided, own_of
 
@@ -67,10 +67,6 @@ def _summand(gradient: Tensor, cuts: Cuts) -> Tensor:
 
 
 def _complete(gradient: Any, divided: Any) -> Any:
-    if gradient is None or not isinstance(divided, Divided):
+    if gradient is None or not is_divided(divided):
         return gradient
-    if not divided.cuts:
-        return gradient
-    if gradient.requires_grad and not all(elements.disjoint for elements in divided.cuts.values()):
-        require_first_order()
     return Divided(completed(gradient, divided.cuts), divided.cuts)

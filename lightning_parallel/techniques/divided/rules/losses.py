@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from lightning_parallel.collectives.by_elements import total
+from lightning_parallel.collectives.by_elements import entered, total
 from lightning_parallel.collectives.elements import Elements
 from lightning_parallel.techniques.divided.meeting import as_divided, brought_together, met
 from lightning_parallel.techniques.divided.rules.products import require_numbers
@@ -188,10 +188,12 @@ def _sums(own: Tensor, label: Tensor | None, columns: Elements | None, weights: 
         columns: the classes that ranks have; None where each has all.
         weights: of this rank's classes; None leaves out the third result.
     """
-    return _Sums.apply(own, label, columns, weights)  # type: ignore[no-untyped-call]
+    return _Sums.apply(own, label, columns, weights)[:3]  # type: ignore[no-untyped-call]
 
 
 class _Sums(Function):
+    """See `_sums`. The last result, probabilities, is there for backward alone, which is differentiated by it."""
+
     @staticmethod
     def forward(ctx: Any, own: Tensor, label: Tensor | None, columns: Elements | None, weights: Tensor | None) -> Any:
         exact = own.to(_exact(own))
@@ -207,20 +209,41 @@ class _Sums(Function):
             dist.all_reduce(message, group=columns.ranks.group)
         sums = list(message.unbind())
         whole = sums.pop(0)
-        ctx.save_for_backward(exponentials.div_(whole[..., None]), place, here, weights)
-        ctx.dtype = own.dtype
+        probabilities = exponentials.div_(whole[..., None])
+        ctx.save_for_backward(probabilities, place, here, weights)
+        ctx.set_materialize_grads(False)
+        ctx.dtype, ctx.columns = own.dtype, columns
         at_label = sums.pop(0) if at_label is not None else None
-        return whole.log() + largest, at_label, sums.pop(0) if weighted is not None else None
+        return whole.log() + largest, at_label, sums.pop(0) if weighted is not None else None, probabilities
 
     @staticmethod
-    def backward(ctx: Any, of_whole: Tensor, of_label: Tensor | None, of_weighted: Tensor | None) -> Any:
+    def backward(
+        ctx: Any, of_whole: Tensor | None, of_label: Tensor | None, of_weighted: Tensor | None, of_each: Tensor | None
+    ) -> Any:
         probabilities, place, here, weights = ctx.saved_tensors
-        gradient = probabilities * of_whole[..., None]
-        if place is not None and of_label is not None and gradient.shape[-1]:
-            gradient.scatter_add_(-1, place[..., None], (of_label * here)[..., None])
+        columns = ctx.columns
+        found = [] if of_whole is None else [probabilities * _for_own(of_whole, columns)[..., None]]
+        found += [] if of_each is None else [_of_softmax(probabilities, of_each, columns)]
+        gradient = sum(found[1:], found[0]) if found else torch.zeros_like(probabilities)
+        if place is not None and of_label is not None:
+            mine = (_for_own(of_label, columns) * here)[..., None]
+            # Without classes too there is a history, for ranks that have some wait for it.
+            gradient = gradient.scatter_add_(-1, place[..., None], mine) if gradient.shape[-1] else gradient + mine
         if weights is not None and of_weighted is not None:
-            gradient += of_weighted[..., None] * weights
+            gradient += _for_own(of_weighted, columns)[..., None] * weights
         return gradient.to(ctx.dtype), None, None, None
+
+
+def _of_softmax(probabilities: Tensor, of_each: Tensor, columns: Elements | None) -> Tensor:
+    """The gradient of what probabilities are of, by theirs."""
+    summand = (probabilities * of_each).sum(-1)
+    inner = summand if columns is None else _for_own(total(summand, columns.ranks), columns)
+    return probabilities * (of_each - inner[..., None])
+
+
+def _for_own(of_sum: Tensor, columns: Elements | None) -> Tensor:
+    """The gradient of a sum over the classes of all ranks, as each computes with it those of its own classes."""
+    return of_sum if columns is None or not torch.is_grad_enabled() else entered(of_sum, columns.ranks)
 
 
 def at_labels(x: Tensor, label: Tensor, columns: Elements | None) -> Tensor:
