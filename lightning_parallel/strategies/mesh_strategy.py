@@ -111,7 +111,7 @@ class MeshStrategy(RankStrategy):
         if fitting:
             needed = 0 if self._checkpoints.in_parts else self._whole.bytes_of_parameters()
             refusals.refuse_checkpoints(self._callbacks(), needed, self._host_group())
-        hooks = ShownHooks(self._whole, self._callbacks(), self._host_group(), sharded)
+        hooks = ShownHooks(self._whole, self._callbacks(), self._host_group(), self._stored, sharded)
         self._detached.callback(hooks.close)
         self._nonfinite = NonFinite(self._policy, module, sharded, self._host_group())
         manual, holding = not module.automatic_optimization, self._whole.ranks_holding()
@@ -120,10 +120,12 @@ class MeshStrategy(RankStrategy):
         adapt_precision(self.precision_plugin, sharded, holding, reduced, self._gradients, self._nonfinite)
         if self.is_distributed:
             self._log = StepLog(module, self._whole.readers, self._host_group(), lambda: self._weight)
+            self._detached.callback(self._log.close)
             self._buffers = Buffers(module, self._whole.readers, self._host_group())
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        self._stored.reach_wrappers()
         decorrelate(self.root_device, self._readers().rank, self._host_group())
         self._ready = True
 
@@ -373,8 +375,6 @@ class MeshStrategy(RankStrategy):
         if self._ready and self._within_step:
             module.state_dict()  # a step failed: the hooks of `fully_shard` put the shards back
         self._step.close()
-        if self._log is not None:
-            self._log.close()
         if self._callback is not None:
             self._callback.close(module.trainer)
         if self._adopted is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Callable
+from inspect import unwrap
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -50,6 +51,11 @@ def asks_for_groups(module: nn.Module) -> bool:
     return _any_code(module, "training_step", module, lambda code: bool(_strings(code) & KEYS))
 
 
+def asks_for_params(optimizer: Any, method: str) -> bool:
+    """Whether a method of the user's optimizer, or one that it calls, may ask for parameters in groups."""
+    return _any_code(optimizer, method, optimizer, lambda code: bool(_strings(code) & KEYS))
+
+
 def looks_at_model(owner: Any, hook: str, module: nn.Module, parts: set[str]) -> bool:
     """Whether the user's own code of a hook may look at the model."""
 
@@ -90,7 +96,7 @@ def _function(owner: Any, hook: str) -> Any:
     return getattr(run, "__func__", run)
 
 
-def _any_code(owner: Any, hook: str, module: nn.Module, looks: Callable[[CodeType], bool]) -> bool:
+def _any_code(owner: Any, hook: str, module: object, looks: Callable[[CodeType], bool]) -> bool:
     """Whether that is true of the user's own code of a hook, or of functions of the user's that it names."""
     owners, seen = (type(owner), type(module)), set[CodeType]()
 
@@ -106,7 +112,7 @@ def _any_code(owner: Any, hook: str, module: nn.Module, looks: Callable[[CodeTyp
         called += [function.__globals__.get(name) for name in variables]
         return any(any_of(other) for other in called if isinstance(other, FunctionType))
 
-    function = _function(owner, hook)
+    function = unwrap(_function(owner, hook))
     return isinstance(function, FunctionType) and any_of(function)
 
 

@@ -21,6 +21,7 @@ from lightning_parallel.strategies.hooks.whole_gradients import WholeGradients
 from lightning_parallel.strategies.hooks.whole_parameters import WholeParameters
 from lightning_parallel.strategies.model.divided_model import DividedModel
 from lightning_parallel.strategies.ranks.agreement import gather_objects
+from lightning_parallel.strategies.trainer.optimizers import StoredOptimizers
 from lightning_parallel.techniques.gradients.asked import ask, ask_no_more
 
 T = TypeVar("T")
@@ -36,6 +37,7 @@ class ShownHooks:
         divided: the module.
         callbacks: all that have hooks too.
         host: all ranks, for messages of the host.
+        optimizers: the trainer's.
         in_parts: whether ranks may have parts of gradients.
 
     Attributes:
@@ -43,10 +45,15 @@ class ShownHooks:
     """
 
     def __init__(
-        self, divided: DividedModel, callbacks: Iterable[Callback], host: dist.ProcessGroup, in_parts: bool
+        self,
+        divided: DividedModel,
+        callbacks: Iterable[Callback],
+        host: dist.ProcessGroup,
+        optimizers: StoredOptimizers,
+        in_parts: bool,
     ) -> None:
         self._divided, self.gradients = divided, WholeGradients(divided, [*callbacks], host, in_parts)
-        self._parameters = WholeParameters(divided, host)
+        self._parameters = WholeParameters(divided, host, optimizers)
         self._wrapped: list[tuple[Any, str, Any]] = []
         self._owners: list[Any] = [divided.module, *callbacks]
         looking = self._looking() if divided.in_parts else []

@@ -5,8 +5,9 @@ Around such a hook every rank has all parameters and calls the model as one devi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_parallel.strategies.hooks.foreign_hooks import Places
 from lightning_parallel.strategies.hooks.shown_gradient import ShownGradient, taken_over
-from lightning_parallel.strategies.hooks.shown_groups import wholes_in_groups
 from lightning_parallel.strategies.model.divided_model import DividedModel
 from lightning_parallel.strategies.ranks.agreement import gather_objects
+from lightning_parallel.strategies.trainer.optimizers import StoredOptimizers
 from lightning_parallel.techniques.gradients.groups import Pair
 from lightning_parallel.techniques.tools import elsewhere
 from lightning_parallel.techniques.tools.redirect import plain_calls, plain_forwards
@@ -31,10 +32,11 @@ class WholeParameters:
     Args:
         divided: the module.
         host: all ranks, for messages of the host.
+        optimizers: in whose groups they are, too.
     """
 
-    def __init__(self, divided: DividedModel, host: dist.ProcessGroup) -> None:
-        self._divided, self._host = divided, host
+    def __init__(self, divided: DividedModel, host: dist.ProcessGroup, optimizers: StoredOptimizers) -> None:
+        self._divided, self._host, self._optimizers = divided, host, optimizers
         self._inside = False
 
     @contextmanager
@@ -56,7 +58,7 @@ class WholeParameters:
                 around.enter_context(_filled(module, arrived))
                 pairs = around.enter_context(_undivided(module))
                 around.enter_context(self._divided.represented(pairs))
-                around.enter_context(wholes_in_groups(lambda: module.trainer.optimizers, pairs))
+                around.enter_context(self._optimizers.in_hook(pairs, _Copies(pairs, partial(self._follow, arrived))))
                 around.enter_context(plain_forwards(module))
                 around.enter_context(plain_calls(module))
                 places = Places(module, [made for _, made in pairs])
@@ -74,6 +76,11 @@ class WholeParameters:
             held = _tensors(self._divided.module)
             whole = {name: (whole_tensor(tensor.detach()), None) for name, tensor in held.items()}
             return {name: tensor for name, (tensor, _) in pipeline.shared(whole).items() if name not in held}
+
+    def _follow(self, arrived: dict[str, Tensor]) -> None:
+        """Tensors that other stages hold become as these are now."""
+        for name, value in self._arrived().items():
+            arrived[name].copy_(value)
 
     def _require_room(self, reader: str) -> None:
         """Raises on all ranks if one of them has no room for what it does not hold."""
@@ -137,6 +144,26 @@ def _undivided(module: nn.Module) -> Iterator[list[Pair]]:
             part._parameters[name] = tensor
         for tensor, made in whole.values():
             _take_over(tensor, made)
+
+
+class _Copies:
+    """Whole parameters in the place of divided ones, and those of other stages; see `Copies`."""
+
+    def __init__(self, pairs: Sequence[Pair], others_follow: Callable[[], None]) -> None:
+        self._pairs: Sequence[Any] = pairs
+        self._others_follow = others_follow
+
+    def settle(self) -> None:
+        for tensor, made in self._pairs:
+            _take_over(tensor, made)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for tensor, made in self._pairs:
+            with torch._C.DisableTorchFunctionSubclass():
+                made.copy_(whole_tensor(tensor.detach()))
+            made.grad = None if tensor.grad is None else made.grad
+        self._others_follow()
 
 
 def _whole(tensor: Any) -> nn.Parameter:
