@@ -21,6 +21,8 @@ from lightning_parallel.strategies.checkpoint.resumption import Resumption
 from lightning_parallel.strategies.data.batches import Batches
 from lightning_parallel.strategies.data.loaders import divide
 from lightning_parallel.strategies.data.randomness import decorrelate
+from lightning_parallel.strategies.hooks.shown_hooks import ShownHooks
+from lightning_parallel.strategies.hooks.whole_gradients import AFTER_BACKWARD
 from lightning_parallel.strategies.logged.logging import StepLog
 from lightning_parallel.strategies.logged.parts import PartsRun, SeenRun
 from lightning_parallel.strategies.model import start_table
@@ -28,8 +30,6 @@ from lightning_parallel.strategies.model.buffers import Buffers
 from lightning_parallel.strategies.model.building import Building
 from lightning_parallel.strategies.model.divided_model import DividedModel
 from lightning_parallel.strategies.model.nonfinite import NonFinite
-from lightning_parallel.strategies.model.whole_gradients import AFTER_BACKWARD, WholeGradients
-from lightning_parallel.strategies.model.whole_parameters import WholeParameters, asks_for_groups
 from lightning_parallel.strategies.precision import adapt_precision, convert_before_loading, restore_precision, scale_of
 from lightning_parallel.strategies.rank_strategy import RankStrategy
 from lightning_parallel.strategies.trainer.adoption import Adoption
@@ -111,19 +111,21 @@ class MeshStrategy(RankStrategy):
         if fitting:
             needed = 0 if self._checkpoints.in_parts else self._whole.bytes_of_parameters()
             refusals.refuse_checkpoints(self._callbacks(), needed, self._host_group())
-        self._gradients = WholeGradients(self._whole, self._callbacks(), self._host_group())
-        self._detached.callback(WholeParameters(self._whole, self._callbacks(), self._host_group()).close)
+        hooks = ShownHooks(self._whole, self._callbacks(), self._host_group(), self._stored, sharded)
+        self._detached.callback(hooks.close)
         self._nonfinite = NonFinite(self._policy, module, sharded, self._host_group())
         manual, holding = not module.automatic_optimization, self._whole.ranks_holding()
-        self._shows_groups = manual or (self._whole.pipeline.ranks == 1 and asks_for_groups(module))
+        self._gradients, self._shows_groups = hooks.gradients, manual or hooks.ask_for_groups
         reduced = (lambda found: self._stored.reduced(self._step, found)) if manual else list
         adapt_precision(self.precision_plugin, sharded, holding, reduced, self._gradients, self._nonfinite)
         if self.is_distributed:
             self._log = StepLog(module, self._whole.readers, self._host_group(), lambda: self._weight)
+            self._detached.callback(self._log.close)
             self._buffers = Buffers(module, self._whole.readers, self._host_group())
         if fitting:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        self._stored.reach_wrappers()
         decorrelate(self.root_device, self._readers().rank, self._host_group())
         self._ready = True
 
@@ -373,8 +375,6 @@ class MeshStrategy(RankStrategy):
         if self._ready and self._within_step:
             module.state_dict()  # a step failed: the hooks of `fully_shard` put the shards back
         self._step.close()
-        if self._log is not None:
-            self._log.close()
         if self._callback is not None:
             self._callback.close(module.trainer)
         if self._adopted is not None:

@@ -12,8 +12,8 @@ from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision,
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_parallel.strategies.hooks.whole_gradients import BEFORE_STEP, WholeGradients
 from lightning_parallel.strategies.model.nonfinite import NonFinite
-from lightning_parallel.strategies.model.whole_gradients import BEFORE_STEP, WholeGradients
 from lightning_parallel.techniques.gradients.clipping import clip_by_norm, clip_by_value
 from lightning_parallel.techniques.tools.shards import local
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning, LearningRateFinder
 from lightning.pytorch.tuner import Tuner
-from lightning.pytorch.utilities import grad_norm
+from lightning.pytorch.utilities import grad_norm, rank_zero_only
 
 from lightning_parallel import (
     DataParallelStrategy,
@@ -184,3 +184,146 @@ def finding_of_fused(strategy: Any) -> Any:
 def test_a_learning_rate_is_sought_where_ranks_have_pieces_of_fused_weights() -> None:
     for found in run_on_ranks(2, finding_of_fused, LAYOUTS["tensor parallel"][2]):
         assert found == pytest.approx(on_one(finding_of_fused, None), rel=1e-5)
+
+
+class LooksAnywhere(Plain):
+    """Reads gradients in all the hooks in which they are there, and changes some."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.seen: list[Any] = []
+
+    def note(self) -> None:
+        found = [parameter.grad for parameter in self.parameters()]
+        norms = [0.0 if gradient is None else float(gradient.norm()) for gradient in found]
+        self.seen.append([norms, float(grad_norm(self, 2).get("grad_2.0_norm_total", 0.0)), None in found])
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.note()
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.note()
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        self.note()
+        if batch_idx % 2:
+            self.stem.weight.grad = None
+            optimizer.zero_grad(set_to_none=False)
+        else:
+            optimizer.zero_grad()
+        self.note()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.note()
+        self.blocks[1].up.weight.grad *= 2
+        self.blocks[0].up.weight.grad = self.blocks[0].up.weight.grad.clamp(-0.01, 0.01)
+        self.stem.bias.grad = None
+        self.note()
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        self.note()
+        scheduler.step()
+
+    def on_validation_model_zero_grad(self) -> None:
+        self.note()
+
+    def on_validation_start(self) -> None:
+        self.note()
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        self.note()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)]
+
+
+class LooksOnce(Callback):
+    """Logs gradients now and then on one rank, as callbacks do."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    @rank_zero_only
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.seen += [float(p.grad.abs().sum()) for p in pl_module.parameters() if p.grad is not None]
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if trainer.is_global_zero:
+            self.seen.append(float(pl_module.stem.weight.grad.norm()))
+
+
+def looking_anywhere(strategy: Any, batch_size: int, **options: Any) -> Any:
+    model, once = small(LooksAnywhere), LooksOnce()
+    got = fitted(model, strategy, batch_size, [once], max_epochs=2, **options)
+    return got, model.seen, once.seen or None
+
+
+@sampled(3, "layout", LAYOUTS)
+def test_gradients_look_whole_in_all_hooks(layout: str) -> None:
+    n, data_ranks, strategy = LAYOUTS[layout]
+    expected, *others = begun_on_one(looking_anywhere, None, 8).result()
+    for rank, (got, seen, once) in enumerate(run_on_ranks(n, looking_anywhere, strategy, 8 // data_ranks)):
+        compare(expected, got, where=f"rank {rank}: ")
+        require_like(others, [seen, others[1] if once is None else once])
+
+
+@sampled(2, "layout", LAYOUTS)
+def test_so_they_look_while_they_accumulate_in_all_hooks(layout: str) -> None:
+    n, data_ranks, strategy = LAYOUTS[layout]
+    expected, *others = begun_on_one(looking_anywhere, None, 8, accumulate_grad_batches=2).result()
+    found = run_on_ranks(n, looking_anywhere, strategy, 8 // data_ranks, accumulate_grad_batches=2)
+    for rank, (got, seen, once) in enumerate(found):
+        compare(expected, got, where=f"rank {rank}: ")
+        require_like(others, [seen, others[1] if once is None else once])
+
+
+class Keeping(Callback):
+    """Keeps parameters in a list of its own, where nobody sees by its code whose they are."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self.kept, self.seen = [*pl_module.parameters()], list[float]()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen += [float(parameter.grad.norm()) for parameter in self.kept]
+
+
+def keeping(strategy: Any, batch_size: int) -> Any:
+    kept = Keeping()
+    return fitted(small(Plain), strategy, batch_size, [kept], max_epochs=1), kept.seen
+
+
+@pytest.mark.parametrize("layout", ["zero 1", "zero 2"])
+def test_gradients_of_parameters_that_a_callback_keeps_look_whole(layout: str) -> None:
+    check(keeping, layout)
+
+
+class LooksOutside(Plain):
+    """Manual optimization, and a look at gradients after the step."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.automatic_optimization = False
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(output["loss"])
+        optimizer.step()
+        return output
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen += [float(parameter.grad.norm()) for parameter in self.parameters()]
+
+
+def looking_outside(strategy: Any, batch_size: int) -> Any:
+    model = small(LooksOutside)
+    return fitted(model, strategy, batch_size, max_epochs=1), model.seen
+
+
+@sampled(3, "layout", [layout for layout in LAYOUTS if "pipeline" not in layout and "beside" not in layout])
+def test_gradients_look_whole_after_a_step_of_manual_optimization(layout: str) -> None:
+    check(looking_outside, layout)

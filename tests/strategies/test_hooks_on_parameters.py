@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LearningRateMonitor
 
 from lightning_parallel import HybridStrategy, PipelineParallel, PipelineParallelStrategy, TensorParallelStrategy, Zero
-from lightning_parallel.strategies.model.whole_parameters import _looks
+from lightning_parallel.strategies.hooks.looking import looks_at_model
 from tests.models import Plain, loaders
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import made, require_like
@@ -187,7 +187,7 @@ class Silent(Plain):
 def test_only_hooks_that_look_are_shown_the_whole_model() -> None:
     module = Silent()
     parts = {name for name, _ in module.named_children()}
-    looks = partial(_looks, module=module, parts=parts)
+    looks = partial(looks_at_model, module=module, parts=parts)
     for hook in ("on_train_batch_start", "on_train_batch_end", "on_train_epoch_end"):
         assert not looks(module, hook)
     assert looks(module, "on_validation_epoch_end")

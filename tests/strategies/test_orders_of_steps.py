@@ -198,6 +198,91 @@ class CountedParts(Counted):
     by = "parts"
 
 
+class ScheduleFree(torch.optim.Optimizer):
+    """After Defazio et al., The Road Less Scheduled, 2024: parameters are swapped between training and evaluation."""
+
+    def __init__(self, parameters: Any, lr: float, beta: float = 0.9) -> None:
+        super().__init__(parameters, {"lr": lr, "beta": beta, "mode": True, "k": 0})
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        self._turn(False, lambda group: 1 - 1 / group["beta"])
+
+    @torch.no_grad()
+    def train(self) -> None:
+        self._turn(True, lambda group: 1 - group["beta"])
+
+    def _turn(self, mode: bool, weight: Any) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"] if group["mode"] is not mode else ():
+                if "z" in self.state[parameter]:
+                    parameter.data.lerp_(end=self.state[parameter]["z"], weight=weight(group))
+            group["mode"] = mode
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            assert group["mode"]
+            group["k"] += 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    z = self.state[parameter].setdefault("z", parameter.clone())
+                    parameter.lerp_(end=z, weight=1 / group["k"])
+                    parameter.add_(parameter.grad, alpha=group["lr"] * (group["beta"] * (1 - 1 / group["k"]) - 1))
+                    z.sub_(parameter.grad, alpha=group["lr"])
+        return loss
+
+
+class Turns(Chain):
+    """Turns its optimizer to training and evaluation, in hooks of which one looks at the model."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.trainer.optimizers[0].train()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        super().on_train_batch_end()
+        optimizer: Any = self.optimizers()
+        optimizer.eval()
+
+    def on_train_epoch_end(self) -> None:
+        self.seen.append(float(self.layers[0].up.weight.detach().norm()))
+        self.trainer.optimizers[0].train()  # type: ignore[no-untyped-call]
+        self.seen.append(float(self.layers[3].up.weight.detach().norm()))
+        self.trainer.optimizers[0].eval()
+        self.seen.append(float(self.layers[3].up.weight.detach().norm()))
+
+    def configure_optimizers(self) -> Any:
+        return ScheduleFree(self.parameters(), lr=0.1)
+
+
+class StepsInHooks(Chain):
+    """An optimizer steps once more, by the gradients that are left, in hooks that look at the model."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        super().on_train_batch_end()
+        optimizer: Any = self.trainer.optimizers[0]
+        self.look()
+        optimizer.step()
+        self.look()
+
+    def on_train_epoch_end(self) -> None:
+        with torch.no_grad():
+            self.layers[1].down.weight.mul_(1.1)
+        optimizer: Any = self.optimizers()
+        optimizer.step()
+        self.look()
+
+    def look(self) -> None:
+        self.seen += [float(layer.up.weight.detach().norm()) for layer in self.layers]  # type: ignore[operator, union-attr]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
 def trained(kind: type[Chain], strategy: Any, batch_size: int, samples: int) -> Any:
     module = kind()
     data = torch.randn(samples, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1))
@@ -261,6 +346,8 @@ class Beside(Chain):
 CASES: list[tuple[type[Chain], str]] = [
     *((kind, layout) for kind in (Adversaries, Toggled, Seldom) for layout in LAYOUTS if not layout.startswith("pipe")),
     *((Looks, layout) for layout in ("data parallel", "zero 3", "tensor parallel")),
+    *((StepsInHooks, layout) for layout in ("zero 2", "zero 3", "tensor parallel", "pipeline")),
+    *((Turns, layout) for layout in LAYOUTS if layout not in ("data parallel", "zero 3, recomputed")),
     *((Gathers, layout) for layout in ("zero 3, recomputed", "pipeline")),
     *((Reversible, layout) for layout in ("data parallel", "pipeline", "pipeline of replicas")),
     *((Beside, layout) for layout in ("zero 2", "zero 3, recomputed", "tensor parallel", "pipeline of replicas")),

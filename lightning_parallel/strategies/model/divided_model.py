@@ -23,10 +23,10 @@ from lightning_parallel.strategies.checkpoint.held import shown_to_hooks
 from lightning_parallel.strategies.checkpoint.sharded import Source
 from lightning_parallel.strategies.checkpoint.whole import whole_state_dict
 from lightning_parallel.strategies.data.loaders import checksum
-from lightning_parallel.strategies.model.foreign_hooks import fault_of_gradients, fault_of_optimizers, hooked
+from lightning_parallel.strategies.hooks.foreign_hooks import fault_of_gradients, fault_of_optimizers, hooked
+from lightning_parallel.strategies.hooks.shown_groups import divided_in_groups
 from lightning_parallel.strategies.model.pipeline_group import PipelineGroup
 from lightning_parallel.strategies.model.sample import take_sample
-from lightning_parallel.strategies.model.shown_groups import divided_in_groups
 from lightning_parallel.strategies.ranks.agreement import described, gather_objects, require_same
 from lightning_parallel.strategies.refusals import refuse_own_states
 from lightning_parallel.techniques.data_parallel import DataParallel

@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils._pytree import tree_unflatten
@@ -65,6 +67,11 @@ def link_by(callback: ModelCheckpoint, link: Callable[[str, str], None]) -> None
 def link_itself(callback: ModelCheckpoint) -> None:
     """Takes `link_by` back."""
     vars(callback).pop("_link_checkpoint", None)
+
+
+def wrapped_optimizers(strategy: Strategy) -> list[LightningOptimizer]:
+    """What Lightning gives users for optimizers, made anew where these are set: their classes inherit from theirs."""
+    return strategy._lightning_optimizers
 
 
 # ---------------------------------------------------------------- a loop

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -11,7 +12,9 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_parallel.techniques.gradients.groups import Pair
+from lightning_parallel.strategies.trainer import lightnings
+from lightning_parallel.strategies.trainer.own_methods import run_on_stored
+from lightning_parallel.techniques.gradients.groups import Copies, Pair, exchange, turned
 from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer
 from lightning_parallel.techniques.step import Step
 
@@ -51,7 +54,14 @@ class StoredOptimizers:
                 known = self._known | {id(stored.optimizer): stored for stored in self._store(new)}
                 self._known = {id(each): known[id(each)] for each in optimizers}
                 self.look_at_loss = any(stored.looks_at_loss for stored in self._known.values())
+                self.reach_wrappers()
                 return
+
+    def reach_wrappers(self) -> None:
+        """Methods of optimizers act on what is stored by whatever name they are called; Lightning has new wrappers."""
+        for stored in self._known.values():
+            wrappers = lightnings.wrapped_optimizers(self._strategy)
+            run_on_stored(stored, [each for each in wrappers if each.optimizer is stored.optimizer])
 
     def of(self, optimizer: Any) -> StoredOptimizer:
         """What makes this one step what is stored, or the one that it wraps for Lightning."""
@@ -74,6 +84,31 @@ class StoredOptimizers:
                 self._show(())
 
         return run
+
+    @contextmanager
+    def in_hook(self, pairs: Sequence[Pair], copies: Copies) -> Iterator[None]:
+        """Inside, groups hold whole parameters, as the tree does, and what a hook adds there is what it found.
+
+        So do their states; afterwards both belong to divided parameters, in optimizers that the hook made, too.
+
+        Args:
+            pairs: what stands for what.
+            copies: for optimizers that step meanwhile.
+        """
+        known = [] if self._held else [*self._known.values()]  # in a step they show something already
+        plain = [stored.optimizer for stored in known if not stored.leads]
+        after = [optimizer.register_step_post_hook(lambda *_: copies.follow()) for optimizer in plain]
+        for stored in known:
+            stored.show(pairs, copies)
+        try:
+            yield
+        finally:
+            for handle in after:
+                handle.remove()
+            for stored in known:
+                stored.show(())
+            for optimizer in self._strategy.optimizers:
+                exchange(optimizer, turned(pairs))
 
     def _show(self, pairs: Sequence[Pair]) -> None:
         self._held = {id(shown): held for held, shown in pairs}

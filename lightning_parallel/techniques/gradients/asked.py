@@ -48,14 +48,23 @@ class Given:
             self.stepped.update(map(id, parameters))
 
 
-def is_being_asked() -> bool:
-    """Whether somebody sees reads of gradients already."""
-    return "grad" in vars(nn.Parameter)
+def watch(
+    read: Callable[[nn.Parameter], Tensor | None], write: Callable[[nn.Parameter, Tensor | None], None]
+) -> property:
+    """What `ask` takes: these are called for what becomes of `parameter.grad`."""
+    return property(read, write, OWN.__delete__)
 
 
-def ask(read: Callable[[nn.Parameter], Tensor | None], write: Callable[[nn.Parameter, Tensor | None], None]) -> None:
-    """From now on these are called for what becomes of `parameter.grad`; `ask_no_more` ends it."""
-    nn.Parameter.grad = DTensor.grad = property(read, write, OWN.__delete__)  # type: ignore[assignment]
+def ask(watching: property) -> bool:
+    """From now on reads of gradients are seen, unless somebody sees them already; `ask_no_more` ends it.
+
+    Returns:
+        Whether they were not seen.
+    """
+    if "grad" in vars(nn.Parameter):
+        return False
+    nn.Parameter.grad = DTensor.grad = watching  # type: ignore[assignment]
+    return True
 
 
 def ask_no_more() -> None:

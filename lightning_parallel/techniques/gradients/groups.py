@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -24,3 +25,13 @@ def exchange(optimizer: Optimizer, pairs: Sequence[Pair]) -> None:
 def turned(pairs: Sequence[Pair]) -> list[Pair]:
     """The pairs that take an exchange back."""
     return [(after, before) for before, after in pairs]
+
+
+class Copies(Protocol):
+    """Copies that stand for parameters while a hook of the user's runs."""
+
+    def settle(self) -> None:
+        """Parameters become as their copies. ⇄ `follow`."""
+
+    def follow(self) -> None:
+        """Copies become as their parameters."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from typing_extensions import Self
 
-from lightning_parallel.techniques.gradients.asked import OWN, ask, ask_no_more, is_being_asked, is_inner
+from lightning_parallel.techniques.gradients.asked import OWN, ask, ask_no_more, is_inner, watch
 
 
 class OldGradients:
@@ -39,10 +39,8 @@ class OldGradients:
 
     def __enter__(self) -> Self:
         """From now on reads are seen."""
-        if self._release is not None and is_being_asked():  # somebody else looks already
+        if self._release is not None and not ask(watch(self._seen, OWN.__set__)):  # somebody else looks already
             self._release = None
-        if self._release is not None:
-            ask(self._seen, OWN.__set__)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from lightning_parallel.techniques.gradients.absent import AbsentTensor
 from lightning_parallel.techniques.gradients.elementwise import is_elementwise
-from lightning_parallel.techniques.gradients.groups import Pair, exchange, turned
+from lightning_parallel.techniques.gradients.groups import Copies, Pair, exchange, turned
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.tools.shards import as_shard, is_sharded, shard_of, whole_tensor
 
@@ -66,11 +66,10 @@ class StoredOptimizer:
         manual: bool,
     ) -> None:
         self.optimizer, self._elsewhere, self._manual = optimizer, elsewhere, manual
-        self._step = step
-        self._mean = mean
-        self._elementwise = is_elementwise(optimizer)
+        self._step, self._mean, self._elementwise = step, mean, is_elementwise(optimizer)
         self._groups: list[list[nn.Parameter]] | None = None
         self._shown: Sequence[Pair] = ()
+        self._copies: Copies | None = None
         # under their `id`: a tensor takes a call of Python's to be hashed, and each is asked for in every step
         self._stepped: dict[int, tuple[nn.Parameter, Tensor]] = {}
         self._wholes: dict[nn.Parameter, Tensor] = {}
@@ -80,7 +79,8 @@ class StoredOptimizer:
         with torch.no_grad():
             for parameter in self.parameters():
                 self._adopt(parameter)
-        if shards or manual or not self._elementwise:
+        self.leads = shards or manual or not self._elementwise  # else the optimizer's own step is all there is
+        if self.leads:
             _make_hookable(optimizer)
             optimizer.register_step_pre_hook(self._before_step)
             after = optimizer.register_step_post_hook(self._after_step)
@@ -101,11 +101,16 @@ class StoredOptimizer:
                 type(self.optimizer).__name__,
             )
 
-    def show(self, pairs: Sequence[Pair]) -> None:
-        """From now on groups hold what stands for parameters in a step of the user's, but while the optimizer steps."""
+    def show(self, pairs: Sequence[Pair], copies: Copies | None = None) -> None:
+        """From now on groups hold what stands for parameters in the user's code, but while the optimizer steps.
+
+        Args:
+            pairs: what stands for what.
+            copies: if they are no views of parameters.
+        """
         exchange(self.optimizer, turned(self._shown))
         exchange(self.optimizer, pairs)
-        self._shown = pairs
+        self._shown, self._copies = pairs, copies
 
     def parameters(self) -> list[nn.Parameter]:
         """The module's, whatever the groups hold at the moment."""
@@ -159,6 +164,18 @@ class StoredOptimizer:
 
     def _publish(self) -> None:
         self._step.after_optimizer_step(self.parameters())
+        if self._copies is not None:
+            self._copies.follow()
+
+    def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs a method of the optimizer's own on what it steps; closures on the module's parameters, as in a step."""
+        if self._groups is not None:  # it is the step that calls it
+            return method(*args, **kwargs)
+        self._enter_to_step()
+        try:
+            return method(*(self._outside(each) if callable(each) else each for each in args), **kwargs)
+        finally:
+            self._after_step()
 
     def _enter_to_step(self) -> None:
         if self._manual:
@@ -169,6 +186,8 @@ class StoredOptimizer:
     def _enter(self) -> None:
         if self._groups is not None:
             return
+        if self._copies is not None:
+            self._copies.settle()
         if self._shown:
             exchange(self.optimizer, turned(self._shown))
         self._groups = [list(group["params"]) for group in self.optimizer.param_groups]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel.techniques.gradients.asked import OWN, ask, ask_no_more, is_being_asked, is_inner, is_zeroing
+from lightning_parallel.techniques.gradients.asked import OWN, ask, ask_no_more, is_inner, is_zeroing, watch
 from lightning_parallel.techniques.tools.shards import shard_of, shard_of_part, whole_tensor
 
 DIVIDED = ("tp", "ep")
@@ -37,16 +37,15 @@ class StepsGradients:
     """
 
     def __init__(self, parts: Callable[[], dict[int, Any]], shards: bool = False) -> None:
-        self._shards = shards
+        self._shards, self._watch = shards, watch(self._read, self._write)
         self._find, self._parts = parts, dict[int, Any]()
         self._gathered: dict[int, tuple[Any, Tensor]] = {}
         self._written: dict[int, tuple[Any, Any, Any]] = {}
 
     def show(self) -> None:
         """A backward within a step is over."""
-        if not is_being_asked():
+        if ask(self._watch):
             self._parts = self._find()
-            ask(self._read, self._write)
 
     def hide(self) -> None:
         """Another one begins, or the step is over."""

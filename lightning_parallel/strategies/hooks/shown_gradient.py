@@ -31,13 +31,18 @@ class ShownGradient(DTensor):
     """Reads gather the whole, one tensor at a time; writes change what this rank keeps. All ranks must do the same."""
 
     divided: DTensor
+    gathered: Tensor | None
 
     @classmethod
     def of(cls, gradient: DTensor) -> ShownGradient:
         """Over the same memory."""
         shown: ShownGradient = cls(gradient._local_tensor, gradient._spec, requires_grad=False)
-        shown.divided = gradient
+        shown.divided, shown.gathered = gradient, None
         return shown
+
+    def bring(self) -> None:
+        """From now on the whole is here, for reads to which not all ranks come."""
+        self.gathered = whole_tensor(self.divided)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -62,7 +67,26 @@ def _mapped(change: Callable[[Tensor], Tensor], values: Any) -> Any:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    return whole_tensor(tensor.divided) if isinstance(tensor, ShownGradient) else tensor
+    if not isinstance(tensor, ShownGradient):
+        return tensor
+    return whole_tensor(tensor.divided) if tensor.gathered is None else tensor.gathered
+
+
+def taken_over(now: Tensor | None, before: DTensor | None, like: DTensor) -> Tensor | None:
+    """The gradient that a rank keeps, of what a hook has left of the one that it was shown.
+
+    Args:
+        now: what it left: the one that was shown, nothing, or a tensor of its own.
+        before: what stood for the gradient, or was it, around the hook.
+        like: divided as the gradient is.
+    """
+    if now is None:
+        return None
+    own = before.divided if isinstance(before, ShownGradient) else before
+    if isinstance(now, ShownGradient) and now.divided is own:
+        return before
+    part = shard_of(_whole(now).detach(), like if own is None else own)
+    return ShownGradient.of(part) if isinstance(before, ShownGradient) else part
 
 
 def _writes(name: str, args: Any) -> bool:
@@ -75,6 +99,8 @@ def _write(func: Any, args: Any, kwargs: Any) -> Any:
     operands = [leaf for leaf in pytree.tree_leaves((args[1:], kwargs)) if isinstance(leaf, Tensor)]
     if func.__name__ in POINTWISE and not any(operand.dim() for operand in operands):
         func(*_mapped(lambda shown: shown._local_tensor, args), **kwargs)  # type: ignore[attr-defined]
+        if any(isinstance(leaf, ShownGradient) and leaf.gathered is not None for leaf in pytree.tree_leaves(args[0])):
+            func(*_mapped(_whole, args), **kwargs)
         return args[0]
     targets = [leaf for leaf in pytree.tree_leaves(args[0]) if isinstance(leaf, ShownGradient)]
     wholes = {id(target): _whole(target) for target in targets}

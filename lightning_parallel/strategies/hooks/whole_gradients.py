@@ -1,0 +1,119 @@
+"""Gradients as one device has them, for hooks that look at gradients: to log norms, to clip, to change them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_parallel.strategies.hooks.looking import HOOKS, names_gradients
+from lightning_parallel.strategies.hooks.showing import Showing
+from lightning_parallel.strategies.model.divided_model import DividedModel
+from lightning_parallel.strategies.ranks.agreement import gather_objects
+from lightning_parallel.strategies.trainer.lightnings import sets_to_zero, somebody_overrides
+from lightning_parallel.techniques.gradients.asked import ask, ask_no_more
+from lightning_parallel.techniques.step import Step
+
+BEFORE_BACKWARD = ("on_before_backward", "backward")
+AFTER_BACKWARD = ("on_after_backward",)
+BEFORE_ZERO = ("on_before_zero_grad", "optimizer_zero_grad")
+BEFORE_STEP = ("on_before_optimizer_step", "configure_gradient_clipping")
+
+
+class WholeGradients:
+    """Whole gradients for hooks that look at them, in a whole tree. All ranks must come.
+
+    | hooks                               | gradients of other stages are sent, and parts are shown as wholes |
+    |-------------------------------------|-------------------------------------------------------------------|
+    | around a backward, before a step    | where somebody overrides one, for all of them                     |
+    | all others                          | where one reads a gradient, from its first read on                |
+
+    Args:
+        divided: the module.
+        callbacks: all that have hooks too.
+        host: all ranks, for messages of the host.
+        in_parts: whether ranks may have parts of gradients.
+    """
+
+    def __init__(
+        self, divided: DividedModel, callbacks: list[Callback], host: dist.ProcessGroup, in_parts: bool
+    ) -> None:
+        self._divided, self.in_parts = divided, in_parts
+        self._wanted: set[tuple[str, ...]] = set()
+        self.now: Showing | None = None
+        """In a whole tree, what shows gradients at the moment."""
+        self.in_hook = Showing(divided, tree=False)
+        """Shows them to hooks that do not look at the model, but may have parameters all the same."""
+        automatic, self._each = divided.module.automatic_optimization, False
+        if automatic and divided.mesh.world_size > 1:  # else hooks see what the step around them sees
+            owners = (divided.module, *callbacks)
+            each = any(names_gradients(owner, hook, divided.module) for owner in owners for hook in HOOKS)
+            self._each = any(gather_objects(each, host))
+            for hooks in (BEFORE_BACKWARD, AFTER_BACKWARD, BEFORE_STEP):
+                if any(gather_objects(somebody_overrides(hooks, divided.module, callbacks), host)):
+                    self._wanted.add(hooks)
+        self.one_factor = BEFORE_BACKWARD not in self._wanted and automatic
+        """Whether nobody can multiply a loss by what differs between ranks, after the step and before its backward."""
+        self._unseen = automatic and not somebody_overrides(BEFORE_ZERO, divided.module, callbacks)
+
+    def held(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """The parameters among these that this rank holds."""
+        shown = set() if self.now is None else set(map(id, self.now.elsewhere))
+        return [parameter for parameter in parameters if id(parameter) not in shown]
+
+    def release(self) -> Callable[[], None] | None:
+        """Sets gradients to zero, as Lightning would after the step; None where it will not, or a hook sees it."""
+        trainer = self._divided.module.trainer
+        if self._divided.pipeline.ranks == 1 or not self._unseen or not sets_to_zero(trainer):
+            return None
+        (optimizer,) = trainer.optimizers
+        if "zero_grad" in vars(optimizer) or type(optimizer).zero_grad is not Optimizer.zero_grad:
+            return None
+        return optimizer.zero_grad
+
+    def unsynced(self, step: Step) -> AbstractContextManager[None]:
+        """Inside, gradients are reduced with those of a later batch, unless a hook looks at those of each."""
+        looked_at = self._each or not self._wanted.isdisjoint((BEFORE_BACKWARD, AFTER_BACKWARD))
+        return nullcontext() if looked_at else step.unsynced()
+
+    def shown(self, hooks: tuple[str, ...]) -> AbstractContextManager[None]:
+        """Around hooks of these names."""
+        return self._shown() if hooks in self._wanted else nullcontext()
+
+    @contextmanager
+    def _shown(self) -> Iterator[None]:
+        with self._divided.shown():
+            showing = self.now = Showing(self._divided, tree=True)
+            try:
+                showing.open()
+                yield
+            finally:
+                self.now = None
+                showing.close()
+
+    @contextmanager
+    def at_first_read(self, at_once: bool) -> Iterator[None]:
+        """Around a hook, in a whole tree: it finds whole gradients once it reads one.
+
+        Args:
+            at_once: whether some ranks only may read, for which everything is brought before.
+        """
+        showing, outer = Showing(self._divided, tree=True), self.now or (self.in_hook if self.in_hook.opened else None)
+        if outer is not None or not ask(showing.first):
+            if outer is not None and at_once:
+                outer.gather()
+            yield
+            return
+        self.now = showing
+        try:
+            if at_once:
+                ask_no_more()
+                showing.gather()
+            yield
+        finally:
+            self.now = None
+            showing.close()
