@@ -59,12 +59,38 @@ def has_numbers(value: Any) -> bool:
 def batch_size(batch: Any) -> int | None:
     """The number of samples in a batch: the first dimension that most of its tensors have.
 
-    Where there are none, the length that most lists of plain values have, as those of texts; None where nothing tells.
+    Tensors in a list with an item for each sample, as the targets of a detector, say nothing. Where there are no
+    tensors, the length that most lists of plain values have, as those of texts; None where nothing tells.
     """
     sizes = [tensor.size(0) for tensor in tensors_of(batch) if tensor.dim()] or [*map(len, _plain_lists(batch))]
     if len(sizes) < 2:
         return sizes[0] if sizes else None
-    return Counter(sizes).most_common(1)[0][0]
+    told = Counter(_sizes_told(batch) if len({*sizes}) > 1 else sizes)
+    return told.most_common(1)[0][0]
+
+
+def _sizes_told(value: Any) -> Iterator[int]:
+    """The first dimensions of tensors, and lengths of lists that have an item for each sample."""
+    children, lists = children_of(value), list[Any]()
+    if isinstance(value, Tensor) and value.dim():
+        yield value.size(0)
+    told = set[int]()
+    for child in children:
+        if holds_alike(child) and not isinstance(child[0], Tensor):
+            lists.append(child)
+            continue
+        for size in _sizes_told(child):
+            told.add(size)
+            yield size
+    for child in lists:
+        yield from [len(child)] if len(child) in told else (size for item in child for size in _sizes_told(item))
+
+
+def holds_alike(value: Any) -> bool:
+    """Whether a value is a list, or a tuple, of containers or tensors of one kind, as of targets or pictures."""
+    if not isinstance(value, (list, tuple)) or not value or isinstance(value[0], ATOMS):
+        return False
+    return len({(each.dtype, each.dim()) if isinstance(each, Tensor) else type(each) for each in value}) == 1
 
 
 def outline_of(value: Any) -> Any:

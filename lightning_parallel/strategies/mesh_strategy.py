@@ -291,7 +291,7 @@ class MeshStrategy(RankStrategy):
     def _differentiate(self, loss: Tensor, scaled: Tensor, backward: Callable[[Tensor], None]) -> None:
         """Runs the backward pass of a loss, which a plugin has scaled, by the weight of this rank's samples."""
         weight, log = self._weight, self._log
-        self._nonfinite.see(loss)
+        scaled = self._nonfinite.seen(loss, scaled)
         with nullcontext() if log is None else log.around_backward(weight, loss, self._stored.look_at_loss):
             self._step.backward(lambda: backward(scaled if weight == 1.0 or self._step.weighs else scaled * weight))
 

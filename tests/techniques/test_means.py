@@ -130,6 +130,11 @@ def test_a_loop_over_as_many_heads_as_samples_is_none(take: Any) -> None:
         for sample, targets in zip(x, y, strict=True):
             F.cross_entropy(sample.expand(3, 5), targets)
     assert means.of_single_samples(3) == {0, 1, 2}
+    lists = [{"boxes": torch.ones(count, 5)} for count in (1, 3, 3)]
+    with Means(batch=(x, lists)) as means:
+        for sample, boxes in zip(x, lists, strict=True):
+            F.mse_loss(sample.expand_as(boxes["boxes"]), boxes["boxes"])
+    assert means.of_single_samples(3) == {0, 1, 2}
 
 
 class Heads(LightningModule):

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -53,19 +52,18 @@ class NonFinite:
         self._agrees = group.size() > 1 and (divided or policy == "skip")
         self._losses: Tensor | None = None
 
-    def see(self, loss: Tensor) -> None:
-        """A loss before its backward: where it is not finite, no gradient of it will be, whatever its graph makes."""
+    def seen(self, loss: Tensor, scaled: Tensor) -> Tensor:
+        """What goes backward for a loss: where it is not finite, no gradient of it will be, whatever its graph makes.
+
+        Args:
+            loss: as the step returned it.
+            scaled: what a plugin made of it.
+        """
         if self._policy == "continue" or not loss.requires_grad:
-            return
+            return scaled
         value = loss.detach()
         self._losses = value if self._losses is None else self._losses + value
-        nothing = value - value  # 0 or nan, without a device having to wait
-        at, node = loss.output_nr, get_gradient_edge(loss).node
-
-        def add(gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
-            return (*gradients[:at], gradients[at] + nothing, *gradients[at + 1 :])
-
-        node.register_prehook(add)  # in half the time of a hook of the tensor
+        return scaled * (value - value + 1)  # 1 or nan, without a device having to wait, or a hook to be called
 
     def before_step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], scale: float | None) -> None:
         """Looks at the gradients, reduced and clipped, by which the optimizer is about to step.

@@ -12,7 +12,7 @@ are known. Any sum of means then has the gradient of the whole batch, each of th
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,7 +25,7 @@ from typing_extensions import Self
 from lightning_parallel.techniques.step import Run
 from lightning_parallel.techniques.tools.losses import Watched, unwatch, watch
 from lightning_parallel.techniques.tools.reach import is_made_of, linear_nodes, multiples_in
-from lightning_parallel.values import tensors_of
+from lightning_parallel.values import children_of, holds_alike, tensors_of
 
 T = TypeVar("T")
 
@@ -226,11 +226,11 @@ class Means:
         """Whether targets are those of several samples, as of one head of as many as there are samples."""
         if targets is None:
             return False
-        for whole in tensors_of(self.batch):
-            if whole.dim() and len(whole) == samples and _share_memory(whole, targets):
+        for whole, is_of_one in _tensors_in(self.batch, samples):
+            if whole.untyped_storage().data_ptr() == targets.untyped_storage().data_ptr():
                 start, row = targets.storage_offset() - whole.storage_offset(), max(whole.stride(0), 1)
                 extent = sum((n - 1) * step for n, step in zip(targets.shape, targets.stride(), strict=True))
-                return start // row != (start + extent) // row
+                return not is_of_one and start // row != (start + extent) // row
         return targets.shape[:1] == (samples,)  # nothing tells of copies but their size
 
     # ---------------------------------------------------------------- what was seen
@@ -332,8 +332,16 @@ class WatchedRun(Run[T]):
             unwatch(watched)
 
 
-def _share_memory(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+def _tensors_in(batch: Any, samples: int) -> Iterator[tuple[Tensor, bool]]:
+    """The tensors of a batch with a row for each sample, and those in lists with an item for each, which are of one."""
+    if isinstance(batch, Tensor):
+        if batch.dim() and len(batch) == samples:
+            yield batch, False
+    elif holds_alike(batch) and len(batch) == samples:
+        yield from ((tensor, True) for tensor in tensors_of(batch) if tensor.dim())
+    else:
+        for child in children_of(batch):
+            yield from _tensors_in(child, samples)
 
 
 def is_among(value: Tensor, means: Sequence[Tensor]) -> bool:
