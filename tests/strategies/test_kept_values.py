@@ -14,7 +14,8 @@ from torch import Tensor
 
 from lightning_parallel.strategies.logged.kept_merged import Merging, Part
 from lightning_parallel.strategies.logged.kept_values import KeptValues, keep
-from lightning_parallel.strategies.logged.kinds import KindWatch
+from lightning_parallel.strategies.logged.kind_watch import KindWatch
+from lightning_parallel.strategies.logged.kinds import Kind
 from lightning_parallel.values import map_leaves
 from tests.strategies.one_and_two import require_like
 
@@ -151,3 +152,55 @@ def test_a_mean_times_a_number_that_is_like_a_count_is_told() -> None:
     """With parts of two samples it may be a sum over them as well."""
     guessed = kept_in_parts(Scaled(), [2] * (len(X) // 2), Scaled(), set())
     assert {path[0] for path in guessed} == {"last"}
+
+
+def of_each(z: Tensor) -> Tensor:
+    return torch.stack([z[i].abs().sum() + z[i].square().mean() for i in range(len(z))]).mean()
+
+
+def of_each_row(z: Tensor) -> Tensor:
+    return torch.stack([(row * 2).sum() for row in z]).max()
+
+
+def one_by_one(z: Tensor) -> Tensor:
+    total = torch.zeros(())
+    for row in z.unbind():
+        total = total + row.sum()
+    return total
+
+
+def divided_one_by_one(z: Tensor) -> Tensor:
+    return sum(z[i].exp().sum() / len(z) for i in range(len(z)))  # type: ignore[return-value]
+
+
+def last_layer(z: Tensor) -> Tensor:
+    return z.expand(2, *z.shape)[-1].sum()
+
+
+@pytest.mark.parametrize(
+    ("made", "kind"),
+    [
+        (of_each, Kind.MEAN),
+        (of_each_row, Kind.MAX),
+        (one_by_one, Kind.SUM),
+        (divided_one_by_one, Kind.MEAN),
+        (last_layer, Kind.SUM),
+        (lambda z: z[-1].sum(), Kind.OTHER),
+    ],
+)
+def test_what_a_loop_over_samples_makes_is_known(made: Any, kind: Kind) -> None:
+    for samples in (3, 4):
+        z = torch.randn(samples, 5)
+        with KindWatch() as watch:
+            watch.samples = samples
+            value = made(z)
+        assert watch.kind_of(value) is kind
+
+
+def test_a_list_of_one_sample_may_be_one_of_all() -> None:
+    """A microbatch may have one: whether what it makes is a mean over samples cannot be seen."""
+    z = torch.randn(1, 5)
+    with KindWatch() as watch:
+        watch.samples = 1
+        value = of_each(z)
+    assert watch.kind_of(value) is Kind.OTHER

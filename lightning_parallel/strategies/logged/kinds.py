@@ -1,31 +1,16 @@
 """Kinds of values that a step computes from its batch: how those of a batch's parts make that of the batch.
 
 The mean loss of a batch is the mean over its parts, a count of hits their sum, a highest value the highest of theirs.
-`KindWatch` sees by which operations a value was made. A value counts as what it was reduced by over the samples:
-`mean`, `sum`, `max`; what is done to it afterwards keeps that or makes it of another kind. What still has samples has
-none.
+Here is what operations make of kinds.
 """
 
 from __future__ import annotations
 
-import math
-import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from itertools import combinations
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-
-from lightning_parallel.values import tensors_of
-
-PATIENCE = 8
-"""How many batches of a kind are watched at most."""
+from torch import Tensor
 
 
 class Kind(Enum):
@@ -38,6 +23,7 @@ class Kind(Enum):
     MAX = "a maximum over samples"
     MIN = "a minimum over samples"
     SAMPLES = "one entry for each sample"
+    ONE = "what one of several samples has"
     OTHER = "something else"
 
 
@@ -60,205 +46,32 @@ NUMBERS = {"item", "__float__", "__int__", "__index__", *ABOUT}
 PLUS = {"add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "__sub__", "__rsub__", "__isub__", "rsub"}
 TIMES = {"mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply"}
 OVER = {"div", "div_", "__truediv__", "__itruediv__", "true_divide", "divide", "__div__"}
+TOGETHER = {"stack", "cat", "hstack", "vstack", "concat", "concatenate", "tensor", "as_tensor"}
 MOST_DIMS, MOST_PARTS = 4, 64
 LINEAR = {Kind.SAME, Kind.MEAN, Kind.SUM}
 
 
-class KindWatch(TorchFunctionMode):
-    """While active, sees of what kind the tensors are that are computed, and the numbers taken from them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._known: dict[int, tuple[weakref.ref[Tensor], Kind]] = {}
-        self._numbers: dict[float, Kind | None] = {}
-        self._counts = Counts()
-        #: whether a mean was multiplied by a number that is like a count of samples, perhaps by chance
-        self.doubtful = False
-        self._paused = False
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Inside, nothing is seen: Lightning multiplies what it logs by the number of samples, too."""
-        self._paused = True
-        try:
-            yield
-        finally:
-            self._paused = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See `TorchFunctionMode`."""
-        kwargs = kwargs or {}
-        if torch.compiler.is_dynamo_compiling() or self._paused:
-            return func(*args, **kwargs)
-        before = self._read(args, kwargs)
-        result = func(*args, **kwargs)
-        name = func.__name__
-        if name == "__setitem__" and before[0] is not Kind.SAMPLES:
-            self._know(args[0], _set_in(before[0], self.kind_of(args[2])))
-        elif isinstance(result, Tensor):
-            kind = self._made(func, name, before, result, args, kwargs)
-            self._know(result, kind)
-        elif name in NUMBERS:
-            self._count(name, args, before, result)
-        elif isinstance(result, (tuple, list)):
-            for tensor in tensors_of(result):
-                self._know(tensor, self._made(func, name, before, tensor, args, kwargs))
-        return result
-
-    def take_as_same(self, tensors: Iterable[Tensor]) -> None:
-        """States of a module have no samples, whatever their shape."""
-        for tensor in tensors:
-            self._know(tensor, Kind.SAME)
-
-    def kind_of_number(self, value: float, before: float) -> Kind | None:
-        """The kind of a number that was another one before."""
-        added = value - before
-        if isinstance(value, int):  # which are often alike by chance
-            return None if added == 1 and added in self._numbers else self._of_number(value)
-        goes_on = self._of_number(added, 4e-16 * max(abs(value), abs(before)))
-        if goes_on in (Kind.SAME, None):
-            return self._of_number(value)
-        return Kind.SUMMED if goes_on is Kind.SUM else goes_on
-
-    def kind_of(self, value: Any) -> Kind | None:
-        """The kind of a tensor or number that was computed while this was active; None where values do not tell."""
-        if isinstance(value, Tensor):
-            return self._of_tensor(value)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            return None if isinstance(value, (np.ndarray, np.generic)) else Kind.SAME
-        return self._of_number(value)
-
-    # ---------------------------------------------------------------- what is known
-
-    def _know(self, tensor: Tensor, kind: Kind) -> None:
-        if kind is Kind.SAMPLES:
-            self._known.pop(id(tensor), None)
-        else:
-            self._known[id(tensor)] = weakref.ref(tensor), kind
-
-    def _of_tensor(self, tensor: Tensor) -> Kind:
-        known = self._known.get(id(tensor))
-        if known is not None and known[0]() is tensor:
-            return known[1]
-        if isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad):
-            return Kind.SAME
-        return Kind.SAMPLES if tensor.dim() else Kind.OTHER
-
-    def _of_number(self, number: float, error: float = 0.0) -> Kind | None:
-        """A number is known by its value; one that was made from two others, by what they make."""
-        if self._number(number, error) is not Kind.SAME:
-            return self._number(number, error)
-        if isinstance(number, int) or abs(number) == 1.0:  # a quotient is no integer, and 1.0 may be one of any two
-            return Kind.SAME if isinstance(number, int) or not self._numbers else None
-        error = max(error, 4e-16 * abs(number))
-        for count in [count for count, kind in self._numbers.items() if kind is Kind.SUM and count > 1]:
-            if self._number(number / count, error) is Kind.MEAN:
-                return Kind.SUM
-            if self._number(number * count, error * count) is Kind.SUM:
-                return Kind.MEAN
-        return Kind.SAME
-
-    def _number(self, number: float, error: float) -> Kind | None:
-        if abs(number) <= error:
-            return None
-        if number in self._numbers or not error:
-            return self._numbers.get(number, Kind.SAME)
-        near = [kind for known, kind in self._numbers.items() if abs(known - number) <= error]
-        return near[0] if near else Kind.SAME
-
-    def _read(self, args: Any, kwargs: Any) -> list[Kind]:
-        return [self._of_tensor(tensor) for tensor in (*tensors_of(args), *tensors_of(kwargs))]
-
-    # ---------------------------------------------------------------- what is made
-
-    def _made(
-        self, func: Callable[..., Any], name: str, before: Sequence[Kind], result: Tensor, args: Any, kwargs: Any
-    ) -> Kind:
-        if Kind.SAMPLES not in before:
-            return self._of_values(name, before, result, args, kwargs)
-        if result.dim() and not _reduces_samples(name, args, kwargs):
-            return Kind.SAMPLES
-        return _reduction(func, name, args, kwargs)
-
-    def _of_values(self, name: str, before: Sequence[Kind], result: Tensor, args: Any, kwargs: Any) -> Kind:
-        """The kind of what was made of values without samples."""
-        kinds = set(before) - {Kind.SAME}
-        if not kinds:
-            return self._made_from_numbers(result, args) if not before else Kind.SAME
-        if name in ("where", "ones_like", "zeros_like", "full_like"):
-            chosen = set(before[1:]) - {Kind.SAME} if name == "where" else {Kind.SAME}
-            return chosen.pop() if len(chosen) == 1 else Kind.OTHER
-        numbers = [float(arg) for arg in args if isinstance(arg, (int, float)) and not isinstance(arg, bool)]
-        if len(kinds) == 1 and (name in ALIKE or _keeps(name, next(iter(kinds)))):
-            return next(iter(kinds)) if Kind.SAME not in before or kinds == {Kind.MEAN} else Kind.OTHER
-        if name in PLUS:
-            return _sum_of(set(before), numbers)
-        if name in TIMES:
-            factors = [self._of_number(number) or Kind.OTHER for number in numbers]
-            self.doubtful |= Kind.SUM in factors and Kind.MEAN in before
-            return _product_of([*before, *factors])
-        if name in OVER and len(args) == 2:
-            upper, lower = (self.kind_of(arg) or Kind.OTHER for arg in args)
-            counted = (upper, lower) == (Kind.SUM, Kind.SAME) and args[1] in self._counts
-            return _quotient_of(upper, Kind.SUM if counted else lower)
-        if name in ("neg", "__neg__"):
-            (kind,) = kinds if len(kinds) == 1 else (Kind.OTHER,)
-            return {Kind.MAX: Kind.MIN, Kind.MIN: Kind.MAX}.get(kind, kind)
-        return Kind.OTHER
-
-    def _made_from_numbers(self, result: Tensor, args: Any) -> Kind:
-        if result.dim() or not args or not isinstance(args[0], (int, float)):
-            return Kind.SAME
-        return self.kind_of(args[0]) or Kind.OTHER
-
-    def _count(self, name: str, args: Any, before: Sequence[Kind], result: Any) -> None:
-        """Numbers that come out of tensors: their values, or how many samples they have."""
-        number, kind = result, before[0] if before else Kind.SAME
-        if name in ABOUT:
-            kind = Kind.SUM if kind is Kind.SAMPLES and args[1:] in ((), (0,)) else Kind.SAME
-            if kind is Kind.SUM:
-                self._counts.read(name, result)
-            number = result[0] if isinstance(result, torch.Size) and result else result
-        if isinstance(number, (int, float)) and kind is not Kind.SAME:
-            known = self._numbers.setdefault(float(number), kind)
-            if known is not kind:
-                self._numbers[float(number)] = None
+def row_taken(name: str, args: Any) -> int | None:
+    """The number of the row that an operation takes out of a tensor, 0 for all one by one; None where it does not."""
+    if name in ("unbind", "__iter__"):
+        return None if args[1:] and args[1] != 0 else 0
+    if name == "select":
+        return args[2] if len(args) == 3 and args[1] == 0 else None
+    if name != "__getitem__":
+        return None
+    first = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
+    return first if type(first) is int else None
 
 
-class Counts:
-    """Numbers that were made of the counts that a step read, by which it may divide a sum.
-
-    These are products of the number of samples and other dimensions, `(batch * length)`, and sums of counts that were
-    read one after the other, `count += part.numel()`.
-    """
-
-    def __init__(self) -> None:
-        self._made: set[int] = set()
-        self._sums: dict[str, list[int]] = {}
-
-    def __contains__(self, number: object) -> bool:
-        return isinstance(number, (int, float)) and number in self._made
-
-    def read(self, name: str, result: Any) -> None:
-        """A count was read of a tensor with samples, by this method."""
-        if isinstance(result, torch.Size):
-            first, *others = [size for size in result if isinstance(size, int)] or (0,)  # compilers read symbols, too
-            for some in range(1, min(len(others), MOST_DIMS) + 1):
-                self._made.update(first * math.prod(chosen) for chosen in combinations(others, some))
-        elif isinstance(result, int):
-            before = self._sums.get(name, [])[-MOST_PARTS:]
-            self._sums[name] = [*(sum_ + result for sum_ in before), result]
-            self._made.update(self._sums[name][:-1])
-
-
-def _keeps(name: str, kind: Kind) -> bool:
+def keeps(name: str, kind: Kind) -> bool:
     """Whether an operation on entries of one kind gives that kind."""
     if name in ("sum", "mean", "nanmean", "nansum"):
         return kind in LINEAR
     return REDUCED.get(name) is kind
 
 
-def _sum_of(kinds: set[Kind], numbers: Iterable[float]) -> Kind:
+def sum_of(kinds: set[Kind], numbers: Iterable[float]) -> Kind:
+    """The kind of a sum of values of these kinds, and of numbers."""
     kinds = kinds | {Kind.SAME} if any(numbers) else kinds
     varying = kinds - {Kind.SAME}
     if len(varying) > 1:
@@ -267,27 +80,29 @@ def _sum_of(kinds: set[Kind], numbers: Iterable[float]) -> Kind:
     return Kind.SUMMED if kind is Kind.SUM and Kind.SAME in kinds else kind
 
 
-def _set_in(target: Kind, value: Kind | None) -> Kind:
+def set_in(target: Kind, value: Kind | None) -> Kind:
     """The kind of a state in which entries were set."""
     kinds = {target, value} - {Kind.SAME}
     allowed = [kind for kind in (Kind.MEAN, Kind.SUMMED) if kinds == {kind}]
     return allowed[0] if allowed else Kind.OTHER if kinds else Kind.SAME
 
 
-def _product_of(kinds: Sequence[Kind]) -> Kind:
+def product_of(kinds: Sequence[Kind]) -> Kind:
+    """The kind of a product."""
     varying = [kind for kind in kinds if kind is not Kind.SAME]
     if len(varying) == 1 and varying[0] in LINEAR:
         return varying[0]
     return Kind.SUM if sorted(kind.name for kind in varying) == ["MEAN", "SUM"] else Kind.OTHER
 
 
-def _quotient_of(upper: Kind, lower: Kind) -> Kind:
+def quotient_of(upper: Kind, lower: Kind) -> Kind:
+    """The kind of a quotient."""
     if lower is Kind.SAME:
         return upper if upper in LINEAR else Kind.OTHER
     return Kind.MEAN if (upper, lower) == (Kind.SUM, Kind.SUM) else Kind.OTHER
 
 
-def _reduction(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Kind:
+def reduction(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Kind:
     """The kind that a reduction of a tensor with samples makes."""
     if name.endswith("_loss") or name.startswith(("cross_entropy", "binary_cross_entropy", "kl_div")):
         return {"mean": Kind.MEAN, "batchmean": Kind.MEAN, "sum": Kind.SUM}.get(
@@ -296,59 +111,12 @@ def _reduction(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> K
     return REDUCED.get(name, Kind.OTHER)
 
 
-def _reduces_samples(name: str, args: Any, kwargs: Any) -> bool:
+def reduces_samples(name: str, args: Any, kwargs: Any) -> bool:
     """Whether the first dimension, that of samples, is among those that are reduced."""
     if name not in REDUCED:
         return False
     dims = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 and not isinstance(args[1], Tensor) else None))
     return name in ("bincount", "histc") or dims == 0 or (isinstance(dims, (tuple, list)) and 0 in dims)
-
-
-Found = tuple[Kind | None, ...]
-
-
-class Kinds:
-    """The kinds of a run's values, by their names: seen in the first batches, known from then on."""
-
-    def __init__(self) -> None:
-        self._known: dict[Any, Found] = {}
-        self._watched: Counter[str] = Counter()
-        self._open: set[str] = set()
-        #: by their names, integers that did not always grow by one: they count samples, not steps
-        self.adding: set[Any] = set()
-
-    def watch(self, hook: str) -> KindWatch | None:
-        """A watch for the next run of a step, as long as something in it is not known."""
-        if self._watched[hook] and (hook not in self._open or self._watched[hook] >= PATIENCE):
-            return None
-        self._watched[hook] += 1
-        self._open.discard(hook)
-        return KindWatch()
-
-    def of(self, hook: str, name: Any, values: Sequence[Any], seen: Sequence[Kind | None] | None) -> Found:
-        """The kinds of what goes by a name; None is what nobody knows yet.
-
-        Args:
-            hook: in which it was computed.
-            name: by which it is known.
-            values: what it is.
-            seen: for each of them what a watch saw, if there was one.
-        """
-        known = self._known.get((hook, name), ())
-        known = known if len(known) == len(values) else (None,) * len(values)
-        if seen is not None:
-            known = tuple(
-                common((kind, before), by_value=True) if not isinstance(value, Tensor) else kind or before
-                for value, kind, before in zip(values, seen, known, strict=True)
-            )
-            self._known[hook, name] = known
-        if None in known:
-            self._open.add(hook)
-        return known
-
-    def decide(self, hook: str, name: Any, kinds: Found) -> None:
-        """All ranks take these."""
-        self._known[hook, name] = kinds
 
 
 def common(kinds: Iterable[Kind | None], by_value: bool = False) -> Kind | None:

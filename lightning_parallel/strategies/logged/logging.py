@@ -27,7 +27,8 @@ from lightning_parallel.collectives.functional import Pending, packed
 from lightning_parallel.strategies.logged.averages import Shared
 from lightning_parallel.strategies.logged.first_losses import FirstLosses
 from lightning_parallel.strategies.logged.kept_values import KeptValues
-from lightning_parallel.strategies.logged.kinds import Kind, Kinds, KindWatch
+from lightning_parallel.strategies.logged.kind_watch import Kinds, KindWatch
+from lightning_parallel.strategies.logged.kinds import Kind
 from lightning_parallel.strategies.logged.metrics import Uncounted, at_most_on_step
 from lightning_parallel.strategies.logged.quotients import Quotients
 from lightning_parallel.strategies.logged.reductions import Reductions, SeenKind, is_compiled
@@ -224,10 +225,13 @@ class StepLog:
         finally:
             self._divert = before
 
-    def watching(self) -> AbstractContextManager[None]:
+    def watching(self, batch: Any) -> AbstractContextManager[None]:
         """Around the user's code: in the first batches, of what kind the values are that it logs is seen."""
         watch = None if self.alone else self.kinds.watch(self._module._current_fx_name or "")
-        return nullcontext() if watch is None or is_compiled(self._module) else self._watching(watch)
+        if watch is None or is_compiled(self._module):
+            return nullcontext()
+        watch.samples = batch_size(batch)
+        return self._watching(watch)
 
     @contextmanager
     def _watching(self, watch: KindWatch) -> Iterator[None]:

@@ -144,6 +144,7 @@ class PartsRun(Run[T]):
         given = [WeightedUpdates(metric) for metric in self._metrics.values() if averages(metric)]
         lent = self._buffers.lend()
         if watch is not None:
+            watch.samples = size
             watch.take_as_same(lent)
         try:
             with (
@@ -340,7 +341,7 @@ class SeenRun(WatchedRun[T]):
 
     def __call__(self, *args: Any, **kwargs: Any) -> T:
         """See `Run.__call__`."""
-        with self._log.watching():
+        with self._log.watching(args[:1]):
             return super().__call__(*args, **kwargs)
 
 

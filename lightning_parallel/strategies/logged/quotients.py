@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_parallel.strategies.logged.kinds import Kind, KindWatch
+from lightning_parallel.strategies.logged.kind_watch import KindWatch
+from lightning_parallel.strategies.logged.kinds import Kind
 from lightning_parallel.techniques.tools.means import Means
 
 

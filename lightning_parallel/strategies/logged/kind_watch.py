@@ -1,0 +1,326 @@
+"""Sees of what kind the values are that a step logs and keeps, while it computes them in the first batches.
+
+`KindWatch` sees by which operations a value was made. A value counts as what it was reduced by over the samples:
+`mean`, `sum`, `max`; what is done to it afterwards keeps that or makes it of another kind. What still has samples has
+none, but for what was taken out of one of several samples, as in a loop over them: that is known as this sample's.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_parallel.strategies.logged.kinds import (
+    ABOUT,
+    ALIKE,
+    MOST_DIMS,
+    MOST_PARTS,
+    NUMBERS,
+    OVER,
+    PLUS,
+    TIMES,
+    TOGETHER,
+    Kind,
+    common,
+    keeps,
+    product_of,
+    quotient_of,
+    reduces_samples,
+    reduction,
+    row_taken,
+    set_in,
+    sum_of,
+)
+from lightning_parallel.values import tensors_of
+
+PATIENCE = 8
+"""How many batches of a kind are watched at most."""
+
+
+class KindWatch(TorchFunctionMode):
+    """While active, sees of what kind the tensors are that are computed, and the numbers taken from them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: how many the step has, where that is known
+        self.samples: int | None = None
+        self._known: dict[int, tuple[weakref.ref[Tensor], Kind]] = {}
+        self._whose: dict[int, int] = {}
+        self._numbers: dict[float, Kind | None] = {}
+        self._counts = Counts()
+        #: whether a mean was multiplied by a number that is like a count of samples, perhaps by chance
+        self.doubtful = False
+        self._paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is seen: Lightning multiplies what it logs by the number of samples, too."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See `TorchFunctionMode`."""
+        kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling() or self._paused:
+            return func(*args, **kwargs)
+        before = self._read(args, kwargs)
+        result = func(*args, **kwargs)
+        name = func.__name__
+        if name == "__iter__":  # of a tensor: its rows one by one
+            rows = list(result)
+            self._know_rows(name, before, rows, args)
+            return iter(rows)
+        if Kind.ONE in before and isinstance(result, Tensor):
+            self._know_of_one(name, {*before}, result, args, kwargs)
+        elif not self._know_rows(name, before, result, args):
+            self._know_result(func, name, before, result, args, kwargs)
+        return result
+
+    def _know_result(self, func: Any, name: str, before: list[Kind], result: Any, args: Any, kwargs: Any) -> None:
+        if name == "__setitem__" and before[0] is not Kind.SAMPLES:
+            is_one = before[-1] is Kind.ONE
+            self._know(args[0], Kind.SAMPLES if is_one else set_in(before[0], self.kind_of(args[2])))
+        elif isinstance(result, Tensor):
+            self._know(result, self._made(func, name, before, result, args, kwargs))
+        elif name in NUMBERS:
+            self._count(name, args, before, result)
+        elif isinstance(result, (tuple, list)):
+            for tensor in tensors_of(result):
+                self._know(tensor, self._made(func, name, before, tensor, args, kwargs))
+
+    def take_as_same(self, tensors: Iterable[Tensor]) -> None:
+        """States of a module have no samples, whatever their shape."""
+        for tensor in tensors:
+            self._know(tensor, Kind.SAME)
+
+    def kind_of_number(self, value: float, before: float) -> Kind | None:
+        """The kind of a number that was another one before."""
+        added = value - before
+        if isinstance(value, int):  # which are often alike by chance
+            return None if added == 1 and added in self._numbers else self._of_number(value)
+        goes_on = self._of_number(added, 4e-16 * max(abs(value), abs(before)))
+        if goes_on in (Kind.SAME, None):
+            return self._of_number(value)
+        return Kind.SUMMED if goes_on is Kind.SUM else goes_on
+
+    def kind_of(self, value: Any) -> Kind | None:
+        """The kind of a tensor or number that was computed while this was active; None where values do not tell."""
+        if isinstance(value, Tensor):
+            kind = self._of_tensor(value)
+            return Kind.OTHER if kind is Kind.ONE else kind
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            return None if isinstance(value, (np.ndarray, np.generic)) else Kind.SAME
+        return self._of_number(value)
+
+    # ---------------------------------------------------------------- what is known
+
+    def _know(self, tensor: Tensor, kind: Kind) -> None:
+        if kind is Kind.SAMPLES:
+            self._known.pop(id(tensor), None)
+        else:
+            self._known[id(tensor)] = weakref.ref(tensor), kind
+
+    def _of_tensor(self, tensor: Tensor) -> Kind:
+        known = self._known.get(id(tensor))
+        if known is not None and known[0]() is tensor:
+            return known[1]
+        if isinstance(tensor, nn.Parameter) or (tensor.is_leaf and tensor.requires_grad):
+            return Kind.SAME
+        return Kind.SAMPLES if tensor.dim() else Kind.OTHER
+
+    def _of_number(self, number: float, error: float = 0.0) -> Kind | None:
+        """A number is known by its value; one that was made from two others, by what they make."""
+        if self._number(number, error) is not Kind.SAME:
+            return self._number(number, error)
+        if isinstance(number, int) or abs(number) == 1.0:  # a quotient is no integer, and 1.0 may be one of any two
+            return Kind.SAME if isinstance(number, int) or not self._numbers else None
+        error = max(error, 4e-16 * abs(number))
+        for count in [count for count, kind in self._numbers.items() if kind is Kind.SUM and count > 1]:
+            if self._number(number / count, error) is Kind.MEAN:
+                return Kind.SUM
+            if self._number(number * count, error * count) is Kind.SUM:
+                return Kind.MEAN
+        return Kind.SAME
+
+    def _number(self, number: float, error: float) -> Kind | None:
+        if abs(number) <= error:
+            return None
+        if number in self._numbers or not error:
+            return self._numbers.get(number, Kind.SAME)
+        near = [kind for known, kind in self._numbers.items() if abs(known - number) <= error]
+        return near[0] if near else Kind.SAME
+
+    def _read(self, args: Any, kwargs: Any) -> list[Kind]:
+        return [self._of_tensor(tensor) for tensor in (*tensors_of(args), *tensors_of(kwargs))]
+
+    # ---------------------------------------------------------------- of one sample
+
+    def _know_rows(self, name: str, before: Sequence[Kind], result: Any, args: Any) -> bool:
+        """Knows the rows that an operation took out of a tensor with a row for each of several samples, if it did."""
+        row = row_taken(name, args) if before[:1] == [Kind.SAMPLES] else None
+        if row is None or self.samples is None or not 1 < self.samples == len(args[0]):
+            return False
+        for number, tensor in enumerate(tensors_of(result)):
+            self._know_one(tensor, row % self.samples if isinstance(result, Tensor) else number)
+        return True
+
+    def _know_one(self, tensor: Tensor, number: int) -> None:
+        self._know(tensor, Kind.ONE)
+        self._whose[id(tensor)] = number
+
+    def _know_of_one(self, name: str, before: set[Kind], result: Tensor, args: Any, kwargs: Any) -> None:
+        """Of what was made of one sample's values, and perhaps of others: it is that one's, or a sum over several."""
+        given = (*tensors_of(args), *tensors_of(kwargs))
+        whose = {self._whose[id(each)] for each in given if self._of_tensor(each) is Kind.ONE}
+        if name in TOGETHER:
+            self._know(result, Kind.SAMPLES)
+        elif name in PLUS and (len(whose) > 1 or Kind.SUM in before):
+            self._know(result, Kind.SUM if before <= {Kind.ONE, Kind.SUM} else Kind.OTHER)
+        elif name in OVER and len(args) == 2 and self.kind_of(args[1]) is Kind.SUM:
+            self._know(result, Kind.MEAN)
+        elif len(whose) == 1:
+            self._know_one(result, whose.pop())
+        else:
+            self._know(result, Kind.OTHER)
+
+    # ---------------------------------------------------------------- what is made
+
+    def _made(
+        self, func: Callable[..., Any], name: str, before: Sequence[Kind], result: Tensor, args: Any, kwargs: Any
+    ) -> Kind:
+        if Kind.SAMPLES not in before:
+            return self._of_values(name, before, result, args, kwargs)
+        if result.dim() and not reduces_samples(name, args, kwargs):
+            return Kind.SAMPLES
+        return reduction(func, name, args, kwargs)
+
+    def _of_values(self, name: str, before: Sequence[Kind], result: Tensor, args: Any, kwargs: Any) -> Kind:
+        """The kind of what was made of values without samples."""
+        kinds = set(before) - {Kind.SAME}
+        if not kinds:
+            return self._made_from_numbers(result, args) if not before else Kind.SAME
+        if name in ("where", "ones_like", "zeros_like", "full_like"):
+            chosen = set(before[1:]) - {Kind.SAME} if name == "where" else {Kind.SAME}
+            return chosen.pop() if len(chosen) == 1 else Kind.OTHER
+        numbers = [float(arg) for arg in args if isinstance(arg, (int, float)) and not isinstance(arg, bool)]
+        of_all = name in TOGETHER and self.samples == 1 == len(before)  # a list may have an item for each sample
+        if len(kinds) == 1 and not of_all and (name in ALIKE or keeps(name, next(iter(kinds)))):
+            return next(iter(kinds)) if Kind.SAME not in before or kinds == {Kind.MEAN} else Kind.OTHER
+        if name in PLUS:
+            return sum_of(set(before), numbers)
+        if name in TIMES:
+            factors = [self._of_number(number) or Kind.OTHER for number in numbers]
+            self.doubtful |= Kind.SUM in factors and Kind.MEAN in before
+            return product_of([*before, *factors])
+        if name in OVER and len(args) == 2:
+            upper, lower = (self.kind_of(arg) or Kind.OTHER for arg in args)
+            counted = (upper, lower) == (Kind.SUM, Kind.SAME) and args[1] in self._counts
+            return quotient_of(upper, Kind.SUM if counted else lower)
+        if name in ("neg", "__neg__"):
+            (kind,) = kinds if len(kinds) == 1 else (Kind.OTHER,)
+            return {Kind.MAX: Kind.MIN, Kind.MIN: Kind.MAX}.get(kind, kind)
+        return Kind.OTHER
+
+    def _made_from_numbers(self, result: Tensor, args: Any) -> Kind:
+        if result.dim() or not args or not isinstance(args[0], (int, float)):
+            return Kind.SAME
+        return self.kind_of(args[0]) or Kind.OTHER
+
+    def _count(self, name: str, args: Any, before: Sequence[Kind], result: Any) -> None:
+        """Numbers that come out of tensors: their values, or how many samples they have."""
+        number, kind = result, before[0] if before else Kind.SAME
+        if name in ABOUT:
+            kind = Kind.SUM if kind is Kind.SAMPLES and args[1:] in ((), (0,)) else Kind.SAME
+            if kind is Kind.SUM:
+                self._counts.read(name, result)
+            number = result[0] if isinstance(result, torch.Size) and result else result
+        if isinstance(number, (int, float)) and kind is not Kind.SAME:
+            known = self._numbers.setdefault(float(number), kind)
+            if known is not kind:
+                self._numbers[float(number)] = None
+
+
+class Counts:
+    """Numbers that were made of the counts that a step read, by which it may divide a sum.
+
+    These are products of the number of samples and other dimensions, `(batch * length)`, and sums of counts that were
+    read one after the other, `count += part.numel()`.
+    """
+
+    def __init__(self) -> None:
+        self._made: set[int] = set()
+        self._sums: dict[str, list[int]] = {}
+
+    def __contains__(self, number: object) -> bool:
+        return isinstance(number, (int, float)) and number in self._made
+
+    def read(self, name: str, result: Any) -> None:
+        """A count was read of a tensor with samples, by this method."""
+        if isinstance(result, torch.Size):
+            first, *others = [size for size in result if isinstance(size, int)] or (0,)  # compilers read symbols, too
+            for some in range(1, min(len(others), MOST_DIMS) + 1):
+                self._made.update(first * math.prod(chosen) for chosen in combinations(others, some))
+        elif isinstance(result, int):
+            before = self._sums.get(name, [])[-MOST_PARTS:]
+            self._sums[name] = [*(sum_ + result for sum_ in before), result]
+            self._made.update(self._sums[name][:-1])
+
+
+Found = tuple[Kind | None, ...]
+
+
+class Kinds:
+    """The kinds of a run's values, by their names: seen in the first batches, known from then on."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Found] = {}
+        self._watched: Counter[str] = Counter()
+        self._open: set[str] = set()
+        #: by their names, integers that did not always grow by one: they count samples, not steps
+        self.adding: set[Any] = set()
+
+    def watch(self, hook: str) -> KindWatch | None:
+        """A watch for the next run of a step, as long as something in it is not known."""
+        if self._watched[hook] and (hook not in self._open or self._watched[hook] >= PATIENCE):
+            return None
+        self._watched[hook] += 1
+        self._open.discard(hook)
+        return KindWatch()
+
+    def of(self, hook: str, name: Any, values: Sequence[Any], seen: Sequence[Kind | None] | None) -> Found:
+        """The kinds of what goes by a name; None is what nobody knows yet.
+
+        Args:
+            hook: in which it was computed.
+            name: by which it is known.
+            values: what it is.
+            seen: for each of them what a watch saw, if there was one.
+        """
+        known = self._known.get((hook, name), ())
+        known = known if len(known) == len(values) else (None,) * len(values)
+        if seen is not None:
+            known = tuple(
+                common((kind, before), by_value=True) if not isinstance(value, Tensor) else kind or before
+                for value, kind, before in zip(values, seen, known, strict=True)
+            )
+            self._known[hook, name] = known
+        if None in known:
+            self._open.add(hook)
+        return known
+
+    def decide(self, hook: str, name: Any, kinds: Found) -> None:
+        """All ranks take these."""
+        self._known[hook, name] = kinds
