@@ -138,6 +138,15 @@ class ValidatesTwice(Handwritten):
         self.log("val_loss", (self.loss(batch) + self.loss(batch)) / 2)
 
 
+class Reduces(Handwritten):
+    """Logs what Lightning does not reduce."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = super().training_step(batch, batch_idx)
+        self.log("largest", loss, reduce_fx=lambda values: max(values))
+        return loss
+
+
 class SkipsOne(Handwritten):
     """Has no loss for some samples."""
 
@@ -218,6 +227,7 @@ def zbv_with(technique: Any) -> Any:
         (partial(shares, Sees), PP2, r"block blocks\.[12] uses a tensor .* made in block blocks\.[01]"),
         (Contrasts, APART, r"samples of a batch meet .* mm makes a tensor of shape \(4, 4\) of 4 samples"),
         (Decorrelates, APART, r"samples of a batch meet .*use microbatches=1 or LayerParallelStrategy"),
+        (Reduces, PP2, r"Only `self.log\(..., reduce_fx=\{min,max,mean,sum\}\)` are supported"),
         (NoList, PP2, r"NoList .*blocks="),
         (partial(Handwritten, blocks=3), partial(PipelineParallelStrategy, 2, schedule="zbv"), r"4 stages .* has 3"),
         (Handwritten, partial(PipelineParallelStrategy, 2, split=(3, 2)), r"split=\(3, 2\) .* 4 blocks"),

@@ -74,6 +74,24 @@ def names_gradients(owner: Any, hook: str, module: nn.Module) -> bool:
     return _any_code(owner, hook, module, looks)
 
 
+def names_read(owner: Any, method: str, module: object) -> set[str]:
+    """The attributes that the user's own code of a method reads, of whatever objects."""
+    found: set[str] = set()
+
+    def note(code: CodeType) -> bool:
+        found.update(_read_in(code))
+        return False
+
+    _any_code(owner, method, module, note)
+    return found
+
+
+def _read_in(code: CodeType) -> set[str]:
+    parts = [_read_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    own = {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_ATTR"}
+    return own.union(*parts)
+
+
 def is_of_some_ranks(owner: Any, hook: str, module: nn.Module) -> bool:
     """Whether a hook may run on some ranks only, or do something else there."""
     around = _function(owner, hook)

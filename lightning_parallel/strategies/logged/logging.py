@@ -36,6 +36,7 @@ from lightning_parallel.strategies.logged.step_values import (
     StepValue,
     has_step_value,
     log_nothing,
+    options_of,
     reduction_of,
     show,
     step_value,
@@ -51,6 +52,7 @@ from lightning_parallel.strategies.ranks.agreement import (
     Comparison,
     Content,
 )
+from lightning_parallel.strategies.trainer.lightnings import require_reduction
 from lightning_parallel.techniques.tools.losses import unwatch_methods
 from lightning_parallel.techniques.tools.means import Means
 from lightning_parallel.values import batch_size
@@ -121,11 +123,10 @@ class StepLog:
 
     def __call__(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """`LightningModule.log` with `sync_dist=True`, except that step values wait for `reduce_step`."""
-        named = dict(zip(("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx"), args, strict=False)) | kwargs
-        rest = dict(zip(("enable_graph", "sync_dist"), args[5:], strict=False)) if len(args) > 5 else {}
-        options = {**named, **rest, "sync_dist": True}
+        options = {**options_of(args, kwargs), "sync_dist": True}
         value = value.full_tensor() if isinstance(value, DTensor) else value
         if self._divert is not None:
+            require_reduction(name, options)
             return self._divert(name, value, options)
         means = self.means if self._inside_step else None
         parts: dict[int, Tensor] = {}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from torch import Tensor
 from torchmetrics import Metric
@@ -16,6 +19,9 @@ from lightning_parallel.techniques.tools.means import Means
 
 NOTHING = {"mean": None, "avg": None, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
 """What a batch that does not count contributes to a reduction; to a mean it contributes with weight zero."""
+
+ORDER = (*signature(LightningModule.log).parameters,)[3:]
+"""The options of `self.log` after the name and the value."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,11 @@ def reduction_of(result: _ResultMetric) -> str:
     meta = result.meta
     named = {"min": meta.is_min_reduction, "max": meta.is_max_reduction, "sum": meta.is_sum_reduction}
     return next((name for name, is_it in named.items() if is_it), "mean")
+
+
+def options_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `self.log(name, value, ...)` by their names."""
+    return {**dict(zip(ORDER, args, strict=False)), **kwargs}
 
 
 def log_nothing(*_: Any, **__: Any) -> None:

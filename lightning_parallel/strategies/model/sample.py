@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -15,10 +16,12 @@ from torchmetrics import Metric
 
 from lightning_parallel.strategies.data.first_batches import HOST, first_batch, layout_of_batches, same_randomness
 from lightning_parallel.strategies.logged.kept_values import KeptValues
+from lightning_parallel.strategies.logged.step_values import options_of
 from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.strategies.trainer import lightnings
 from lightning_parallel.techniques.division import Sample
 from lightning_parallel.techniques.observed.draws import own_generators
+from lightning_parallel.techniques.observed.recorder import Unexpected
 from lightning_parallel.values import tensors_of
 
 PACKAGE = "lightning_parallel."
@@ -104,7 +107,7 @@ def _without_traces(module: LightningModule) -> Iterator[None]:
     metrics = [part for part in module.modules() if isinstance(part, Metric)]
     before = [{name: vars(metric).get(name) for name in silent} for metric in metrics]
     logged = vars(module).get("log")
-    vars(module)["log"] = _read
+    vars(module)["log"] = _read_to_log
     for metric in metrics:
         vars(metric).update(silent)
     try:
@@ -127,6 +130,14 @@ def _read(*args: Any, **kwargs: Any) -> None:
     """Looks at values, as what logs or counts them will, so that they are known to be used."""
     for tensor in tensors_of((args, kwargs)):
         torch.equal(tensor, tensor)
+
+
+def _read_to_log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    try:
+        lightnings.require_reduction(name, options_of(args, kwargs))
+    except MisconfigurationException as error:
+        raise Unexpected(str(error)) from None
+    _read(value)
 
 
 def _read_and_zero(*args: Any, **kwargs: Any) -> torch.Tensor:

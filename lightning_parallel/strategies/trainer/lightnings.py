@@ -5,7 +5,7 @@ Written against Lightning 2.6. Loops and combined loaders are `Any` where their 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils._pytree import tree_unflatten
@@ -212,6 +213,12 @@ def remembering_indices(batch_sampler: Any) -> Any:
 
 
 # ---------------------------------------------------------------- a batch
+
+
+def require_reduction(name: str, options: Mapping[str, Any]) -> None:
+    """Raises Lightning's own error for the options of a value that is logged, where it has no such reduction."""
+    if "reduce_fx" in options:
+        _Metadata("training_step", name, reduce_fx=options["reduce_fx"])
 
 
 def transferred(module: LightningModule, batch: Any, device: torch.device) -> Any:

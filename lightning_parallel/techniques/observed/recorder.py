@@ -53,7 +53,7 @@ def traverse(
     ):
         try:
             recorder.end(run())
-        except _Unexpected as error:
+        except Unexpected as error:
             raise ValueError(str(error)) from None
         except Exception as error:
             recorder.stop(error)
@@ -61,8 +61,8 @@ def traverse(
     return replace(recorder.traversal(), casts=casts)
 
 
-class _Unexpected(BaseException):
-    """The step does what no pipeline can follow."""
+class Unexpected(BaseException):
+    """The step does what no pipeline can follow, or what it may not do anywhere."""
 
 
 class _Recorder(Watch):
@@ -169,11 +169,11 @@ class _Recorder(Watch):
 
     def _require_order(self, name: str) -> None:
         if self._position % 2:
-            raise _Unexpected(f"the block {name} runs inside the block {self._order[-1]}; name one of the two only")
+            raise Unexpected(f"the block {name} runs inside the block {self._order[-1]}; name one of the two only")
         if name in self._order:
-            raise _Unexpected(refusals.runs_twice(name))
+            raise Unexpected(refusals.runs_twice(name))
         if said := refusals.runs_within(name):
-            raise _Unexpected(said)
+            raise Unexpected(said)
 
     def _note_returned(self, output: Any, made: Made, call: Call) -> Any:
         def mark(number: int) -> Made:
@@ -282,14 +282,14 @@ class _Recorder(Watch):
         if self._over:
             return
         if tensors is None:
-            raise _Unexpected(
+            raise Unexpected(
                 "the step calls backward, but in a pipeline the schedule decides when backward runs; return the loss, "
                 f"or {UNDIVIDED}"
             )
         in_block, after = self._position % 2 == 1, self._position == self._end
         past = [tensor for tensor in tensors if not self._begins_here(tensor)]
         if (past or not (in_block or after)) and tensors:
-            raise _Unexpected(
+            raise Unexpected(
                 f"the step takes gradients to a tensor of shape {tuple((past or tensors)[0].shape)}, which would have "
                 "to come back through other stages; a pipeline takes gradients within a step inside one block only, "
                 f"or to what the last block returned: {UNDIVIDED}"
