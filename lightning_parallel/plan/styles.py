@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_parallel.plan.linear_maps import linear_maps
 from lightning_parallel.plan.plan import ParallelPlan, matching, starred
 from lightning_parallel.plan.regions import fused_style, styles_in_blocks
 
@@ -31,9 +32,17 @@ GATHERED = "colwise_gather_output"
 
 
 def find_styles(model: nn.Module, plan: ParallelPlan) -> dict[str, str]:
-    """The styles of a model's modules, by pattern: those of its `tp_plan`, or those that its blocks suggest."""
+    """The styles of a model's modules, by pattern: those of its `tp_plan`, or those that its blocks suggest.
+
+    Where nothing suggests any, linear maps are divided by what comes out of them; where there are none, embeddings.
+    """
     styles = _from_metadata(model) or styles_in_blocks(model, plan)
-    return styles | _vocabulary(model, plan, styles)
+    return styles | _vocabulary(model, plan, styles) or _alone(model)
+
+
+def _alone(model: nn.Module) -> dict[str, str]:
+    maps = {each.name: "colwise" for each in linear_maps(model) if each.outputs > 1}
+    return maps or {name: "vocabulary" for name, module in _embeddings(model) if module.num_embeddings > 1}
 
 
 # ---------------------------------------------------------------- Hugging Face's metadata

@@ -164,7 +164,7 @@ class MeshStrategy(RankStrategy):
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Makes the user's optimizers; where parameters are stored in shards, they step the shards."""
-        with self._whole.shown():
+        with self._whole.read():
             super().setup_optimizers(trainer)
         refusals.refuse_old_parameters(self.optimizers, self._whole, self._host_group())
         self._stored.take(self._whole.steppable())

@@ -73,20 +73,41 @@ class ActivationCheckpoint(Technique):
     def divide(self, model: nn.Module, ground: Ground, seen: None) -> Division:
         """Leads the forward of every block through a checkpoint."""
         for block in ground.plan.require_blocks(model, repr(self)).values():
-            redirect_forward(block, self._recomputed)
+            redirect_forward(block, functools.partial(self._recomputed, block))
         return Division(model)
 
-    def _recomputed(self, forward: Forward) -> Forward:
+    def _recomputed(self, block: nn.Module, forward: Forward) -> Forward:
         extra: dict[str, Any] = {} if self.mode == "full" else {"context_fn": _keep_expensive}
-        recomputed = functools.partial(checkpoint, forward, use_reentrant=False, **extra)
+        recomputed: Forward = functools.partial(checkpoint, use_reentrant=False, **extra)
+        tables = [part._parameters for part in block.modules() if part._parameters]
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             kept = _as_they_are((args, _without_caches(kwargs)))
-            return recomputed(*kept[0], **kept[1])
+            return recomputed(_with_given(tables, forward), *kept[0], **kept[1])
 
         return run
+
+
+def _with_given(tables: list[dict[str, Any]], forward: Forward) -> Forward:
+    """The forward with the tensors that are now in place of parameters, as `functional_call` puts them there."""
+    given = [(table, name, each) for table in tables for name, each in table.items()
+             if each is not None and not isinstance(each, nn.Parameter)]  # fmt: skip
+    if not given or torch.compiler.is_dynamo_compiling():
+        return forward
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        before = [table[name] for table, name, _ in given]
+        for table, name, each in given:
+            table[name] = each
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            for (table, name, _), each in zip(given, before, strict=True):
+                table[name] = each
+
+    return run
 
 
 def _as_they_are(value: Any) -> Any:

@@ -5,12 +5,15 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from lightning_parallel.collectives.elements import Ranks
+from lightning_parallel.techniques.divided.tensor import Divided
 from tests.ranks import ranks
-from tests.techniques.test_divided import DIVISIONS, WAYS, compared
+from tests.techniques.test_divided import DIVISIONS, WAYS, compared, values
 from tests.tiers import sampled
 
 Operation = Callable[[Tensor, Tensor], Any]
@@ -81,3 +84,34 @@ def test_values_and_gradients_are_those_of_the_whole(division: str) -> None:
             except Exception as error:
                 failed.append(f"{name} ({way}): {type(error).__name__} {error}")
     assert not failed, "\n".join(failed)
+
+
+LAID: dict[str, Callable[[Tensor], Tensor]] = {
+    "as it is": lambda x: x,
+    "transposed": lambda x: x.transpose(1, 2),
+    "the last two": lambda x: x.mT * 2,
+    "joined and turned": lambda x: x.flatten(2).mT,
+    "permuted": lambda x: x.permute(3, 0, 1, 2),
+    "moved and copied": lambda x: x.movedim(3, 1).clone(),
+    "made dense": lambda x: x.transpose(1, 2).contiguous(),
+    "expanded": lambda x: x.unsqueeze(1).expand(2, 3, 6, 4, 8),
+    "of one": lambda x: x[:, None].transpose(0, 1),
+}
+
+
+def layout(x: Tensor) -> Any:
+    sizes = [step for step, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+    dense = x.is_contiguous(), x.is_contiguous(memory_format=torch.contiguous_format)
+    bytes_of = x.nbytes, x.itemsize, x.element_size(), x.storage_offset()
+    return sizes, x.stride(-1), dense, bytes_of, x.layout, x.is_sparse, x.dtype, x.is_signed(), x.is_conj(), x.is_neg()
+
+
+@sampled(1, "division", ["sequence", "heads", "features"])
+@ranks(2)
+def test_it_is_laid_out_as_the_whole(division: str) -> None:
+    among = Ranks(dist.group.WORLD, "tp")
+    x, _ = values()
+    (dim, make), *_ = DIVISIONS[division].items()
+    divided = Divided(make(among).take(x, dim).clone(), {dim: make(among)})
+    for name, made in LAID.items():
+        assert layout(made(divided)) == layout(made(x)), name

@@ -111,3 +111,36 @@ def test_a_step_by_hand(deed: str) -> None:
     expected = begun_on_one(weights, deed, "auto")
     for got in run_on_ranks(2, weights, deed, TensorParallelStrategy(2, plan=PLAN)):
         compare_weights(expected.result(), got, 1e-5)
+
+
+class Alone(LightningModule):
+    """A linear map, or an embedding, alone: no pair of maps leads into features and out of them."""
+
+    def __init__(self, embeds: bool) -> None:
+        super().__init__()
+        self.embeds = embeds
+        self.table, self.seen = nn.Embedding(7, 6), nn.Conv1d(1, 3, 3)
+        self.head = nn.Identity() if embeds else nn.Linear(18, 5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.seen(batch[0][:, None, :8])
+        x = self.head(x.flatten(1)).softmax(-1) + self.table(batch[0][:, :1].abs().long() % 7).sum((1, 2))[:, None]
+        return x.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9)
+
+
+def weights_alone(embeds: bool, strategy: Any) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    module = Alone(embeds)
+    fit = trainer(strategy, max_epochs=1, limit_val_batches=0)
+    fit.fit(module, DataLoader(points(16, seed=1), 4))
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("embeds", [False, True])
+def test_what_is_alone_is_divided(embeds: bool) -> None:
+    expected = begun_on_one(weights_alone, embeds, "auto")
+    for got in run_on_ranks(2, weights_alone, embeds, TensorParallelStrategy(2)):
+        compare_weights(expected.result(), got, 1e-5)

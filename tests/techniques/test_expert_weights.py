@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call, grad
 
 from lightning_parallel import DataParallel, ExpertParallel, ExpertParallelStrategy, TensorParallel, Zero
 from tests.curves import Curve, compare, curve
@@ -56,14 +57,14 @@ LAYOUTS: dict[str, Any] = {
 }
 
 
-def trained(mixture: type[nn.Module], make_strategy: Any, readers: int) -> Curve:
+def trained(mixture: type[nn.Module], make_strategy: Any, readers: int, model: type[Mixture] = Penalised) -> Curve:
     torch.manual_seed(0)
     warnings.filterwarnings("ignore", ".*sync_dist=True")  # Lightning's own, even of one process
     options: dict[str, Any] = {"max_steps": 3, "precision": "64-true", "gradient_clip_val": 0.5}
     strategy = make_strategy if isinstance(make_strategy, str) else make_strategy()
     return curve(
         partial(trainer, strategy, **options),
-        Penalised(mixture, adamw),
+        model(mixture, adamw),
         loaders("looped_experts", 8 // readers, **SHORT),
     )
 
@@ -77,3 +78,36 @@ def test_what_is_read_of_experts(layout: str, mixture: type[nn.Module]) -> None:
     expected = begun_on_one(trained, mixture, "auto", 1)
     for got in run_on_ranks(count, trained, mixture, strategy, readers):
         compare(expected.result(), got, 1e-9)
+
+
+class Adapted(Mixture):
+    """Runs with weights that a step made of its own."""
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        made = {name: each - 0.1 * each.detach() for name, each in self.network.named_parameters()}
+        return functional_call(self.network, made, (batch["input_ids"],)).square().mean()
+
+
+class Transformed(Mixture):
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return grad(lambda scale: (self.network(batch["input_ids"]) * scale).square().mean())(torch.ones(()).double())
+
+
+@pytest.mark.parametrize("mixture", [Looped, Banked])
+def test_weights_that_a_step_made(mixture: type[nn.Module]) -> None:
+    expected = begun_on_one(trained, mixture, "auto", 1, Adapted)
+    for got in run_on_ranks(2, trained, mixture, partial(ExpertParallelStrategy, 2), 2, Adapted):
+        compare(expected.result(), got, 1e-9)
+
+
+def said(mixture: type[nn.Module]) -> str:
+    with pytest.raises(RuntimeError) as raised:
+        trained(mixture, partial(ExpertParallelStrategy, 2), 2, Transformed)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("mixture", [Looped, Banked])
+def test_transforms_are_refused_with_a_remedy(mixture: type[nn.Module]) -> None:
+    for each in run_on_ranks(2, said, mixture):
+        assert "calls network.blocks.0.mixture" in each
+        assert "use torch.autograd.grad" in each

@@ -19,6 +19,7 @@ from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.strategies.build import materialise
 from lightning_parallel.strategies.build.beside import Beside
+from lightning_parallel.strategies.build.read_parameters import read_whole
 from lightning_parallel.strategies.checkpoint.held import shown_to_hooks
 from lightning_parallel.strategies.checkpoint.sharded import Source
 from lightning_parallel.strategies.checkpoint.whole import whole_state_dict
@@ -192,6 +193,12 @@ class DividedModel:
     def shown(self) -> Iterator[None]:
         """Inside, the module's tree is whole; what other ranks hold is there without memory."""
         with elsewhere.shown(self.module, elsewhere.without_memory(self.mesh.device), self._made), self.beside.shown():
+            yield
+
+    @contextmanager
+    def read(self) -> Iterator[None]:
+        """Inside, the module's tree is whole, and so is what its `configure_optimizers` reads of parameters."""
+        with self.shown(), read_whole(self.module):
             yield
 
     def stand_ins(self) -> set[nn.Parameter]:

@@ -35,6 +35,15 @@ class Calls:
         self._names.append(name)
         return len(self._names) - 1
 
+    def refuse_transforms(self, number: int) -> None:
+        """Raises RuntimeError within a transform of `torch.func`, which no message between ranks goes through."""
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError(
+                f"a transform of torch.func, such as torch.func.grad, calls {self._names[number]}, of which each rank "
+                "has some experts; transforms know nothing of what ranks send each other: use torch.autograd.grad, "
+                "with torch.func.functional_call where weights are given, or leave out ExpertParallel"
+            )
+
     def meet(self, number: int, device: torch.device) -> None:
         """All ranks are about to call this module.
 

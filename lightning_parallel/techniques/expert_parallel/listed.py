@@ -64,6 +64,7 @@ class ListedExperts:
         others = [part for part in owner.modules() if part not in self._within and part is not owner]
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            self._calls.refuse_transforms(self._number)
             first = FirstPass(self._experts, others, self._zeros)
             before, random = Before([owner]), Draws.now()
             with first.watching():

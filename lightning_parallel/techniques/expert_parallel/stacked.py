@@ -124,6 +124,7 @@ class StackedExperts:
         signature = inspect.signature(forward)
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            self._calls.refuse_transforms(self._number)
             call = self._recognised(signature, args, kwargs)
             if call is None or self._travels is False:
                 return self._by_weights(forward, args, kwargs, call is None)

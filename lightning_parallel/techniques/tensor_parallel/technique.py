@@ -162,7 +162,7 @@ def _blocks(model: nn.Module, plan: ParallelPlan, divided: Iterable[DividedModul
 def _nothing_to_divide(technique: TensorParallel, model: nn.Module, plan: ParallelPlan) -> str:
     return (
         f"{technique!r} finds nothing to divide in {type(model).__name__}: {plan.source} names no tensor styles, and "
-        "no pair of linear maps was recognised. Give it a plan, such as ParallelPlan("
+        "there is no linear map or embedding. Give it a plan, such as ParallelPlan("
         f"blocks={plan.blocks!r}, styles={{'net.layers.*.up': 'colwise', 'net.layers.*.down': 'rowwise'}}), with the "
         "names of the maps into and out of the features to be divided; for models without such pairs, as conv nets, "
         "use ZeroStrategy or DataParallelStrategy"
