@@ -50,6 +50,9 @@ GET_WHOLES = (
 )
 """Through which all transforms of `torch.func` go, which look them up at each call, and what TorchScript compiled."""
 
+OF_BLOCKS = "lightning_parallel.techniques.divided.boundary"
+"""Where the functions are from that the strategy has compiled: they get plain tensors."""
+
 NOT_THE_USERS = ("torch.", "lightning_parallel.")
 """Where functions are from that meet no divided tensors when they are not given any."""
 
@@ -104,9 +107,12 @@ def _of_wholes(function: Callable[..., Any]) -> Callable[..., Any]:
 def _callback(said: set[str], before: Callable[..., Any]) -> Callable[..., Any]:
     def callback(compiler: Any) -> Any:
         """Stands for what tells a call of a compiled function by what its frames are compiled: by nothing."""
+        if not callable(compiler):  # nothing is to be compiled
+            return before(compiler)
         called = sys._getframe(1).f_locals
         function = called.get("fn")
-        if function is None or not callable(compiler) or not _may_meet_divided(function, called):
+        is_own = getattr(function, "__module__", None) == OF_BLOCKS
+        if function is None or is_own or not _may_meet_divided(function, called):
             return before(compiler)
         name = getattr(function, "__qualname__", type(function).__name__)
         if name not in said and dist.get_rank() == 0:
