@@ -106,6 +106,12 @@ def layout(x: Tensor) -> Any:
     return sizes, x.stride(-1), dense, bytes_of, x.layout, x.is_sparse, x.dtype, x.is_signed(), x.is_conj(), x.is_neg()
 
 
+def by_strides(x: Tensor) -> Tensor:
+    """Windows of two, as sliding attention takes them."""
+    size = [*x.shape[:1], x.shape[1] - 1, 2, *x.shape[2:]]
+    return x.as_strided(size, [*x.stride()[:2], *x.stride()[1:]])
+
+
 @sampled(1, "division", ["sequence", "heads", "features"])
 @ranks(2)
 def test_it_is_laid_out_as_the_whole(division: str) -> None:
@@ -115,3 +121,4 @@ def test_it_is_laid_out_as_the_whole(division: str) -> None:
     divided = Divided(make(among).take(x, dim).clone(), {dim: make(among)})
     for name, made in LAID.items():
         assert layout(made(divided)) == layout(made(x)), name
+        torch.testing.assert_close(by_strides(made(divided)), by_strides(made(x)), msg=name)

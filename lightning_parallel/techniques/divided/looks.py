@@ -109,6 +109,37 @@ def asking_at_once(method: Any) -> Callable[..., Any]:
     return ask
 
 
+def strides_of(divided: LooksWhole) -> list[int] | None:
+    """The strides of the whole, which lies in memory in the order in which own elements do; None: as dimensions do.
+
+    That is so where ranks may differ. What views leave out is not seen: a slice lies as densely as a copy of it. A
+    dimension that was expanded has the stride 0.
+    """
+    if torch.compiler.is_dynamo_compiling() or divided.own.is_contiguous():
+        return None
+    if not all(min(e.lengths) > 1 and len({*map(len, e.runs)}) == 1 for e in divided.cuts.values()):
+        return None
+    own, step = divided.own.stride(), 1
+    strides = [0] * len(own)
+    for dim in sorted(range(len(own)), key=lambda dim: (own[dim], -dim)):
+        if own[dim] or divided.shape[dim] == 1:
+            strides[dim] = step
+            step *= divided.shape[dim]
+    return strides
+
+
+def laid_out(whole: Tensor, divided: LooksWhole) -> Tensor:
+    """The whole in memory as it is told to lie there, for who reads it by strides, as `as_strided` does."""
+    strides = strides_of(divided)
+    if strides is None or whole.stride() == (*strides,):
+        return whole
+    for dim, stride in enumerate(strides):
+        whole = whole if stride else whole.narrow(dim, 0, 1)
+    order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+    turned = whole.permute(order).contiguous()
+    return turned.permute([order.index(dim) for dim in range(len(order))]).expand(divided.shape)
+
+
 def state_of(tensor: Tensor) -> tuple[bool, int]:
     """Whether it learns, and how often its memory was changed in place; in graphs, where that is no constant, 0."""
     return tensor.requires_grad, 0 if torch.compiler.is_dynamo_compiling() else tensor._version

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_parallel.collectives.by_elements import completed, joined, part, reduced_later, shared_out
 from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.techniques.divided.gathered import note
-from lightning_parallel.techniques.divided.looks import LooksWhole, asking_at_once, state_of
+from lightning_parallel.techniques.divided.looks import LooksWhole, asking_at_once, laid_out, state_of
 from lightning_parallel.techniques.divided.python_functions import (
     body_of,
     called_below,
@@ -99,8 +99,8 @@ class Divided(LooksWhole):
             if reader:
                 note(elements.ranks, reader, self.own, self._shape)
             made = joined(made, dim, elements)
-        gathers[key] = made
-        return made
+        gathers[key] = laid_out(made, self)
+        return gathers[key]
 
     @property
     def gathers(self) -> dict[Any, Tensor]:
@@ -354,7 +354,7 @@ def of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
         viewed: list[Any] = [each for each in given if _has_view(result, each)]
         for each in (each if each.origin is None else each.origin for each in viewed):
             if type(each) is not Viewed:
-                whole = each.whole().clone()  # what a collective made may not be changed in place
+                whole = laid_out(each.whole().clone(), each)  # a collective's result may not be changed in place
                 each.forget()
                 if each.own._is_view() or each.stored is not None:
                     each.only.ranks.viewed.append(each)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from lightning_parallel.techniques.divided.looks import strides_of
 from lightning_parallel.techniques.divided.meeting import (
     as_divided,
     as_they_are,
@@ -135,28 +136,13 @@ def _asked(func: Any, args: Any, kwargs: Any) -> Any:
 
 @rule(Tensor.stride, Tensor.is_contiguous, Tensor.dim_order)
 def _asked_of_the_layout(func: Any, args: Any, kwargs: Any) -> Any:
-    """A whole lies in memory in the order in which own elements do; where ranks may differ, in that of dimensions.
-
-    What views leave out is not seen: a slice is told to lie as densely as a copy of it.
-    """
     asked, *rest = args
     if not is_divided(asked):
         return func(asked.own, *rest, **kwargs)
-    alike = all(min(e.lengths) > 1 and len({*map(len, e.runs)}) == 1 for e in asked.cuts.values())
-    if torch.compiler.is_dynamo_compiling() or not alike:
+    strides = strides_of(asked)
+    if strides is None:
         return _asked_of_the_whole(func, args, kwargs)
-    return func(torch.empty_strided(asked.shape, _strides(asked), device="meta"), *rest, **kwargs)
-
-
-def _strides(divided: Divided) -> list[int]:
-    """Of the whole: 0 where it was expanded, else those of elements that lie densely in the order of the own ones."""
-    own, step = divided.own.stride(), 1
-    strides = [0] * len(own)
-    for dim in sorted(range(len(own)), key=lambda dim: (own[dim], -dim)):
-        if own[dim] or divided.shape[dim] == 1:
-            strides[dim] = step
-            step *= divided.shape[dim]
-    return strides
+    return func(torch.empty_strided(asked.shape, strides, device="meta"), *rest, **kwargs)
 
 
 @rule(torch.numel, Tensor.nelement, Tensor.ndimension, Tensor.storage_offset)
