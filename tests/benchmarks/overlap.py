@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_parallel.techniques.pipeline_parallel.executor import Work
-from lightning_parallel.techniques.pipeline_parallel.step import PipelineStep
+from lightning_parallel.techniques.pipeline_parallel.step import LastStage, PipelineStep
 from lightning_parallel.techniques.step import Run
 from lightning_parallel.techniques.zero import states
 from tests.benchmarks.delaying import Pace, pretended
@@ -134,8 +134,8 @@ def fit(
 def first_stage() -> Iterator[None]:
     """Inside, what other stages would tell rank 0 is what it would tell: it computes its own stage, and never waits."""
 
-    def shared(_: PipelineStep, work: Work, run: Run[Any]) -> tuple[Tensor, Any, None, None]:
-        return torch.zeros(()), run.notes(), None, None
+    def shared(_: PipelineStep, work: Work, run: Run[Any]) -> LastStage:
+        return LastStage(torch.zeros(()), run.notes(), None, None, False)
 
     with (
         mock.patch.object(PipelineStep, "_shared", shared),

@@ -317,3 +317,48 @@ def test_what_is_told(model: str, options: dict[str, Any], expected: str) -> Non
     first, second = run_on_ranks(2, said, model, partial(PipelineParallelStrategy, 2, microbatches=4, **options))
     assert re.search(expected, first), first
     assert "computed once for the batch" in expected or "computed once for the batch" not in first + second
+
+
+class TwoMeans(LightningModule):
+    """Two heads with targets of their own, and a penalty: which of them count is up to `parts`."""
+
+    def __init__(self, parts: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = parts
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, 3) for _ in range(2))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x, targets = batch
+        for layer in self.layers:
+            x = x + layer(x)
+        first, second = (F.cross_entropy(head(x), targets[:, k]) for k, head in enumerate(self.heads))
+        return {"one": 2 * first, "two": first + second, "beside": first + 0.1 * x.square().mean()}[self.parts]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def two_means(strategy: MakeStrategy | None, parts: str, ignored: bool) -> tuple[dict[str, Tensor], bool]:
+    generator, model = torch.Generator().manual_seed(1), TwoMeans(parts)
+    targets = torch.randint(3, (16, 2), generator=generator)
+    if ignored:
+        targets = targets.masked_fill(torch.rand(16, 2, generator=generator) < 0.4, -100)
+    with heard() as lines:
+        data = TensorDataset(torch.randn(16, WIDTH, generator=generator).double(), targets)
+        trainer(made(strategy), max_epochs=1, precision="64-true").fit(model, DataLoader(data, 8))
+    return dict(model.state_dict()), any("means over other numbers of targets" in line for line in lines)
+
+
+@covering(parts=["two", "one", "beside"], ignored=[True, False])
+def test_means_that_microbatches_mix_are_told(parts: str, ignored: bool) -> None:
+    (expected, _), mixes = on_one(two_means, None, parts, ignored), ignored and parts != "one"
+    for over, exact in (("microbatches", not mixes), ("batch", True)):
+        strategy = partial(PipelineParallelStrategy, 2, microbatches=4, loss_over=over)
+        found = run_on_ranks(2, two_means, strategy, parts, ignored)
+        assert [told for _, told in found] == [not exact, False]
+        for weights, _ in found:
+            assert (
+                all(torch.allclose(weights[name], each, rtol=0, atol=1e-9) for name, each in expected.items()) == exact
+            )

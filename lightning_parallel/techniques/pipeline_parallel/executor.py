@@ -196,7 +196,7 @@ class Executor:
         loss = self._work.loss_of(output)
         if loss is not None:
             means.rest_within(loss, together=True)
-        self._work.shares.add(microbatch, means)
+        self._work.shares.add(microbatch, means, loss)
 
     def _received(self, place: Place) -> Any:
         stage, _ = place

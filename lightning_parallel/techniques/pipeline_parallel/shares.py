@@ -25,18 +25,25 @@ class Shares:
         unit: so many targets count as one in backwards, to keep gradients of a usual size; the same on all ranks.
         whole: whether there is one loss, whose gradients count by targets where they are computed.
         alone: whether no other rank has samples of this batch.
+        looks: whether it is to be seen what else than one mean over targets is in the losses.
     """
 
-    def __init__(self, sizes: Sequence[int], weight: float, unit: float, whole: bool, alone: bool) -> None:
+    def __init__(
+        self, sizes: Sequence[int], weight: float, unit: float, whole: bool, alone: bool, looks: bool = False
+    ) -> None:
         self.sizes = sizes
         self._of_samples = [size / sum(sizes) for size in sizes]
         self._weight, self._unit, self._whole, self._alone = weight, unit, whole, alone
         self._overs: dict[int, Over] = {}
+        self._looks = looks and not whole and len(sizes) > 1
+        self._apart: dict[int, tuple[list[Tensor], bool]] = {}
         self.means: dict[int, list[Tensor]] = {}
 
-    def add(self, microbatch: int, means: Means) -> None:
-        """Takes the means that the step of a microbatch computed."""
+    def add(self, microbatch: int, means: Means, loss: Tensor | None) -> None:
+        """Takes the means that the step of a microbatch computed, and its loss."""
         self.means[microbatch] = means.values
+        if self._looks and loss is not None and loss.grad_fn is not None:
+            self._apart[microbatch] = [mean.over.divisor for mean in means.counting], means.make_all_of(loss)
         over = means.over
         if over is not None:
             self._overs[microbatch] = over
@@ -69,6 +76,24 @@ class Shares:
             return self._of_samples, unit
         # a batch without targets has no gradient, as on one device
         return [count / total if total else math.nan for count in counts], unit
+
+    def mixes(self) -> bool:
+        """Whether losses count otherwise than one device counts them: by all targets of a microbatch together.
+
+        That makes no difference where microbatches have the same share of the targets of each mean, and of samples if
+        there is something else in their loss.
+        """
+        each = [torch.stack(divisors) for _, (divisors, _) in sorted(self._apart.items()) if divisors]
+        if len(each) < len(self.sizes) or len(set(map(len, each))) > 1:
+            return len(each) > 0
+        counts = torch.stack(each).cpu()  # (microbatches, means)
+        if not counts.any():
+            return False
+        together = counts.sum(1, keepdim=True) / counts.sum()
+        alike = torch.allclose(counts, together * counts.sum(0), atol=1e-6)
+        samples = torch.tensor(self._of_samples, dtype=counts.dtype)
+        alone = all(made_of_means for _, made_of_means in self._apart.values())
+        return not alike or not (alone or torch.allclose(together[:, 0], samples, atol=1e-6))
 
     @property
     def targets(self) -> Over | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -27,9 +27,31 @@ from lightning_parallel.techniques.tools import microbatches
 from lightning_parallel.techniques.tools.leaves import comes_as_it_is, leaf_of
 from lightning_parallel.techniques.tools.means import is_among
 from lightning_parallel.techniques.tools.shards import local
+from lightning_parallel.techniques.tools.telling import warn
 from lightning_parallel.values import map_tensors, tensors_of
 
 T = TypeVar("T")
+
+LOOKS = 3
+"""In so many batches it is seen whether losses have means over other numbers of targets."""
+
+
+class LastStage(NamedTuple):
+    """What the last stage tells all ranks of a batch.
+
+    Attributes:
+        output: of the step.
+        notes: of what it logged and kept, see `Run.notes`.
+        unit: how many targets count as one in gradients; None if these are means.
+        draws: where the generators are left, if anything was drawn.
+        mixes: whether losses count otherwise than on one device, see `Shares.mixes`.
+    """
+
+    output: Any
+    notes: Any
+    unit: float | None
+    draws: GeneratorStates | None
+    mixes: bool
 
 
 class PipelineStep(WrappedStep):
@@ -68,6 +90,7 @@ class PipelineStep(WrappedStep):
         self._turns = self._in_turns()
         self._common = common_buffers(model, made)
         self._coming = Coming()
+        self._looks_left = LOOKS
         self._even = False  # whether all tensors of some batch had as many samples
 
     @property
@@ -109,14 +132,16 @@ class PipelineStep(WrappedStep):
             Executor(self._stages, self._exchange, schedule.splits_backward, work).run(
                 schedule.with_communication()[self._rank]
             )
-        output, notes, unit, left = self._shared(work, run)
-        self._stages.draws.end(left)
-        run.replay(notes)
-        loss = _loss_of(output)
+        last = self._shared(work, run)
+        self._looks_left -= self._looks_left > 0 and work.backward
+        self._tell(last.mixes)
+        self._stages.draws.end(last.draws)
+        run.replay(last.notes)
+        loss = _loss_of(last.output)
         if work.scale is None or loss is None:
-            return cast(T, output)  # gradients that went early are let go of before the next batch
-        handed = self._handed_over(loss, work, learning, work.scale / (unit or 1.0))
-        return cast(T, _with_loss(output, run.counted(handed, unit is not None)))
+            return cast(T, last.output)  # gradients that went early are let go of before the next batch
+        handed = self._handed_over(loss, work, learning, work.scale / (last.unit or 1.0))
+        return cast(T, _with_loss(last.output, run.counted(handed, last.unit is not None)))
 
     # ---------------------------------------------------------------- before
 
@@ -143,6 +168,7 @@ class PipelineStep(WrappedStep):
                 self._unit,
                 self._dims is not None,
                 self._coming.alone,
+                looks=training and self._looks_left > 0,
             ),
             gradients={stage: Gradients(self._of_stage(stage, learning)) for stage in self._here},
             final=Final(self._coming.early, self._turns),
@@ -175,10 +201,21 @@ class PipelineStep(WrappedStep):
 
     # ---------------------------------------------------------------- after
 
-    def _shared(self, work: Work, run: Run[Any]) -> tuple[Any, Any, float | None, GeneratorStates | None]:
-        """Gives all ranks what the last stage has: output, notes, in what gradients count, and where draws go on."""
+    def _tell(self, mixes: bool) -> None:
+        """Warns once of a loss that microbatches do not count as one device does."""
+        self._looks_left = 0 if mixes else self._looks_left
+        if mixes:
+            warn(
+                "The loss of a step has means over other numbers of targets, or something else beside such a mean, and "
+                "microbatches have unlike shares of these. A pipeline counts the loss of a microbatch by all its "
+                "targets together, which makes another loss than that of the batch; loss_over='batch', an argument of "
+                "PipelineParallel, computes it for the batch, and so does microbatches=1, as in LayerParallelStrategy"
+            )
 
-        def said() -> tuple[Any, Any, float | None, GeneratorStates | None]:
+    def _shared(self, work: Work, run: Run[Any]) -> LastStage:
+        """Gives all ranks what the last stage has."""
+
+        def said() -> LastStage:
             sizes = work.shares.sizes
             outputs = [work.outputs[number] for number in range(len(sizes))]
             _require_all_or_none(outputs, work.backward)
@@ -190,13 +227,13 @@ class PipelineStep(WrappedStep):
                 merged = _with_loss_of_parts(merged, outputs, sizes, shares, averaged)
             merged = map_tensors(Tensor.cpu, merged)
             notes = run.notes([shares[number] for number in means], list(means.values()), work.shares.targets)
-            return merged, notes, unit, self._stages.draws.left
+            return LastStage(merged, notes, unit, self._stages.draws.left, work.shares.mixes())
 
         last = self._schedule.rank_of(self._schedule.stages - 1)
-        output, notes, unit, left = share_made(
+        told = share_made(
             said, "what a step returned, logged or keeps on the module", last, self._group, self._lane.device
         )
-        return map_tensors(lambda tensor: tensor.to(self._lane.device), output), notes, unit, left
+        return told._replace(output=map_tensors(lambda tensor: tensor.to(self._lane.device), told.output))
 
     def _handed_over(self, loss: Tensor, work: Work, learning: dict[str, nn.Parameter], scale: float) -> Tensor:
         sums: dict[str, Tensor | None] = dict.fromkeys(learning)

@@ -236,13 +236,22 @@ class Means:
     # ---------------------------------------------------------------- what was seen
 
     @property
-    def over(self) -> Over | None:
-        """Over how much all means are, None where there is none; torch's own go before those made by hand."""
+    def counting(self) -> list[Mean]:
+        """Those by which a loss counts as a whole: torch's own go before those made by hand."""
         awake = [mean for mean in self.all if not mean.scale.rests]
-        chosen = [mean.over for mean in awake if not mean.by_hand] or [mean.over for mean in awake]
+        return [mean for mean in awake if not mean.by_hand] or awake
+
+    def make_all_of(self, loss: Tensor) -> bool:
+        """Whether a loss is a sum of multiples of the means by which it counts, and of nothing else that learns."""
+        return is_made_of(loss.grad_fn, [mean.edge for mean in self.counting])
+
+    @property
+    def over(self) -> Over | None:
+        """Over how much all means are by which a loss counts, None where there is none."""
+        chosen = self.counting
         if not chosen:
             return None
-        counts, divisors, floors = zip(*chosen, strict=True)
+        counts, divisors, floors = zip(*[mean.over for mean in chosen], strict=True)
         if len(chosen) > 1 and any(floors):  # no floor is that of all: parts weigh as much as they were divided by
             counts, floors = divisors, (0.0,)
         return Over(torch.stack(counts).sum(), torch.stack(divisors).sum(), max(floors))
@@ -270,17 +279,30 @@ class Means:
             self._kept.append((GradientEdge(node, 0), self._multiples(node)))
 
     def rest_within(self, loss: Tensor, together: bool = False) -> None:
-        """Lets means by hand rest of which a loss is no sum of multiples: what a model divides within is no mean.
+        """Lets means rest by which a loss does not count.
+
+        Those by hand of which it is no sum of multiples: what a model divides within is no mean. Where all means of a
+        loss count as one, as parts of a batch do, also those that are none of the loss's, as of a metric, and those by
+        hand unless it has no other part.
 
         Args:
             loss: goes backward next.
-            together: whether all means of a loss count as one: then those by hand count where it has no other part.
+            together: whether all means of a loss count as one.
         """
-        if any(mean.by_hand for mean in self.all) and loss.requires_grad:
-            counts = not together or is_made_of(loss.grad_fn, self.edges)
-            parts = self._multiples(loss.grad_fn) if counts else {}
-            for number, mean in enumerate(self.all):
-                mean.scale.rests = mean.by_hand and number not in parts
+        by_hand = any(mean.by_hand for mean in self.all)
+        if not loss.requires_grad or not (by_hand or (together and (len(self.all) > 1 or self._learns_nothing))):
+            return
+        parts = self._multiples(loss.grad_fn)
+        of_these = not together or is_made_of(loss.grad_fn, self.edges)
+        for number, mean in enumerate(self.all):
+            if mean.by_hand:
+                mean.scale.rests = not of_these or number not in parts
+            elif together:
+                mean.scale.rests = number not in parts and (bool(parts) or mean.edge is None)
+
+    @property
+    def _learns_nothing(self) -> bool:
+        return all(mean.edge is None for mean in self.all)
 
     @property
     def edges(self) -> list[GradientEdge | None]:
