@@ -3,12 +3,13 @@
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_parallel import DataParallelStrategy, LayerParallelStrategy, PipelineParallelStrategy, ZeroStrategy
 from tests.ranks import begun_on_one, run_on_ranks
@@ -131,4 +132,55 @@ def test_samples_that_nothing_tells_apart_are_not_divided() -> None:
     run_on_ranks(2, refused)
     expected = begun_on_one(of_graphs, None)
     for found in run_on_ranks(2, of_graphs, partial(LayerParallelStrategy, 2)):
+        require_like(expected.result(), found)
+
+
+class Counted(Boxes):
+    """Draws by a generator of its own."""
+
+    def __init__(self, samples: int) -> None:
+        super().__init__(samples)
+        self.draws = np.random.default_rng(0)
+
+    def __getitem__(self, index: int) -> Any:
+        vector, targets = super().__getitem__(index)
+        return vector + torch.tensor(self.draws.normal(), dtype=torch.float32), targets
+
+
+class ByEpoch(Sampler):
+    """Another order in each pass, which it counts."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples, self.epoch = samples, 0
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __iter__(self) -> Any:
+        self.epoch += 1
+        return iter(torch.randperm(self.samples, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+class Scaled:
+    """Collates with numbers of a generator of its own."""
+
+    def __init__(self) -> None:
+        self.draws, self.calls = torch.Generator().manual_seed(0), 0
+
+    def __call__(self, samples: list[Any]) -> Any:
+        self.calls += 1
+        vectors, *others = in_lists(samples)
+        return vectors * torch.rand((), generator=self.draws) + 0.01 * self.calls, *others
+
+
+def counted(strategy: MakeStrategy | None) -> Any:
+    model = Detector()
+    load = [DataLoader(Counted(16), 4, sampler=ByEpoch(16), collate_fn=Scaled()) for _ in range(2)]
+    trainer(made(strategy), max_epochs=2).fit(model, *load)
+    return dict(model.state_dict())
+
+
+def test_what_counts_and_draws_stands_where_it_stood_after_a_look_at_batches() -> None:
+    expected = begun_on_one(counted, None)
+    for found in run_on_ranks(2, counted, partial(PipelineParallelStrategy, 2, microbatches=4)):
         require_like(expected.result(), found)

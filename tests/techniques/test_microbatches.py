@@ -58,9 +58,9 @@ def seen(collate: Any, size: int = 3) -> Any:
 def test_where_samples_are_is_seen_and_not_guessed_from_sizes():
     """Three samples of three channels and three boxes, beside a mask of 3 x 3."""
     batch, layout = collated([0, 1, 2]), seen(collated)
-    assert dict(zip(batch, layout, strict=True)) == {
+    assert layout == {
         **dict.fromkeys(("images", "targets", "tokens", "arrays"), SAMPLES),
-        "pair": (SAMPLES, (SAMPLES,)),
+        "pair": (SAMPLES, {"names": SAMPLES}),
         **dict.fromkeys(("positions", "longest", "mask"), WHOLE),
     }
     two, one = split(batch, 2, layout)
@@ -79,8 +79,48 @@ def graphs(numbers: list[int]) -> dict[str, Tensor]:
 
 def test_what_is_made_of_several_samples_is_not_divided():
     layout = seen(graphs)
-    assert layout == (SAMPLES, SEVERAL, SEVERAL)
+    assert layout == {"y": SAMPLES, "x": SEVERAL, "times": SEVERAL}
     batch = graphs([0, 1, 2])
     assert split(batch, 1, layout) == [batch]
     with pytest.raises(ValueError, match=r"batch\['x'\], batch\['times'\]: nothing tells .*; collate samples so that"):
         split(batch, 3, layout)
+
+
+def test_what_other_batches_have_otherwise_is_found_by_its_name_and_size():
+    def collate(numbers: list[int]) -> dict[str, Any]:
+        return {"x": torch.tensor(numbers), "mask": torch.eye(4), "weights": None}
+
+    layout = seen(collate, 4)
+    later = {"more": torch.arange(4), "weights": torch.ones(4), "mask": torch.eye(4), "x": torch.arange(4)}
+    part = split(later, 2, layout)[1]
+    assert (part["x"].tolist(), part["more"].tolist(), part["weights"].shape, part["mask"].shape) == (
+        *([2, 3], [2, 3], (2,)),
+        (4, 4),
+    )
+
+
+def test_values_one_after_the_other_of_which_a_sample_has_none_are_not_whole():
+    def collate(numbers: list[int]) -> dict[str, Any]:
+        return {"x": torch.tensor(numbers), "values": torch.cat([torch.ones(number % 3) for number in numbers])}
+
+    assert seen(collate, 4) == {"x": SAMPLES, "values": SEVERAL}
+
+
+def test_samples_that_are_left_out_or_come_twice_leave_rows_all_the_same():
+    def chosen(numbers: list[int]) -> list[Any]:
+        kept = [number for number in numbers if number % 3]
+        return [torch.tensor(kept), {"names": list(map(str, kept))}]
+
+    def twice(numbers: list[int]) -> tuple[Tensor, Tensor]:
+        return torch.tensor(numbers * 2), torch.eye(3)
+
+    assert seen(chosen, 6) == (SAMPLES, {"names": SAMPLES})
+    assert seen(twice, 6) == (SAMPLES, WHOLE)
+
+
+def test_keys_in_another_order_and_keys_that_are_there_at_times():
+    def collate(numbers: list[int]) -> dict[str, Any]:
+        first = {"x": torch.tensor(numbers), "mask": torch.eye(4), **({"rare": torch.ones(2)} if 0 in numbers else {})}
+        return first if 0 in numbers else dict(reversed(first.items()))
+
+    assert seen(collate, 4) == {"x": SAMPLES, "mask": WHOLE, "rare": None}

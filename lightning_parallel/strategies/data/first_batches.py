@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -20,7 +20,8 @@ from lightning_parallel.strategies.data.loaders import (
     DividedIterator,
     DividedSampler,
 )
-from lightning_parallel.strategies.data.randomness import RandomState, generators_of
+from lightning_parallel.strategies.data.randomness import RandomState
+from lightning_parallel.strategies.data.unmoved import unmoved
 from lightning_parallel.strategies.logged.kept_values import KeptValues
 from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.strategies.trainer import lightnings
@@ -66,29 +67,26 @@ def layout_of_batches(trainer: Trainer, combined: Any, dataloader_idx: int, host
 
 
 def _layout(trainer: Trainer, combined: Any, loaders: list[Any]) -> Layout:
-    with same_randomness(loaders):
+    with untouched(loaders, trainer):
         samples = list(map(_first_samples, loaders))
     size = len(samples[0])
     if size < 2 or any(not isinstance(some, list) or len(some) != size for some in samples):
         return None
-    kept = KeptValues(trainer.lightning_module)
 
     def batch_without(left_out: int | None) -> Any:
         parts = [[sample for number, sample in enumerate(some) if number != left_out] for some in samples]
-        with same_randomness(loaders):
+        with untouched(loaders, trainer):
             return _prepared(
                 trainer, combined, [_collate_of(loader)(part) for loader, part in zip(loaders, parts, strict=True)]
             )
 
-    try:
-        batch, *others = map(batch_without, (None, *sorted({0, size // 2, size - 1})))
-    finally:
-        kept.undo()
+    batch, *others = map(batch_without, (None, *sorted({(size - 1) * k // 4 for k in range(5)})))
     return layout_of(batch, others, size)
 
 
 def _has_several(layout: Layout) -> bool:
-    return any(map(_has_several, layout)) if isinstance(layout, tuple) else layout == SEVERAL
+    within: Any = layout.values() if isinstance(layout, dict) else layout if isinstance(layout, tuple) else ()
+    return layout == SEVERAL or any(map(_has_several, within))
 
 
 def _prepared(trainer: Trainer, combined: Any, batches: list[Any]) -> Any:
@@ -145,13 +143,13 @@ def _read_again(batches: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def same_randomness(loaders: list[Any]) -> Iterator[None]:
-    """Afterwards all generators stand where they stood."""
-    host = RandomState.now()
-    own = [(generator, generator.get_state()) for loader in loaders for generator in generators_of(loader)]
-    try:
-        yield
-    finally:
-        host.restore()
-        for generator, state in own:
-            generator.set_state(state)
+def untouched(loaders: Iterable[Any], trainer: Trainer) -> Iterator[None]:
+    """Afterwards random states, and what users made to read data, stand where they stood."""
+    module: Any = trainer.lightning_module
+    host, kept = RandomState.now(), KeptValues(module)
+    with unmoved([*loaders, getattr(trainer, "datamodule", None)]):
+        try:
+            yield
+        finally:
+            kept.undo()
+            host.restore()

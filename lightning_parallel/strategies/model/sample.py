@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torchmetrics import Metric
 
-from lightning_parallel.strategies.data.first_batches import HOST, first_batch, layout_of_batches, same_randomness
+from lightning_parallel.strategies.data.first_batches import HOST, first_batch, layout_of_batches, untouched
 from lightning_parallel.strategies.logged.kept_values import KeptValues
 from lightning_parallel.strategies.logged.step_values import options_of
 from lightning_parallel.strategies.ranks.agreement import gather_objects
@@ -39,13 +39,13 @@ def take_sample(trainer: Trainer, host: dist.ProcessGroup) -> Sample:
     with (
         lightnings.loaders_made_together(loop, host),
         _loaders(trainer, loop, host) as combined,
-        same_randomness(combined.flattened),
+        untouched(combined.flattened, trainer),
     ):
         batch, layout = first_batch(trainer, combined), layout_of_batches(trainer, combined, 0, host)
     numbers = [*([0] if _takes_index(step) else []), *([0] if _names_loader(combined) else [])]
 
     def run(on: Any = batch) -> Any:
-        with same_randomness([]), _without_traces(module), trainer.precision_plugin.forward_context():
+        with untouched([], trainer), _without_traces(module), trainer.precision_plugin.forward_context():
             return step(on, *numbers)
 
     return Sample(run, batch, HOST, layout)
@@ -63,7 +63,7 @@ def _loaders(trainer: Trainer, loop: Any, host: dist.ProcessGroup) -> Iterator[A
     theirs = [each for each in lightnings.callbacks_of(trainer) if not type(each).__module__.startswith(PACKAGE)]
     hooks = any(gather_objects(lightnings.somebody_overrides(("on_fit_start",), module, theirs), host))
     again = not fitting or hooks or any(parameter.is_meta for parameter in module.parameters())
-    with same_randomness(lightnings.given_loaders(loop)) if again else nullcontext():
+    with untouched(lightnings.given_loaders(loop), trainer) if again else nullcontext():
         loop.setup_data()
         combined = lightnings.combined_of(loop)
         if combined is None:

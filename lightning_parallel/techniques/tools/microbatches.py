@@ -18,13 +18,14 @@ from lightning_parallel.values import ATOMS, batch_size, children_of, field_name
 
 SAMPLES, WHOLE, SEVERAL = "samples", "whole", "several"
 Layout = Any
-"""Where samples are in a batch, as nested as the batch itself: a tuple for what has children, and for what has none
+"""Where samples are in a batch, as nested as the batch itself: a dict for a mapping, a tuple for what has other
+children, and for what has none
 
 | `SAMPLES` | one of it for each, along the first dimension |
 | `WHOLE`   | it is not made of samples, or does not grow with them, as a mask or the length of the longest |
 | `SEVERAL` | it is made of all of them, and nothing tells which part is whose, as the nodes of several graphs |
 
-None for what nobody has seen.
+None for what nobody has seen, as where the first batch has None.
 """
 
 
@@ -34,6 +35,8 @@ None for what nobody has seen.
 def layout_of(batch: Any, others: Sequence[Any], size: int) -> Layout:
     """Where samples are in a batch.
 
+    A `collate_fn` may leave samples out, or make several rows of each: then all that has rows has as many.
+
     Args:
         batch: any value.
         others: what was made in the same way of all its samples but one, another one for each. What is as long as the
@@ -41,29 +44,66 @@ def layout_of(batch: Any, others: Sequence[Any], size: int) -> Layout:
         size: how many samples it has.
     """
     values = [batch, *others]
+    found, usual = {*_lengths_of(values)}, (size, *[size - 1 for _ in others])
+    rows = usual if usual in found or len(found) != 1 else found.pop()
+    return _layout(values, rows)
+
+
+def _lengths_of(values: Sequence[Any]) -> Iterator[tuple[int, ...]]:
+    """The lengths, one for each value, of what has other lengths where samples were left out."""
+    batch = values[0]
     if isinstance(batch, (Tensor, np.ndarray)):
-        shapes = [tuple(value.shape) if isinstance(value, (Tensor, np.ndarray)) else () for value in values]
-        if shapes[0] in shapes[1:]:
+        if all(isinstance(value, (Tensor, np.ndarray)) and value.ndim for value in values) and _changes(values):
+            yield tuple(map(len, values))
+    elif not isinstance(batch, ATOMS):
+        for _, children in _together(values):
+            yield from _lengths_of(children)
+
+
+def _changes(values: Sequence[Any]) -> bool:
+    """Whether arrays have another shape in more than one case than in the first."""
+    return sum(tuple(value.shape) != tuple(values[0].shape) for value in values) > 1
+
+
+def _layout(values: Sequence[Any], rows: tuple[int, ...]) -> Layout:
+    batch = values[0]
+    if batch is None or any(type(value) is not type(batch) for value in values):
+        return None
+    if isinstance(batch, (Tensor, np.ndarray)):
+        if not _changes(values):
             return WHOLE
-        return SAMPLES if [shape[:1] for shape in shapes] == _lengths(size, others) else SEVERAL
+        return SAMPLES if batch.ndim and tuple(map(len, values)) == rows else SEVERAL
     if isinstance(batch, ATOMS):
         return WHOLE
-    if isinstance(batch, (list, tuple)) and _are_sized(values, size):
+    is_sized = all(isinstance(value, Sized) for value in values) and tuple(map(len, values)) == rows
+    if is_sized and isinstance(batch, (list, tuple)):
         return SAMPLES
+    children = _together(values)
+    if not children:
+        return SEVERAL if is_sized or _holds_tensors(batch) else WHOLE
+    layouts = {name: _layout(own, rows) for name, own in children}
+    if isinstance(batch, Mapping):
+        return layouts
+    return tuple(layouts.values()) if len({len(children_of(value)) for value in values}) == 1 else SEVERAL
+
+
+def _together(values: Sequence[Any]) -> list[tuple[Any, list[Any]]]:
+    """The children of containers by their names or places, each with those of the others; None for what one lacks."""
+    if isinstance(values[0], Mapping):
+        return [(key, [each.get(key) if isinstance(each, Mapping) else None for each in values]) for key in values[0]]
     children = [children_of(value) for value in values]
-    if len(set(map(len, children))) > 1:
-        return SEVERAL
-    if not children[0]:
-        return SEVERAL if _are_sized(values, size) or _holds_tensors(batch) else WHOLE
-    return tuple(layout_of(own, rest, size) for own, *rest in zip(*children, strict=True))
+    return list(enumerate(map(list, zip(*children, strict=False))))
 
 
-def _lengths(size: int, others: Sequence[Any]) -> list[tuple[int, ...]]:
-    return [(size,), *[(size - 1,) for _ in others]]
-
-
-def _are_sized(values: Sequence[Any], size: int) -> bool:
-    return [(len(value),) for value in values if isinstance(value, Sized)] == _lengths(size, values[1:])
+def _parts(batch: Any, layout: Layout) -> list[tuple[Any, Any, Layout]] | None:
+    """The children of a batch with their names and layouts; None where it is not what the layout is of."""
+    children = children_of(batch)
+    if isinstance(batch, Mapping) and isinstance(layout, dict):
+        return [(key, child, layout.get(key)) for key, child in zip(batch, children, strict=True)]
+    if isinstance(batch, Mapping) or not isinstance(layout, tuple) or len(layout) != len(children):
+        return None
+    names = field_names(batch.__class__) or range(len(children))
+    return list(zip(names, children, layout, strict=True))
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -80,23 +120,21 @@ def samples_in(batch: Any, layout: Layout) -> int | None:
 
 def lengths_in(batch: Any, layout: Layout) -> Iterator[int]:
     """Of how many samples each part of a batch is."""
-    if layout is None:
-        yield from (len(tensor) for tensor in tensors_of(batch) if tensor.dim())
-    elif layout == SAMPLES:
+    if layout == SAMPLES and isinstance(batch, Sized):
         yield len(batch)
-    elif isinstance(layout, tuple):
-        for child, own in zip(children_of(batch), layout, strict=False):
+    elif (parts := _parts(batch, layout)) is not None:
+        for _, child, own in parts:
             yield from lengths_in(child, own)
+    elif layout not in (WHOLE, SEVERAL):
+        yield from (len(tensor) for tensor in tensors_of(batch) if tensor.dim())
 
 
 def _of_several(batch: Any, layout: Layout, name: str = "batch") -> Iterator[str]:
     """The names of what is made of several samples."""
     if layout == SEVERAL:
         yield name
-    elif isinstance(layout, tuple):
-        fields: Sequence[Any] = list(batch) if isinstance(batch, Mapping) else field_names(batch.__class__)
-        for key, child, own in zip(fields or range(len(layout)), children_of(batch), layout, strict=False):
-            yield from _of_several(child, own, f"{name}[{key!r}]")
+    for key, child, own in _parts(batch, layout) or ():
+        yield from _of_several(child, own, f"{name}[{key!r}]")
 
 
 # ---------------------------------------------------------------- into parts
@@ -142,9 +180,8 @@ def part_sizes(size: int, parts: int) -> list[int]:
 
 
 def _part(value: Any, samples: slice, size: int, layout: Layout) -> Any:
-    children = children_of(value)
-    if isinstance(layout, tuple) and len(layout) == len(children):
-        return rebuilt(value, [_part(child, samples, size, own) for child, own in zip(children, layout, strict=True)])
+    if (parts := _parts(value, layout)) is not None:
+        return rebuilt(value, [_part(child, samples, size, own) for _, child, own in parts])
     if layout == WHOLE or (layout == SAMPLES and len(value) != size):  # of several loaders one may have ended
         return value
     if isinstance(value, Tensor):
@@ -153,6 +190,7 @@ def _part(value: Any, samples: slice, size: int, layout: Layout) -> Any:
         return value[samples] if isinstance(value, np.ndarray) else like(value, list(value)[samples])
     if isinstance(value, (list, tuple)) and len(value) == size and not any(True for _ in tensors_of(value)):
         return like(value, list(value)[samples])
+    children = children_of(value)
     return rebuilt(value, [_part(child, samples, size, None) for child in children]) if children else value
 
 
@@ -174,9 +212,8 @@ def again(batch: Any, layout: Layout) -> Any:
         if isinstance(batch, (Tensor, np.ndarray)):
             return torch.cat([batch, batch]) if isinstance(batch, Tensor) else np.concatenate([batch, batch])
         return like(batch, [*batch, *batch])
-    if not isinstance(layout, tuple):
-        return batch
-    return rebuilt(batch, [again(child, own) for child, own in zip(children_of(batch), layout, strict=True)])
+    parts = _parts(batch, layout)
+    return batch if parts is None else rebuilt(batch, [again(child, own) for _, child, own in parts])
 
 
 def merge(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
