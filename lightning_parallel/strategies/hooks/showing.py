@@ -31,7 +31,7 @@ class Showing:
         self.elsewhere: list[nn.Parameter] = []
         """Parameters of other stages that have a gradient for the time of the hook."""
         # before anybody walks over the tree, which may not change then
-        self._named, self._held = dict[str, nn.Parameter](), set[nn.Parameter]()
+        self._named, self._held = dict[str, nn.Parameter](), dict[nn.Parameter, None]()
         if tree and divided.pipeline.ranks > 1:
             self._named, self._held = dict(_named(divided.module)), divided.held()
         self.first = watch(self._read, self._write)

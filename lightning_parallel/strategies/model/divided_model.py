@@ -46,6 +46,8 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 HOST = torch.device("cpu")
+LOOKS = 3
+"""Before so many runs of a step it is looked for parameters that the module keeps beside its tree."""
 
 
 class DividedModel:
@@ -68,7 +70,7 @@ class DividedModel:
         self._made: dict[str, Tensor] = {}
         self._stands_for: dict[int, Tensor] = {}
         self._pairs: list[Pair] = []
-        self.beside = Beside(module)
+        self.beside, self._looks_left = Beside(module), LOOKS
 
     def divide(self, techniques: Sequence[Technique], plan: ParallelPlan) -> None:
         """Lets every technique keep its part of the model."""
@@ -141,6 +143,9 @@ class DividedModel:
 
     def run(self, run: Run[T]) -> Run[T]:
         """The user's step as techniques surround each call of it."""
+        if self._looks_left:  # a first step may take parameters into what the module keeps
+            self._looks_left -= 1
+            self.beside.look()
         run = self.beside.run(run) if self.beside.attributes else run
         for division in self._divisions:
             run = division.run(run)
@@ -200,6 +205,7 @@ class DividedModel:
         """Inside, the module's tree is whole, and so is what its `configure_optimizers` reads of parameters."""
         with self.shown(), read_whole(self.module):
             yield
+        self.beside.look()
 
     def stand_ins(self) -> set[nn.Parameter]:
         """Parameters without memory by which those that other ranks hold are shown, always the same ones."""
@@ -215,10 +221,10 @@ class DividedModel:
         """Facts that a checkpoint does not tell."""
         return Source(self.mesh.sizes, self._tied)
 
-    def held(self) -> set[nn.Parameter]:
-        """The parameters that this rank holds."""
+    def held(self) -> dict[nn.Parameter, None]:
+        """The parameters that this rank holds, in the order of the module: that of a set differs between ranks."""
         with elsewhere.unshown(self.module):
-            return set(self.module.parameters())
+            return dict.fromkeys(self.module.parameters())
 
     def steppable(self) -> set[nn.Parameter] | None:
         """The parameters that optimizers may step here, None for any: where all ranks compute alike."""
@@ -227,7 +233,7 @@ class DividedModel:
 
     def known(self) -> set[nn.Parameter]:
         """The module's parameters, as they are now: of what was divided no others are left."""
-        return self.held() | self.stand_ins()
+        return {*self.held(), *self.stand_ins()}
 
     def state_dict(self, in_parts: bool) -> dict[str, Any]:
         """Tensors under the user's names, which are the same on all ranks.

@@ -157,7 +157,7 @@ def _make_whole(table: dict[str, Any], own: int) -> None:
 def _whole(value: Any, depth: int = DEPTH) -> Any:
     """The value without divided tensors: lists and dicts stay the same ones."""
     if isinstance(value, Divided):
-        return value.whole("what the module keeps")
+        return value.whole("what the module keeps") if value.stored is None else value.stored
     if not depth or not isinstance(value, HOLD):
         return value
     items: Any = value
