@@ -327,3 +327,30 @@ def looking_outside(strategy: Any, batch_size: int) -> Any:
 @sampled(3, "layout", [layout for layout in LAYOUTS if "pipeline" not in layout and "beside" not in layout])
 def test_gradients_look_whole_after_a_step_of_manual_optimization(layout: str) -> None:
     check(looking_outside, layout)
+
+
+class Pieces(Plain):
+    """Writes to pieces of gradients, and by functions that name what they write to."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            gradient = parameter.grad
+            for row in gradient[:2]:
+                row.clamp_(-0.01, 0.01)
+            gradient.view(-1)[::3].mul_(0.5)
+            gradient.numpy()[-1:] *= 0.5
+            torch.mul(gradient, 2.0, out=gradient)
+            if gradient.dim() > 1:
+                gradient.t().mul_(torch.linspace(0.5, 1, len(gradient)))
+                gradient.data = gradient.data - gradient.data.mean(1, keepdim=True)
+            elif len(gradient) == 8:
+                torch.nn.init.constant_(gradient, 0.01)
+
+
+def in_pieces(strategy: Any, batch_size: int) -> tuple[Curve]:
+    return (fitted(small(Pieces), strategy, batch_size, gradient_clip_val=0.5),)
+
+
+@pytest.mark.parametrize("layout", ["zero 2", "zero 3", "tensor parallel", "pipeline"])
+def test_pieces_of_gradients_that_a_hook_writes_to(layout: str) -> None:
+    check(in_pieces, layout)

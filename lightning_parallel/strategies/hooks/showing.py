@@ -66,6 +66,12 @@ class Showing:
             if isinstance(parameter.grad, ShownGradient):
                 parameter.grad.bring()
 
+    def settle(self) -> None:
+        """A hook is over: what it wrote to views of gradients is in the parts."""
+        for parameter, _ in self._shown:
+            if isinstance(parameter.grad, ShownGradient):
+                parameter.grad.let_go()
+
     def close(self) -> None:
         """What was changed is in the parts."""
         if not self.opened:

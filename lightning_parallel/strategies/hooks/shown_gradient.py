@@ -26,43 +26,91 @@ ABOUT = {
 
 VIEWS = {"T", "mT", "H", "mH", "real", "imag"}
 
+ARRAYS = {"numpy", "__array__", "__dlpack__"}
+"""What gives memory to others than torch."""
+
 
 class ShownGradient(DTensor):
-    """Reads gather the whole, one tensor at a time; writes change what this rank keeps. All ranks must do the same."""
+    """Reads gather the whole, one tensor at a time; writes change what this rank keeps. All ranks must do the same.
+
+    Where code gets a view of the whole, as `p.grad[:2]`, the whole stays here: what is written to the view is taken
+    over by `settle`.
+    """
 
     divided: DTensor
     gathered: Tensor | None
+    version: int | None
 
     @classmethod
     def of(cls, gradient: DTensor) -> ShownGradient:
         """Over the same memory."""
         shown: ShownGradient = cls(gradient._local_tensor, gradient._spec, requires_grad=False)
-        shown.divided, shown.gathered = gradient, None
+        shown.divided, shown.gathered, shown.version = gradient, None, None
         return shown
 
     def bring(self) -> None:
         """From now on the whole is here, for reads to which not all ranks come."""
-        self.gathered = whole_tensor(self.divided)
+        self.keep(_whole(self))
+
+    def keep(self, whole: Tensor, counts: bool = True) -> None:
+        """Keeps the whole, of which code has a view.
+
+        Args:
+            whole: all elements, as they are now.
+            counts: whether torch counts what is written to the view; it does not in an array of NumPy.
+        """
+        self.gathered, self.version = whole, whole._version if counts else -1
+
+    def settle(self) -> None:
+        """Takes over what was written to views."""
+        if self.gathered is not None and self.gathered._version != self.version:
+            self._local_tensor.copy_(shard_of(self.gathered, self.divided).to_local())
+            self.version = -1 if self.version == -1 else self.gathered._version
+
+    def let_go(self) -> None:
+        """The same, when code that has views is over: from now on the part may be changed alone."""
+        self.settle()
+        self.gathered = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See `torch.Tensor.__torch_function__`."""
         name, kwargs = func.__name__, kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if name == "__get__" and func.__self__.__name__ not in VIEWS:
-                return args[0] if func.__self__.__name__ == "data" else func(*args, **kwargs)
+            attribute = func.__self__.__name__ if name in ("__get__", "__set__") else None
+            if name == "__get__" and attribute not in VIEWS:
+                return args[0] if attribute == "data" else func(*args, **kwargs)
             if name in ABOUT:
                 return func(*args, **kwargs)
             if name == "detach":
                 return args[0]
+            given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ShownGradient)]
+            for each in given:
+                each.settle()
             if name == "_foreach_norm":
                 return tuple(norm for tensor in args[0] for norm in func([_whole(tensor)], *args[1:], **kwargs))
-            if _writes(name, args):
+            if attribute == "data" and isinstance(args[0], ShownGradient):
+                return _write(Tensor.copy_, args, kwargs)
+            first = args[:1] or tuple(kwargs.values())[:1]  # functions of torch.nn.init name all that they get
+            if _writes(name, first) or any(isinstance(each, cls) for each in pytree.tree_leaves(kwargs.get("out"))):
                 return _write(func, args, kwargs)
-            return func(*_mapped(_whole, args), **_mapped(_whole, kwargs))
+            return _read(func, args, kwargs, given)
 
 
-def _mapped(change: Callable[[Tensor], Tensor], values: Any) -> Any:
+def _read(func: Any, args: Any, kwargs: Any, given: list[ShownGradient]) -> Any:
+    """What a function returns for wholes; of those of which it is a view, the wholes stay."""
+    wholes = {id(each): _whole(each) for each in given}
+    args, kwargs = _mapped(lambda each: wholes[id(each)], (tuple(args), kwargs))
+    result = func(*args, **kwargs)
+    made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+    for each in given:
+        memory = wholes[id(each)].untyped_storage().data_ptr()
+        if func.__name__ in ARRAYS or any(leaf.untyped_storage().data_ptr() == memory for leaf in made):
+            each.keep(wholes[id(each)], counts=func.__name__ not in ARRAYS and each.version != -1)
+    return result
+
+
+def _mapped(change: Callable[[Any], Any], values: Any) -> Any:
     return pytree.tree_map_only(ShownGradient, change, values)
 
 
@@ -83,8 +131,10 @@ def taken_over(now: Tensor | None, before: DTensor | None, like: DTensor) -> Ten
     if now is None:
         return None
     own = before.divided if isinstance(before, ShownGradient) else before
-    if isinstance(now, ShownGradient) and now.divided is own:
-        return before
+    if isinstance(now, ShownGradient):
+        now.settle()
+        if now.divided is own:
+            return before
     part = shard_of(_whole(now).detach(), like if own is None else own)
     return ShownGradient.of(part) if isinstance(before, ShownGradient) else part
 
@@ -92,19 +142,22 @@ def taken_over(now: Tensor | None, before: DTensor | None, like: DTensor) -> Ten
 def _writes(name: str, args: Any) -> bool:
     written = name == "__setitem__" or (name.startswith("__i") and name.endswith("__")) or name.rstrip("_") != name
     special = name.endswith("__") and not (name.startswith("__i") or name == "__setitem__")
-    return written and not special and any(isinstance(leaf, ShownGradient) for leaf in pytree.tree_leaves(args[0]))
+    return written and not special and any(isinstance(leaf, ShownGradient) for leaf in pytree.tree_leaves(args))
 
 
 def _write(func: Any, args: Any, kwargs: Any) -> Any:
     operands = [leaf for leaf in pytree.tree_leaves((args[1:], kwargs)) if isinstance(leaf, Tensor)]
-    if func.__name__ in POINTWISE and not any(operand.dim() for operand in operands):
-        func(*_mapped(lambda shown: shown._local_tensor, args), **kwargs)  # type: ignore[attr-defined]
-        if any(isinstance(leaf, ShownGradient) and leaf.gathered is not None for leaf in pytree.tree_leaves(args[0])):
-            func(*_mapped(_whole, args), **kwargs)
-        return args[0]
-    targets = [leaf for leaf in pytree.tree_leaves(args[0]) if isinstance(leaf, ShownGradient)]
+    first = args[0] if args else next(iter(kwargs.values()))
+    targets = [leaf for leaf in pytree.tree_leaves((first, kwargs.get("out"))) if isinstance(leaf, ShownGradient)]
+    kept = any(target.gathered is not None for target in targets)
+    if func.__name__ in POINTWISE and not kept and not any(operand.dim() for operand in operands):
+        func(*_mapped(lambda shown: shown._local_tensor, args), **kwargs)
+        return first
     wholes = {id(target): _whole(target) for target in targets}
-    func(*_mapped(lambda shown: wholes.get(id(shown), _whole(shown)), args), **_mapped(_whole, kwargs))
+    given = _mapped(lambda shown: wholes.get(id(shown), _whole(shown)), (tuple(args), kwargs))
+    func(*given[0], **given[1])
     for target in targets:
         target._local_tensor.copy_(shard_of(wholes[id(target)], target.divided).to_local())
-    return args[0]
+        if target.gathered is not None:
+            target.keep(wholes[id(target)], counts=target.version != -1)
+    return kwargs.get("out", first)

@@ -118,7 +118,11 @@ class ShownHooks:
         gradients, showing = self.gradients, self.gradients.in_hook
 
         def wrapped(*args: Any, **kwargs: Any) -> T:
-            if gradients.now is not None or showing.opened or not ask(showing.first):
+            if (outer := gradients.now or (showing if showing.opened else None)) is not None:
+                result = run(*args, **kwargs)
+                outer.settle()
+                return result
+            if not ask(showing.first):
                 return run(*args, **kwargs)
             try:
                 return run(*args, **kwargs)

@@ -107,6 +107,8 @@ class WholeGradients:
             if outer is not None and at_once:
                 outer.gather()
             yield
+            if outer is not None:
+                outer.settle()
             return
         self.now = showing
         try:
