@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dis
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import unwrap
 from types import CodeType, FunctionType
 from typing import Any
@@ -58,9 +58,13 @@ def asks_for_params(optimizer: Any, method: str) -> bool:
 
 def looks_at_model(owner: Any, hook: str, module: nn.Module, parts: set[str]) -> bool:
     """Whether the user's own code of a hook may look at the model."""
+    own = getattr(unwrap(_function(owner, hook)), "__code__", None)
+    given = () if own is None else own.co_varnames[: own.co_argcount]
+    name = given[:1] if owner is module else given[2:3]  # of the module: hooks may call it as they like
 
     def looks(code: CodeType) -> bool:
-        return bool(set().union(*_names(code)) & (ASKS | parts) or _strings(code) & KEYS) or _hands_on(code)
+        names = bool(set().union(*_names(code)) & (ASKS | parts) or _strings(code) & KEYS)
+        return names or _hands_on(code, name if code is own else ())
 
     return _any_code(owner, hook, module, looks)
 
@@ -119,7 +123,10 @@ def _any_code(owner: Any, hook: str, module: object, looks: Callable[[CodeType],
     owners, seen = (type(owner), type(module)), set[CodeType]()
 
     def any_of(function: Any) -> bool:
-        function = getattr(function, "__wrapped__", function)
+        while (inner := getattr(function, "__wrapped__", None)) is not None:
+            if looks(function.__code__):
+                return True
+            function = inner
         if (function.__module__ or "").partition(".")[0] in LIBRARIES or function.__code__ in seen:
             return False
         seen.add(function.__code__)
@@ -149,11 +156,15 @@ def _strings(code: CodeType) -> set[str]:
     return {constant for constant in code.co_consts if isinstance(constant, str)}.union(*inner)
 
 
-def _hands_on(code: CodeType) -> bool:
-    """Whether the module is used otherwise than for its attributes: called, moved, or given to something else."""
-    watched = {
-        name for name in code.co_varnames[: code.co_argcount] if name in ("self", "pl_module", "module", "model")
-    }
+def _hands_on(code: CodeType, named: Sequence[str]) -> bool:
+    """Whether the module is used otherwise than for its attributes: called, moved, or given to something else.
+
+    Args:
+        code: of a hook, or of a function that it calls.
+        named: by which names it has the module, beside those that are usual.
+    """
+    usual = {"self", "pl_module", "module", "model"}.intersection(code.co_varnames[: code.co_argcount])
+    watched = {*named, *usual}
     passed_by = ("PRECALL", "CACHE", "NOP", "COPY", "DUP_TOP")  # `self.count += 1` copies the module to store there
     steps = [step for step in dis.get_instructions(code) if step.opname not in passed_by]
     return any(

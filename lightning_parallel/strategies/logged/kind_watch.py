@@ -43,6 +43,9 @@ from lightning_parallel.strategies.logged.kinds import (
 )
 from lightning_parallel.values import tensors_of
 
+MANY = -1
+"""In place of the number of a sample: what was added up, or put together, of several, one by one."""
+
 PATIENCE = 8
 """How many batches of a kind are watched at most."""
 
@@ -94,7 +97,13 @@ class KindWatch(TorchFunctionMode):
             is_one = before[-1] is Kind.ONE
             self._know(args[0], Kind.SAMPLES if is_one else set_in(before[0], self.kind_of(args[2])))
         elif isinstance(result, Tensor):
-            self._know(result, self._made(func, name, before, result, args, kwargs))
+            of_many = MANY in map(self._whose.get, map(id, tensors_of(args)))
+            kind = self._made(func, name, before, result, args, kwargs)
+            if kind is Kind.SUM and of_many and name in OVER and args[1:] == (self.samples,):
+                kind = Kind.MEAN  # `sum(losses) / len(losses)`
+            self._know(result, kind)
+            if of_many and kind is Kind.SUM:
+                self._whose[id(result)] = MANY
         elif name in NUMBERS:
             self._count(name, args, before, result)
         elif isinstance(result, (tuple, list)):
@@ -128,6 +137,7 @@ class KindWatch(TorchFunctionMode):
     # ---------------------------------------------------------------- what is known
 
     def _know(self, tensor: Tensor, kind: Kind) -> None:
+        self._whose.pop(id(tensor), None)
         if kind is Kind.SAMPLES:
             self._known.pop(id(tensor), None)
         else:
@@ -187,8 +197,10 @@ class KindWatch(TorchFunctionMode):
         whose = {self._whose[id(each)] for each in given if self._of_tensor(each) is Kind.ONE}
         if name in TOGETHER:
             self._know(result, Kind.SAMPLES)
+            self._whose[id(result)] = MANY
         elif name in PLUS and (len(whose) > 1 or Kind.SUM in before):
             self._know(result, Kind.SUM if before <= {Kind.ONE, Kind.SUM} else Kind.OTHER)
+            self._whose[id(result)] = MANY
         elif name in OVER and len(args) == 2 and self.kind_of(args[1]) is Kind.SUM:
             self._know(result, Kind.MEAN)
         elif len(whose) == 1:

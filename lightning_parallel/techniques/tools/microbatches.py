@@ -115,6 +115,8 @@ def samples_in(batch: Any, layout: Layout) -> int | None:
     """The number of samples in a batch; None where nothing tells."""
     if layout is None:
         return batch_size(batch)
+    if layout == SAMPLES and isinstance(batch, Sized):
+        return len(batch)
     return next(iter(lengths_in(batch, layout)), None)
 
 
@@ -180,10 +182,10 @@ def part_sizes(size: int, parts: int) -> list[int]:
 
 
 def _part(value: Any, samples: slice, size: int, layout: Layout) -> Any:
-    if (parts := _parts(value, layout)) is not None:
-        return rebuilt(value, [_part(child, samples, size, own) for _, child, own in parts])
     if layout == WHOLE or (layout == SAMPLES and len(value) != size):  # of several loaders one may have ended
         return value
+    if layout != SAMPLES and (parts := _parts(value, layout)) is not None:
+        return rebuilt(value, [_part(child, samples, size, own) for _, child, own in parts])
     if isinstance(value, Tensor):
         return _samples_of(value, samples) if value.dim() and len(value) == size else value
     if layout == SAMPLES:
