@@ -51,12 +51,12 @@ class Beside:
 
     def look(self) -> None:
         """Finds the places in which there is now what the tree has."""
-        ids = set(map(id, self._stand.values()))
-        self._places = [
+        ids, tree = set(map(id, self._stand.values())), {(id(owner), own) for _, own, owner in self._in_tree}
+        self._places = [  # what other ranks hold is an attribute of its module, too
             (vars(part), attribute)
             for part in self._module.modules()
             for attribute, value in vars(part).items()
-            if attribute not in OF_LIBRARIES and _holds(value, ids, set())
+            if attribute not in OF_LIBRARIES and (id(part), attribute) not in tree and _holds(value, ids, set())
         ]
         self.attributes = {attribute for _, attribute in self._places}
 
