@@ -60,7 +60,7 @@ class Outcome:
     @property
     def consequence(self) -> bool:
         """Whether the rank only failed because another one had left."""
-        return " by peer" in self.summary
+        return " by peer" in self.summary or " failed first: " in self.summary
 
 
 @dataclass(frozen=True)

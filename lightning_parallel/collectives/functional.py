@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -20,6 +22,8 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 
 HIGHEST = dist.AllreduceOptions()
 HIGHEST.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+
+NEVER_SENT, AT_ONCE = 2**30, timedelta(milliseconds=1)  # a tag, and how long to wait for what has it
 
 
 def within_reach(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -314,6 +318,28 @@ def notes_at(name: str, address: str, port: int, keeps: bool, seconds: float) ->
     )
     store.set_timeout(timedelta(seconds=60))  # of one note
     return notes_under(name, store)
+
+
+def hang_up(kept: dist.ProcessGroup | None = None) -> None:
+    """Closes this process's connections over gloo: who waits for it there gets an error at once. Nothing is sent after.
+
+    Gloo closes those of a group of which a message came too late, and has no other word for it. What other backends
+    have open ends with the process.
+
+    Args:
+        kept: a group that goes on.
+    """
+    for group in [group for group in dist.distributed_c10d._world.pg_map if group is not kept]:
+        kinds = {kind.type for kind in group._device_types}
+        backend = group._get_backend(torch.device("cpu")) if "cpu" in kinds else None
+        if group.size() > 1 and backend is not None and backend.name() == "gloo":
+            with suppress(RuntimeError):
+                group.recv([torch.empty(1)], (group.rank() + 1) % group.size(), NEVER_SENT).wait(AT_ONCE)
+
+
+def no_second_error() -> AbstractContextManager[None]:
+    """Around waits at the end. Of a run that ends by an error, as on other ranks, what does not come is no other."""
+    return nullcontext() if sys.exc_info()[0] is None else suppress(RuntimeError)
 
 
 def begun_in(group: dist.ProcessGroup) -> int:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_parallel.arguments import one_of
-from lightning_parallel.collectives.functional import begun_in, within_reach
+from lightning_parallel.collectives.functional import begun_in, hang_up, within_reach
 from lightning_parallel.collectives.samples import of_all
 from lightning_parallel.mesh import Axis, ParallelMesh, resolve_sizes
 from lightning_parallel.strategies.checkpoint.files import AtomicCheckpointIO
@@ -312,10 +312,14 @@ class RankStrategy(ParallelStrategy):
         lightnings.take_patches_back()
         mine = Failure(self.global_rank, said_of(exception))
         told = mine if self._failures is None else self._failures.end(exception, self._begun)
+        if self._is_alone:
+            hang_up(kept=self._saving)  # which a save may need that is under way
         if self._is_alone and isinstance(self._launcher, Launcher):
             end_children(self._launcher.procs, first=told.rank - self.node_rank * self.num_processes - 1)
         if told.rank != self.global_rank:
             said = "; ".join(filter(None, [_because(told, mine), behind]))
+            if mine.is_consequence:
+                exception.args = (str(told),)  # for scripts that catch it, too
             show_in_one_line(exception, f"[rank{self.global_rank}]: {said}")
         else:
             show_own_frames(exception)
@@ -380,6 +384,5 @@ def _host_group(timeout: timedelta | None) -> dist.ProcessGroup:
 def _because(told: Failure, mine: Failure) -> str:
     if told.error == mine.error:
         return f"failed as rank {told.rank} did: {told.error}"
-    is_consequence = any(backend in mine.error.lower() for backend in ("gloo", "nccl", "connection closed"))
-    also = "" if is_consequence else f" (here afterwards: {mine.error[:100]})"
-    return f"rank {told.rank} failed first: {told.error}{also}"
+    also = "" if mine.is_consequence else f" (here afterwards: {mine.error[:100]})"
+    return f"{told}{also}"

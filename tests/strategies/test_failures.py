@@ -13,7 +13,15 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader
 
-from lightning_parallel import DataParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy, ZeroStrategy
+from lightning_parallel import (
+    DataParallel,
+    DataParallelStrategy,
+    HybridStrategy,
+    PipelineParallel,
+    PipelineParallelStrategy,
+    TensorParallelStrategy,
+    ZeroStrategy,
+)
 from tests.ranks import run_on_ranks
 from tests.tiers import covering, sampled
 from tests.trainers import trainer
@@ -162,6 +170,60 @@ def test_ranks_that_fail_within_a_pipelines_step_end(tmp_path: Path) -> None:
         run_on_ranks(2, saved_after_failing, LAYOUTS["pipeline"], tmp_path, "training_step", timeout=6.0)
     assert "outside.ckpt: the parts of other ranks are missing, for not all came to it" in str(failure.value)
     assert list(tmp_path.iterdir()) == []
+
+
+class Evaluating(Regression):
+    """The evaluation takes gradients through all layers, or calls them the other way round."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        with torch.enable_grad():
+            start = out = batch.clone().requires_grad_()
+            for layer in self.layers if self.place == "gradients" else reversed(self.layers):
+                out = layer(out)
+            torch.autograd.grad(out.sum(), start)
+
+
+def says_of(make: Callable[[], Any], module: LightningModule, *evaluated: DataLoader[Any]) -> str:
+    """What a fit ends with: as it is raised, for a script that catches it."""
+    began = time.monotonic()
+    try:
+        trainer(make(), max_steps=4, limit_train_batches=2, num_sanity_val_steps=0).fit(module, loader(), *evaluated)
+    except (ValueError, RuntimeError) as error:
+        assert time.monotonic() - began < 60
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def fails_on(rank: int, make: Callable[[], Any]) -> str:
+    def event(module: LightningModule) -> None:
+        if module.global_rank == rank:
+            fail(module)
+
+    return says_of(make, Regression("training_step", event))
+
+
+def pipelines_of_two() -> HybridStrategy:
+    return HybridStrategy(PipelineParallel(2, microbatches=2), DataParallel(2))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_all_ranks_of_a_pipeline_raise_what_one_of_them_raised_in_a_step(first: int) -> None:
+    said = run_on_ranks(2, fails_on, first, LAYOUTS["pipeline"], timeout=90.0)
+    assert said.pop(first) == "ValueError: a user's mistake"
+    assert said == [f"RuntimeError: rank {first} failed first: ValueError: a user's mistake"]
+
+
+def test_so_do_those_of_pipelines_beside_it() -> None:
+    said = run_on_ranks(4, fails_on, 3, pipelines_of_two, timeout=90.0)
+    assert said.pop(3) == "ValueError: a user's mistake"
+    assert said == ["RuntimeError: rank 3 failed first: ValueError: a user's mistake"] * 3
+
+
+@pytest.mark.parametrize(("fault", "words"), [("gradients", "takes gradients to a tensor"), ("order", "in one order")])
+def test_an_evaluation_that_a_pipeline_cannot_run_is_told_by_all_its_ranks(fault: str, words: str) -> None:
+    said = run_on_ranks(2, says_of, LAYOUTS["pipeline"], Evaluating(fault), loader(), timeout=90.0)
+    assert all(words in each for each in said), said
+    assert len([each for each in said if "failed first: RuntimeError: " in each]) == 1, said
 
 
 class Makes(Regression):

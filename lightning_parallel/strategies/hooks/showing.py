@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from lightning_parallel.strategies.hooks.shown_gradient import ShownGradient, taken_over
 from lightning_parallel.strategies.model.divided_model import DividedModel
 from lightning_parallel.techniques.gradients.asked import OWN, ask_no_more, is_inner, is_zeroing, watch
-from lightning_parallel.techniques.tools.shards import dtensor_of, local
+from lightning_parallel.techniques.tools.shards import dtensor_of, local, shard_of
 
 
 class Showing:
@@ -66,11 +66,23 @@ class Showing:
             if isinstance(parameter.grad, ShownGradient):
                 parameter.grad.bring()
 
-    def settle(self) -> None:
+    def let_go(self) -> None:
         """A hook is over: what it wrote to views of gradients is in the parts."""
         for parameter, _ in self._shown:
             if isinstance(parameter.grad, ShownGradient):
                 parameter.grad.let_go()
+
+    def settle(self) -> None:
+        """What was made new is in parts that look whole, as what was shown, before somebody clips or steps by it."""
+        for parameter, gradient in self._shown:
+            now = taken_over(parameter.grad, gradient, gradient)
+            if now is not None and now is not gradient:
+                gradient.to_local().copy_(local(now))
+                parameter.grad = ShownGradient.of(gradient)
+        pairs: Any = self._divided.pairs if self.opened else ()
+        for divided, made in pairs:
+            if made.grad is not None and not isinstance(made.grad, DTensor):
+                made.grad = ShownGradient.of(shard_of(made.grad.detach(), divided))
 
     def close(self) -> None:
         """What was changed is in the parts."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from lightning_parallel.strategies.hooks.looking import (
     names_gradients,
 )
 from lightning_parallel.strategies.hooks.whole_gradients import WholeGradients
-from lightning_parallel.strategies.hooks.whole_parameters import WholeParameters
+from lightning_parallel.strategies.hooks.whole_parameters import WholeParameters, Wholes
 from lightning_parallel.strategies.model.divided_model import DividedModel
 from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.strategies.trainer.optimizers import StoredOptimizers
@@ -28,6 +29,9 @@ T = TypeVar("T")
 
 Place = tuple[int, str]
 """The number of a module or a callback, and the name of its hook."""
+
+STEP: Place = (0, "optimizer_step")
+"""The one hook in which steps of the module are run."""
 
 
 class ShownHooks:
@@ -57,6 +61,8 @@ class ShownHooks:
         self._wrapped: list[tuple[Any, str, Any]] = []
         self._owners: list[Any] = [divided.module, *callbacks]
         looking = self._looking() if divided.in_parts else []
+        if in_parts and self._steps_by_gradients():
+            looking.append(STEP)
         users = [(k, hook) for k, hook in self._all() if in_parts and is_users(self._owners[k], hook)]
         found = gather_objects((looking, users, [each for each in users if self._is_for_some_ranks(*each)]), host)
         looks, all_users, at_once = (set[Place]().union(*(each[k] for each in found)) for k in range(3))
@@ -81,7 +87,13 @@ class ShownHooks:
                 "has the parameters of its stage only; look at gradients in on_before_optimizer_step and at weights in "
                 "on_train_batch_end, which find all of them on every rank"
             )
-        return [(k, hook) for k, hook in self._all() if looks_at_model(self._owners[k], hook, module, parts)]
+        return [(k, hook) for k, hook in [*self._all(), STEP] if looks_at_model(self._owners[k], hook, module, parts)]
+
+    def _steps_by_gradients(self) -> bool:
+        """Whether the module's own `optimizer_step` looks at gradients, as one that computes them twice."""
+        module = self._divided.module
+        alone = self._divided.pipeline.ranks == 1 and module.automatic_optimization
+        return alone and is_users(module, STEP[1]) and names_gradients(module, STEP[1], module)
 
     def _is_for_some_ranks(self, number: int, hook: str) -> bool:
         owner, module = self._owners[number], self._divided.module
@@ -98,9 +110,8 @@ class ShownHooks:
     def _wrap(self, place: Place, looks: bool, at_once: bool) -> None:
         owner, hook = self._owners[place[0]], place[1]
         run = getattr(owner, hook)
-        wrapped = functools.wraps(run)(
-            self._in_whole_tree(place, run, at_once) if looks or at_once else self._plain(run)
-        )
+        around = self._around_steps if place == STEP else self._in_whole_tree
+        wrapped = around(place, run, at_once) if looks or at_once else self._plain(run)
         self._wrapped.append((owner, hook, vars(owner).get(hook)))
         vars(owner)[hook] = functools.wraps(run)(wrapped)
 
@@ -113,6 +124,29 @@ class ShownHooks:
 
         return wrapped
 
+    def _around_steps(self, place: Place, run: Callable[..., T], at_once: bool) -> Callable[..., T]:
+        """For a hook that runs steps: within these ranks have their parts, and then it finds the same wholes again."""
+        reader = f"{type(self._owners[place[0]]).__name__}.{place[1]}"
+
+        def wrapped(epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None, **kwargs: Any) -> T:
+            wholes: Wholes = {}
+            with ExitStack() as around:
+
+                def show() -> None:
+                    around.enter_context(self._parameters.shown(reader, wholes))
+                    around.enter_context(self.gradients.at_first_read(at_once))
+
+                def closure() -> Any:
+                    around.close()
+                    result = optimizer_closure()
+                    show()  # not where it raised: others may not come
+                    return result
+
+                show()
+                return run(epoch, batch_idx, optimizer, optimizer_closure and closure, **kwargs)
+
+        return wrapped
+
     def _plain(self, run: Callable[..., T]) -> Callable[..., T]:
         """For hooks that read no gradient, as most do not, this is all that is run in each step."""
         gradients, showing = self.gradients, self.gradients.in_hook
@@ -120,7 +154,7 @@ class ShownHooks:
         def wrapped(*args: Any, **kwargs: Any) -> T:
             if (outer := gradients.now or (showing if showing.opened else None)) is not None:
                 result = run(*args, **kwargs)
-                outer.settle()
+                outer.let_go()
                 return result
             if not ask(showing.first):
                 return run(*args, **kwargs)

@@ -87,12 +87,13 @@ class WholeGradients:
     @contextmanager
     def _shown(self) -> Iterator[None]:
         with self._divided.shown():
-            showing = self.now = Showing(self._divided, tree=True)
+            before, showing = self.now, Showing(self._divided, tree=True)
+            self.now = showing
             try:
                 showing.open()
                 yield
             finally:
-                self.now = None
+                self.now = before
                 showing.close()
 
     @contextmanager
@@ -108,7 +109,7 @@ class WholeGradients:
                 outer.gather()
             yield
             if outer is not None:
-                outer.settle()
+                outer.let_go()
             return
         self.now = showing
         try:

@@ -25,6 +25,9 @@ from lightning_parallel.techniques.tools import elsewhere
 from lightning_parallel.techniques.tools.redirect import plain_calls, plain_forwards
 from lightning_parallel.techniques.tools.shards import shard_of, whole_tensor
 
+Wholes = dict[int, tuple[DTensor, nn.Parameter]]
+"""By the `id` of a parameter of which ranks have parts: it, and the whole that stands for it."""
+
 
 class WholeParameters:
     """Shows the whole model, for the time of a run, to the hooks that look at it.
@@ -40,11 +43,12 @@ class WholeParameters:
         self._inside = False
 
     @contextmanager
-    def shown(self, reader: str) -> Iterator[None]:
+    def shown(self, reader: str, before: Wholes | None = None) -> Iterator[None]:
         """Inside, this rank has the whole model; all ranks must come.
 
         Args:
             reader: for whom, in messages.
+            before: the whole parameters that it was shown already, to be shown again; new ones are added.
         """
         if self._inside or not self._divided.in_parts:
             yield
@@ -56,7 +60,7 @@ class WholeParameters:
             with ExitStack() as around:
                 around.enter_context(self._divided.shown())
                 around.enter_context(_filled(module, arrived))
-                pairs = around.enter_context(_undivided(module))
+                pairs = around.enter_context(_undivided(module, {} if before is None else before))
                 around.enter_context(self._divided.represented(pairs))
                 around.enter_context(self._divided.beside.shown())
                 around.enter_context(self._optimizers.in_hook(pairs, _Copies(pairs, partial(self._follow, arrived))))
@@ -129,14 +133,13 @@ def _table_of(module: nn.Module, name: str) -> dict[str, Tensor | None]:
 
 
 @contextmanager
-def _undivided(module: nn.Module) -> Iterator[list[Pair]]:
+def _undivided(module: nn.Module, whole: Wholes) -> Iterator[list[Pair]]:
     """Inside, whole parameters stand for those of which ranks hold parts, as it yields; what is written stays."""
     places = [(part, name, tensor) for part in module.modules() for name, tensor in part._parameters.items()]
     divided: list[Any] = [place for place in places if isinstance(place[2], DTensor)]
-    whole: dict[int, tuple[DTensor, nn.Parameter]] = {}
+    for tensor in {id(tensor): tensor for _, _, tensor in divided}.values():
+        whole[id(tensor)] = tensor, _whole(tensor, whole.get(id(tensor), (None, None))[1])
     for part, name, tensor in divided:
-        if id(tensor) not in whole:
-            whole[id(tensor)] = tensor, _whole(tensor)
         part._parameters[name] = whole[id(tensor)][1]
     try:
         yield [*whole.values()]
@@ -167,9 +170,13 @@ class _Copies:
         self._others_follow()
 
 
-def _whole(tensor: Any) -> nn.Parameter:
+def _whole(tensor: Any, before: nn.Parameter | None) -> nn.Parameter:
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # this is no read of the step's own
-        made = nn.Parameter(whole_tensor(tensor.detach()).clone(), tensor.requires_grad)
+        value = whole_tensor(tensor.detach())
+        made = nn.Parameter(value.clone(), tensor.requires_grad) if before is None else before
+        if made is before:
+            made.copy_(value)
+            made.grad = None
         if isinstance(tensor.grad, ShownGradient):
             made.grad = tensor.grad  # one for both: the optimizer has the divided parameter
         elif isinstance(tensor.grad, DTensor):

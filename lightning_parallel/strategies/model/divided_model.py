@@ -69,7 +69,8 @@ class DividedModel:
         self._divisions: list[Division] = []
         self._made: dict[str, Tensor] = {}
         self._stands_for: dict[int, Tensor] = {}
-        self._pairs: list[Pair] = []
+        self.pairs: list[Pair] = []
+        """While hooks are shown whole parameters, those, each behind the one of which ranks have parts."""
         self.beside, self._looks_left = Beside(module), LOOKS
 
     def divide(self, techniques: Sequence[Technique], plan: ParallelPlan) -> None:
@@ -185,12 +186,12 @@ class DividedModel:
     @contextmanager
     def represented(self, pairs: Iterable[Pair]) -> Iterator[None]:
         """Inside, it is known for which divided parameter, the first of a pair, another one stands."""
-        self._pairs = list(pairs)
-        self._stands_for = {id(made): divided for divided, made in self._pairs}
+        self.pairs = list(pairs)
+        self._stands_for = {id(made): divided for divided, made in self.pairs}
         try:
             yield
         finally:
-            self._pairs, self._stands_for = [], {}
+            self.pairs, self._stands_for = [], {}
 
     # ---------------------------------------------------------------- the whole
 
@@ -249,13 +250,13 @@ class DividedModel:
         keep, change = self._gathering(in_parts)
         if self.pipeline.ranks > 1:
             refuse_own_states([stored.optimizer])
-        with divided_in_groups(stored.optimizer, self._pairs):
+        with divided_in_groups(stored.optimizer, self.pairs):
             state = stored.state_dict(change)
         return state if self.pipeline.ranks == 1 else {**state, "state": self.pipeline.united(state["state"], keep)}
 
     def load_optimizer_state(self, stored: StoredOptimizer, state: dict[str, Any]) -> None:
         """Takes this rank's part of the state that one device would have."""
-        with divided_in_groups(stored.optimizer, self._pairs):
+        with divided_in_groups(stored.optimizer, self.pairs):
             stored.load_state_dict(state)
 
     def _gathering(self, in_parts: bool) -> tuple[bool, Callable[[Tensor], Tensor]]:

@@ -18,8 +18,8 @@ from lightning_parallel.collectives.functional import notes_under
 
 PATIENCE_SECONDS = 3.0
 TOGETHER = "_lightning_parallel_together"  # noted on exceptions: to keep one keeps memory
-SHOWN = 8
-"""How many ranks are told of."""
+SHOWN, WIDTH = 8, 500
+"""How many ranks are told of; how many characters of an error."""
 
 Begun = Mapping[str, int]
 
@@ -29,6 +29,15 @@ class Failure(NamedTuple):
 
     rank: int
     error: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} failed first: {self.error}"
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether it is but what a rank is told when another one has left it."""
+        said = self.error.lower()
+        return any(backend in said for backend in ("gloo", "nccl", "connection closed"))
 
 
 class Failures:
@@ -103,6 +112,8 @@ class Failures:
         self._meetings += 1
         meeting = notes_under(f"meeting_{self._meetings}", self._store)
         meeting.set(str(self._rank), json.dumps([what, begun]))
+        if begun is None:
+            meeting.compare_set("together", "", "no")
         if meeting.add("here", 1) == self._ranks:
             said = [json.loads(meeting.get(str(rank))) for rank in range(self._ranks)]
             meeting.compare_set("together", "", "yes" if _at_one_place(said) else "no")
@@ -124,7 +135,7 @@ def _at_one_place(said: list[tuple[str, Begun | None]]) -> bool:
 def said_of(exception: BaseException) -> str:
     """An exception in one line."""
     first = next(iter(str(exception).splitlines()), "")
-    return f"{type(exception).__name__}: {first[:200]}"
+    return f"{type(exception).__name__}: {first[:WIDTH]}"
 
 
 def named(ranks: Sequence[int]) -> str:

@@ -25,7 +25,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 EXIT_CODE = 128 + signal.SIGTERM
-GRACE_SECONDS, CAUSE_SECONDS = 1.0, 5.0
+GRACE_SECONDS = CAUSE_SECONDS = 5.0
 
 
 class Requested(NamedTuple):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_parallel.collectives.functional import all_reduce
+from lightning_parallel.collectives.functional import all_reduce, no_second_error
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.techniques.gradients.asked import Given
 from lightning_parallel.techniques.gradients.bucket import Bucket
@@ -168,7 +168,8 @@ class BucketedStep(WrappedStep):
     def _drop(self) -> None:
         """Lets go of what was taken where no backward followed, as of a batch whose step returned no loss."""
         for bucket in self._active:
-            bucket.drop()
+            with no_second_error():
+                bucket.drop()
         self._running = self._early = False
         self._factor = None
 

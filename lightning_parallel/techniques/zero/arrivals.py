@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import copy
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -27,7 +26,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from lightning_parallel.collectives.functional import Waitable
+from lightning_parallel.collectives.functional import Waitable, no_second_error
 from lightning_parallel.techniques.tools.redirect import Forward, redirect_forward
 
 
@@ -287,12 +286,11 @@ class Arrivals:
             self._rehearsal.close()
 
     def close(self) -> None:
-        """Waits for all. Where a rank is gone, this one ends by an error already: what does not come is no other."""
-        failing = sys.exc_info()[0] is not None
+        """Waits for all."""
         self._end_watching()
         pending, self._pending = self._pending, []
         for arrival in pending:
-            with suppress(RuntimeError) if failing else nullcontext():
+            with no_second_error():
                 arrival.complete()
 
 
