@@ -148,7 +148,15 @@ def _attributes(value: Any) -> list[str]:
         return []
     table = getattr(value, "__dict__", None)
     slots = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ()) if name != "__dict__"]
-    return [*(table if isinstance(table, dict) else ()), *(name for name in slots if name in dir(value))]
+    return [*(table if isinstance(table, dict) else ()), *(name for name in slots if _is_set(value, name))]
+
+
+def _is_set(value: Any, slot: str) -> bool:
+    try:
+        object.__getattribute__(value, slot)
+    except AttributeError:
+        return False
+    return True
 
 
 def _cells(function: FunctionType) -> list[Any]:

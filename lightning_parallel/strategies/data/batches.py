@@ -30,6 +30,9 @@ from lightning_parallel.strategies.trainer import lightnings
 from lightning_parallel.techniques.tools.microbatches import Layout, samples_in
 from lightning_parallel.values import batch_size, outline_of
 
+KEPT = 16
+"""Of how many loaders it is kept where samples are in their batches."""
+
 ENDED: Mark = (-1, -1, 0, 0)
 BEGINS: Mark = (-5, 0, 0, 0)
 LEAVES: Mark = (-6, 0, 0, 0)
@@ -136,6 +139,8 @@ class Batches:
         loader = combined.flattened[dataloader_idx]
         known, layout = self._layouts.get(id(loader), (None, None))
         if known is not loader:
+            if len(self._layouts) >= KEPT:  # loaders may be made anew for each epoch
+                self._layouts.clear()
             layout = layout_of_batches(trainer, combined, dataloader_idx, self._group)
             self._layouts[id(loader)] = loader, layout
         return layout
