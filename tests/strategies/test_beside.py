@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ranks import begun_on_one, run_on_ranks
-from tests.strategies.one_and_two import require_like
-from tests.strategies.test_orders_of_steps import LAYOUTS, Chain, trained
+from tests.strategies.test_orders_of_steps import Chain, check
 
 
 class Average:
@@ -71,7 +69,4 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "layout"), CASES)
 def test_they_are_those_that_ranks_compute_with(kind: type[Chain], layout: str) -> None:
-    ranks, readers, strategy = LAYOUTS[layout]
-    expected = begun_on_one(trained, kind, None, 8, 24)
-    for found in run_on_ranks(ranks, trained, kind, strategy, 8 // readers, 24):
-        require_like(expected.result(), found)
+    check(kind, layout)

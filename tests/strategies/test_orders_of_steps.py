@@ -319,12 +319,16 @@ CASES: list[tuple[type[Chain], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "layout"), CASES)
-def test_what_is_done_in_an_own_order_is_as_on_one_device(kind: type[Chain], layout: str) -> None:
+def check(kind: type[Chain], layout: str) -> None:
     ranks, readers, strategy = LAYOUTS[layout]
     expected = begun_on_one(trained, kind, None, 8, 24)
     for found in run_on_ranks(ranks, trained, kind, strategy, 8 // readers, 24):
         require_like(expected.result(), found)
+
+
+@pytest.mark.parametrize(("kind", "layout"), CASES)
+def test_what_is_done_in_an_own_order_is_as_on_one_device(kind: type[Chain], layout: str) -> None:
+    check(kind, layout)
 
 
 @pytest.mark.parametrize("layout", ["data parallel", "zero 3"])
