@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,6 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_parallel.techniques.tools.elsewhere import StandIn
+
+LEFT = attrgetter("grad")
+"""Reads a gradient by another name: where the code of a hook names them, they are reduced in every batch."""
+
 
 GROUPED = "params"
 """Named, not written: a hook that writes it looks at parameters, and is shown whole ones."""
@@ -59,4 +64,4 @@ def reachable() -> list[Tensor]:
     """All tensors that Python can reach, gradients among them."""
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
-    return tensors + [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+    return tensors + [left for left in map(LEFT, filter(attrgetter("is_leaf"), tensors)) if left is not None]

@@ -22,7 +22,7 @@ from lightning_parallel.mesh import AXES
 from lightning_parallel.strategies.model import start_table
 from lightning_parallel.strategies.model.start_table import Row, numbered, spans, table
 from lightning_parallel.techniques.tools.shards import local
-from tests.live import stepped
+from tests.live import LEFT, stepped
 from tests.models import build, loaders
 from tests.ranks import ranks
 from tests.trainers import trainer
@@ -41,7 +41,7 @@ class Held(Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         given = [p for p in stepped(trainer.optimizers[0]) if 0 not in p.stride()]
         if batch_idx == 0:
-            self.gradients = sum(local(p.grad).nbytes for p in given if p.grad is not None)
+            self.left = sum(local(left).nbytes for left in map(LEFT, given) if left is not None)
         states = [value for state in trainer.optimizers[0].state.values() for value in state.values()]
         self.states = sum(local(value).nbytes for value in states if isinstance(value, Tensor))
         self.given = sum(local(p).nbytes for p in given)
@@ -70,14 +70,14 @@ def counted_and_held(strategy, optimizer):
 @ranks(2)
 def test_it_counts_what_ranks_hold(strategy, optimizer):
     row, held = counted_and_held(strategy(), optimizer)
-    assert (row.parameters, row.gradients, row.states) == (held.given, held.gradients, held.states)
+    assert (row.parameters, row.gradients, row.states) == (held.given, held.left, held.states)
 
 
 @pytest.mark.exhaustive
 @ranks(4)
 def test_it_counts_what_ranks_hold_of_a_hybrid():
     row, held = counted_and_held(HybridStrategy(PipelineParallel(2), Zero(2, stage=2)), ADAM)
-    assert (row.parameters, row.gradients, row.states) == (held.given, held.gradients, held.states)
+    assert (row.parameters, row.gradients, row.states) == (held.given, held.left, held.states)
 
 
 @ranks(2)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from lightning_parallel import DataParallel, HybridStrategy, Zero
 from lightning_parallel.techniques.technique import Technique
 from lightning_parallel.techniques.zero.sharded.parameters import UNIT_BYTES
-from tests.live import reachable, stepped
+from tests.live import LEFT, reachable, stepped
 from tests.models import build, loaders
 from tests.ranks import POOL, run_on_ranks
 from tests.tiers import covering, sampled
@@ -45,8 +45,8 @@ def bytes_of(tensors: Iterable[Any]) -> int:
     return sum(storages.values())
 
 
-def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    return [p.grad for p in parameters if p.grad is not None]
+def left_by_backward(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [left for left in map(LEFT, parameters) if left is not None]
 
 
 def in_all() -> int:
@@ -69,7 +69,7 @@ class Held(Callback):
         states = [value for state in trainer.optimizers[0].state.values() for value in state.values()]
         counted = {
             "parameters": bytes_of(parameters),
-            "gradients": bytes_of(gradients_of(parameters)),
+            "gradients": bytes_of(left_by_backward(parameters)),
             "states": bytes_of(states),
             "all": in_all(),
         }
