@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -94,6 +95,7 @@ def refuse_module(module: LightningModule, mesh: ParallelMesh) -> None:
     """Raises for a module that cannot be divided on this mesh, whatever its plan."""
     _refuse_divided(module)
     _refuse_lazy(module)
+    _refuse_max_norm(module, mesh)
     _refuse_manual_optimization(module, mesh)
 
 
@@ -113,6 +115,18 @@ def _refuse_lazy(module: LightningModule) -> None:
             raise ValueError(
                 f"{name} has no shape before the module of torch.nn.Lazy… around it has run; run it once on a batch, "
                 "as in __init__ or configure_model, or give its layer the number of features"
+            )
+
+
+def _refuse_max_norm(module: LightningModule, mesh: ParallelMesh) -> None:
+    """Raises for tables that shorten the rows they read: ranks read other samples, and their copies would part."""
+    for name, table in module.named_modules():
+        if mesh.data.size() > 1 and isinstance(table, (nn.Embedding, nn.EmbeddingBag)) and table.max_norm is not None:
+            raise ValueError(
+                f"{name} has max_norm={table.max_norm:g}, by which it shortens the rows that are read, but the "
+                f"{mesh.data.size()} ranks that share a batch read other rows and would train other weights; shorten "
+                "all rows in on_train_batch_start (torch.renorm) and leave max_norm out, or use a layout that does not "
+                "divide batches"
             )
 
 

@@ -122,6 +122,20 @@ class ParametrizedVocabulary(TwoNames):
         parametrizations.weight_norm(self.net[-1])
 
 
+class ShortRows(TwoNames):
+    """The embedding shortens the rows that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].max_norm = 0.5
+
+
+class ShortBags(ShortRows):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0] = nn.EmbeddingBag(WORDS, WIDTH, max_norm=0.5)
+
+
 class Recomputed(TwoNames):
     reentrant = True
 
@@ -153,6 +167,9 @@ PIPELINE = partial(PipelineParallelStrategy, microbatches=2)
         (TwoNames, TensorParallelStrategy, 1),
         (TwoNames, ZeroStrategy, 2),
         (TwoNames, PIPELINE, 1),
+        (ShortRows, TensorParallelStrategy, 1),
+        (ShortRows, ContextParallelStrategy, 1),
+        (ShortRows, PIPELINE, 1),
     ],
 )
 def test_models_in_a_list(make: Any, make_strategy: Callable[[], Strategy], readers: int) -> None:
@@ -176,6 +193,12 @@ def refused(make: Callable[[], LightningModule], make_strategy: Callable[[], Str
     [
         (WithoutShape, DataParallelStrategy, "net.6.weight has no shape before"),
         (WithoutShape, ZeroStrategy, "run it once on a batch, as in __init__ or configure_model"),
+        (
+            ShortRows,
+            DataParallelStrategy,
+            "net.0 has max_norm=0.5, by which it shortens the rows that are read, but the 2 ranks",
+        ),
+        (ShortBags, ZeroStrategy, "shorten all rows in on_train_batch_start (torch.renorm) and leave max_norm out"),
         (Recomputed, PIPELINE, "checkpoint it with use_reentrant=False, or"),
     ],
 )
