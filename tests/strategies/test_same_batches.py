@@ -15,7 +15,7 @@ from tests.trainers import trainer
 
 
 class Augmented(Dataset):
-    """Samples of which one rank sees a changed version from its third batch on."""
+    """Samples of which one rank sees a changed version after its first sixteen."""
 
     def __init__(self, changed_on: int) -> None:
         self.points, self.changed_on, self.reads = points(48, seed=1), changed_on, 0
@@ -26,7 +26,7 @@ class Augmented(Dataset):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
         inputs, *targets = self.points[index]
         self.reads += 1
-        late = self.reads > 24 and torch.distributed.get_rank() == self.changed_on
+        late = self.reads > 16 and torch.distributed.get_rank() == self.changed_on
         return (inputs + 0.5 * late, *targets)
 
 
