@@ -211,7 +211,7 @@ class MeshStrategy(RankStrategy):
         trainer = self._module().trainer
         if self._callback is not None:
             self._callback.join(trainer)
-            self._whole.refuse_foreign_hooks(self.optimizers)
+            self._gradients.meet_foreign_hooks(self.optimizers)
             start_table.tell(trainer, self._whole, self._step, self._host_group())
         self._resumption.begin_training(trainer, self._readers().rank, self._host_group())
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_parallel import DataParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy, ZeroStrategy
 from tests.models import Plain, loaders
-from tests.ranks import on_one, run_on_ranks
+from tests.ranks import begun_on_one, on_one, run_on_ranks
 from tests.strategies.one_and_two import made, require_like
 from tests.tiers import sampled
 from tests.trainers import trainer
@@ -39,6 +39,9 @@ class Small(Plain):
 
     def norms(self) -> list[float]:
         return [parameter.detach().norm().item() for parameter in self.parameters()]
+
+    def end(self) -> None:
+        """Takes back what it did to torch."""
 
 
 class Moves(Small):
@@ -120,6 +123,31 @@ class Averages(Small):
         self.seen.append([tensor.detach().norm().item() for tensor in (*self.average, *stepped)])
 
 
+class Normalises(Small):
+    """Divides what has accumulated by its norm, before the optimizer runs the last batch."""
+
+    def configure_optimizers(self) -> Any:
+        configured = super().configure_optimizers()
+        configured["optimizer"].register_step_pre_hook(self.normalise)
+        return configured
+
+    def normalise(self, optimizer: Any, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.div_(parameter.grad.norm() + 1e-3)
+                    self.seen.append(float(parameter.grad.norm()))
+
+
+class NormalisesForAll(Normalises):
+    def configure_optimizers(self) -> Any:
+        self.handle = register_optimizer_step_pre_hook(self.normalise)
+        return Small.configure_optimizers(self)
+
+    def end(self) -> None:
+        self.handle.remove()
+
+
 class HooksLate(Small):
     def on_fit_start(self) -> None:
         self.stem.weight.register_hook(lambda gradient: gradient * 2)
@@ -176,12 +204,13 @@ def fit_all(kinds: list[type[Small]], strategy: Any, batch_size: int) -> list[An
     return [fit(kind, strategy, batch_size) for kind in kinds]
 
 
-def fit(kind: type[Small], strategy: Any, batch_size: int) -> Any:
+def fit(kind: type[Small], strategy: Any, batch_size: int, **options: Any) -> Any:
     torch.manual_seed(0)
     module = kind()
-    run = trainer(made(strategy), max_epochs=1)
+    run = trainer(made(strategy), max_epochs=1, **options)
     data = loaders("plain", batch_size, samples=32, val_samples=8)
     run.fit(module, *data)
+    module.end()
     if kind is Saves:
         path = Path(os.environ["RANKS_SCRATCH"], "mine.ckpt")
         run.save_checkpoint(path)
@@ -197,7 +226,21 @@ def test_what_is_done_between_steps_is_done_as_on_one_device(layout: str) -> Non
             require_like(on_one(fit, kind, None, 8), got)
 
 
+@sampled(1, "layout", ["data parallel", "zero 1 offloaded", "zero 2"])
+@pytest.mark.parametrize("kind", [Normalises, NormalisesForAll])
+def test_what_accumulated_is_that_of_one_device_before_a_step(layout: str, kind: type[Small]) -> None:
+    readers, strategy = LAYOUTS[layout]
+    expected = begun_on_one(fit, kind, None, 8, accumulate_grad_batches=2)
+    for found in run_on_ranks(2, fit, kind, strategy, 8 // readers, accumulate_grad_batches=2):
+        require_like(expected.result(), found)
+
+
 REFUSED = [
+    (
+        NormalisesForAll,
+        "pipeline",
+        r"\(register_optimizer_step_pre_hook\) would find the gradients of one stage of the",
+    ),
     (InBackward, "data parallel", r"the hook on .* \(register_post_accumulate_grad_hook\) would be called with"),
     (Masks, "zero 3", "the hook on the gradient of .* would not be called with it: ranks hold parts of it; look at"),
     (HooksLate, "zero 3", "HooksLate.on_fit_start put a hook on the gradient of stem.weight, of which ranks hold"),
@@ -212,8 +255,10 @@ REFUSED = [
 
 def refused(cases: list[tuple[type[Small], str]], strategy: Any) -> None:
     for kind, message in cases:
+        module = kind()
         with pytest.raises(ValueError, match=message):
-            trainer(strategy(), max_epochs=1).fit(kind(), *loaders("plain", 2, samples=8))
+            trainer(strategy(), max_epochs=1).fit(module, *loaders("plain", 2, samples=8))
+        module.end()
 
 
 @sampled(2, "layout", ["zero 3", "pipeline", "data parallel", "tensor parallel"])

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lightning_parallel.strategies.hooks.looking import names_gradients
 from lightning_parallel.techniques.tools.telling import warn
 
 REMEDY = "look at gradients and change them in on_before_optimizer_step, where they are whole on every rank"
@@ -72,6 +75,28 @@ def fault_of_optimizers(optimizers: Iterable[Optimizer]) -> str | None:
     return None
 
 
+def fault_of_all(module: nn.Module) -> str | None:
+    """An error for hooks of all optimizers that look at gradients, where ranks hold other parameters, or None."""
+    for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+        for hook in _of_users(_beside(register)):
+            if names_gradients(SimpleNamespace(call=hook), "call", module):
+                return (
+                    f"the hook of all optimizers ({register.__name__}) would find the gradients of one stage of the "
+                    f"pipeline; {REMEDY}"
+                )
+    return None
+
+
+def before_steps(optimizers: Iterable[Optimizer]) -> list[tuple[dict[Any, Any], Any]]:
+    """Users' hooks before the steps of optimizers, or of all: the tables in which they are, and their keys there.
+
+    Lightning has yet to run the last batch then: what has accumulated is what such a hook finds, and may change.
+    """
+    registers = [register_optimizer_step_pre_hook, *(each.register_step_pre_hook for each in optimizers)]
+    tables = [_table(register) for register in registers]
+    return [(table, key) for table in tables for key, hook in table.items() if _of_users({key: hook})]
+
+
 class Places:
     """A tree and the parameters in it, to see what a hook did with them while it was shown the whole model.
 
@@ -119,9 +144,13 @@ class Places:
 
 def _beside(register: Callable[[Any], Any]) -> Mapping[Any, Any]:
     """The hooks among which a method registers."""
+    return dict(_table(register))
+
+
+def _table(register: Callable[[Any], Any]) -> dict[Any, Any]:
     handle = register(_nothing)
     handle.remove()
-    return dict(handle.hooks_dict_ref() or {})
+    return handle.hooks_dict_ref() or {}
 
 
 def _nothing(*_: Any) -> None:

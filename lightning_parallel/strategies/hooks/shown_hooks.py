@@ -23,7 +23,6 @@ from lightning_parallel.strategies.hooks.whole_parameters import WholeParameters
 from lightning_parallel.strategies.model.divided_model import DividedModel
 from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.strategies.trainer.optimizers import StoredOptimizers
-from lightning_parallel.techniques.gradients.asked import ask, ask_no_more
 
 T = TypeVar("T")
 
@@ -101,6 +100,7 @@ class ShownHooks:
 
     def close(self) -> None:
         """Gives hooks back as they were."""
+        self.gradients.close()
         for owner, hook, own in reversed(self._wrapped):
             vars(owner).pop(hook)
             if own is not None:
@@ -111,7 +111,7 @@ class ShownHooks:
         owner, hook = self._owners[place[0]], place[1]
         run = getattr(owner, hook)
         around = self._around_steps if place == STEP else self._in_whole_tree
-        wrapped = around(place, run, at_once) if looks or at_once else self._plain(run)
+        wrapped = around(place, run, at_once) if looks or at_once else self.gradients.shown_to(run)
         self._wrapped.append((owner, hook, vars(owner).get(hook)))
         vars(owner)[hook] = functools.wraps(run)(wrapped)
 
@@ -144,26 +144,5 @@ class ShownHooks:
 
                 show()
                 return run(epoch, batch_idx, optimizer, optimizer_closure and closure, **kwargs)
-
-        return wrapped
-
-    def _plain(self, run: Callable[..., T]) -> Callable[..., T]:
-        """For hooks that read no gradient, as most do not, this is all that is run in each step."""
-        gradients, showing = self.gradients, self.gradients.in_hook
-
-        def wrapped(*args: Any, **kwargs: Any) -> T:
-            if (outer := gradients.now or (showing if showing.opened else None)) is not None:
-                result = run(*args, **kwargs)
-                outer.let_go()
-                return result
-            if not ask(showing.first):
-                return run(*args, **kwargs)
-            try:
-                return run(*args, **kwargs)
-            finally:
-                if showing.opened:
-                    showing.close()
-                else:
-                    ask_no_more()
 
         return wrapped

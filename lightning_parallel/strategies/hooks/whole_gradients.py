@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from lightning.pytorch import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_parallel.strategies.hooks.foreign_hooks import before_steps
 from lightning_parallel.strategies.hooks.looking import HOOKS, names_gradients
 from lightning_parallel.strategies.hooks.showing import Showing
 from lightning_parallel.strategies.model.divided_model import DividedModel
@@ -17,6 +20,8 @@ from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.strategies.trainer.lightnings import sets_to_zero, somebody_overrides
 from lightning_parallel.techniques.gradients.asked import ask, ask_no_more
 from lightning_parallel.techniques.step import Step
+
+T = TypeVar("T")
 
 BEFORE_BACKWARD = ("on_before_backward", "backward")
 AFTER_BACKWARD = ("on_after_backward",)
@@ -42,7 +47,9 @@ class WholeGradients:
     def __init__(
         self, divided: DividedModel, callbacks: list[Callback], host: dist.ProcessGroup, in_parts: bool
     ) -> None:
-        self._divided, self.in_parts = divided, in_parts
+        self._divided, self._host, self.in_parts = divided, host, in_parts
+        self._hooked = False  # whether optimizers have hooks before their steps
+        self._given_back = ExitStack()
         self._wanted: set[tuple[str, ...]] = set()
         self.now: Showing | None = None
         """In a whole tree, what shows gradients at the moment."""
@@ -59,6 +66,44 @@ class WholeGradients:
         self.one_factor = BEFORE_BACKWARD not in self._wanted and automatic
         """Whether nobody can multiply a loss by what differs between ranks, after the step and before its backward."""
         self._unseen = automatic and not somebody_overrides(BEFORE_ZERO, divided.module, callbacks)
+
+    def meet_foreign_hooks(self, optimizers: Sequence[Optimizer]) -> None:
+        """Refuses hooks of torch's that would find something else than on one device, as the training begins.
+
+        Those before steps of optimizers find whole gradients, of all batches that have accumulated.
+        """
+        self._divided.refuse_foreign_hooks(optimizers)
+        found = before_steps(optimizers)
+        self._hooked = any(gather_objects(bool(found), self._host))
+        for table, key in found if self.in_parts else ():
+            own, table[key] = table[key], self.shown_to(table[key])
+            self._given_back.callback(_put_back, table, key, own)
+
+    def close(self) -> None:
+        """Gives hooks back as they were."""
+        self._given_back.close()
+
+    def shown_to(self, run: Callable[..., T]) -> Callable[..., T]:
+        """For hooks that read no gradient, as most do not, this is all that is run in each step."""
+        showing = self.in_hook
+
+        @functools.wraps(run)
+        def wrapped(*args: Any, **kwargs: Any) -> T:
+            if (outer := self.now or (showing if showing.opened else None)) is not None:
+                result = run(*args, **kwargs)
+                outer.let_go()
+                return result
+            if not ask(showing.first):
+                return run(*args, **kwargs)
+            try:
+                return run(*args, **kwargs)
+            finally:
+                if showing.opened:
+                    showing.close()
+                else:
+                    ask_no_more()
+
+        return wrapped
 
     def held(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """The parameters among these that this rank holds."""
@@ -77,7 +122,7 @@ class WholeGradients:
 
     def unsynced(self, step: Step) -> AbstractContextManager[None]:
         """Inside, gradients are reduced with those of a later batch, unless a hook looks at those of each."""
-        looked_at = self._each or not self._wanted.isdisjoint((BEFORE_BACKWARD, AFTER_BACKWARD))
+        looked_at = self._each or self._hooked or not self._wanted.isdisjoint((BEFORE_BACKWARD, AFTER_BACKWARD))
         return nullcontext() if looked_at else step.unsynced()
 
     def shown(self, hooks: tuple[str, ...]) -> AbstractContextManager[None]:
@@ -120,3 +165,8 @@ class WholeGradients:
         finally:
             self.now = None
             showing.close()
+
+
+def _put_back(table: dict[Any, Any], key: Any, hook: Any) -> None:
+    if key in table:  # else its user has taken it away
+        table[key] = hook

@@ -24,7 +24,12 @@ from lightning_parallel.strategies.checkpoint.held import shown_to_hooks
 from lightning_parallel.strategies.checkpoint.sharded import Source
 from lightning_parallel.strategies.checkpoint.whole import whole_state_dict
 from lightning_parallel.strategies.data.loaders import checksum
-from lightning_parallel.strategies.hooks.foreign_hooks import fault_of_gradients, fault_of_optimizers, hooked
+from lightning_parallel.strategies.hooks.foreign_hooks import (
+    fault_of_all,
+    fault_of_gradients,
+    fault_of_optimizers,
+    hooked,
+)
 from lightning_parallel.strategies.hooks.shown_groups import divided_in_groups
 from lightning_parallel.strategies.model.pipeline_group import PipelineGroup
 from lightning_parallel.strategies.model.sample import take_sample
@@ -121,6 +126,8 @@ class DividedModel:
         fault = fault_of_gradients(self._hooked, held, divided=self.mesh.sizes["tp"] > 1, parts=parts)
         if fault is None and self.in_parts:
             fault = fault_of_optimizers(optimizers)
+        if fault is None and self.pipeline.ranks > 1:
+            fault = fault_of_all(self.module)
         for theirs in gather_objects(fault, self._host):
             if theirs is not None:
                 raise ValueError(theirs)
