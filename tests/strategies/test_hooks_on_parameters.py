@@ -1,10 +1,13 @@
 """Hooks that look at parameters, or call the model, find on every rank what one device has; what they write stays."""
 
 import copy
+import dis
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LearningRateMonitor
@@ -193,3 +196,29 @@ def test_only_hooks_that_look_are_shown_the_whole_model() -> None:
     assert looks(module, "on_validation_epoch_end")
     assert looks(Averaging(), "on_train_batch_end")
     assert not looks(LearningRateMonitor(), "on_train_batch_start")
+
+
+class HandsOn(Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None: ...
+
+
+PYTHONS = {
+    "3.12": [("LOAD_FAST", "pl_module"), ("LOAD_FAST", "batch_idx"), ("CALL", 2)],
+    "3.13": [("LOAD_FAST_LOAD_FAST", ("pl_module", "batch_idx")), ("CALL", 2)],
+    "3.13, after a store": [("STORE_FAST_LOAD_FAST", ("kept", "pl_module")), ("CALL", 1)],
+    "3.14": [("LOAD_FAST_BORROW_LOAD_FAST_BORROW", ("batch_idx", "pl_module")), ("CALL", 2)],
+}
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_pythons_that_load_two_variables_at_once_show_who_is_given_the_model(
+    python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def looks(*steps: tuple[str, Any]) -> bool:
+        found = [SimpleNamespace(opname=name, argval=value) for name, value in [("LOAD_GLOBAL", "update"), *steps]]
+        monkeypatch.setattr(dis, "get_instructions", lambda _: found)
+        return looks_at_model(HandsOn(), "on_train_batch_end", Silent(), set())
+
+    assert looks(*PYTHONS[python])
+    assert not looks(("LOAD_FAST_LOAD_FAST", ("trainer", "pl_module")), ("LOAD_ATTR", "current_epoch"))
+    assert not looks(("STORE_FAST_STORE_FAST", ("pl_module", "trainer")), ("LOAD_CONST", ("pl_module", "a")))

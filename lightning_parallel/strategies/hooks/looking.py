@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dis
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from inspect import unwrap
 from types import CodeType, FunctionType
 from typing import Any
@@ -92,7 +92,7 @@ def names_read(owner: Any, method: str, module: object) -> set[str]:
 
 def _read_in(code: CodeType) -> set[str]:
     parts = [_read_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
-    own = {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_ATTR"}
+    own = {value for name, value in _steps(code) if name == "LOAD_ATTR"}
     return own.union(*parts)
 
 
@@ -144,9 +144,9 @@ def _any_code(owner: Any, hook: str, module: object, looks: Callable[[CodeType],
 def _names(code: CodeType) -> tuple[set[str], set[str]]:
     """The attributes that code names, of whatever objects, and the variables of its file."""
     parts = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
-    steps = list(dis.get_instructions(code))
-    attributes = {step.argval for step in steps if step.opname.endswith(("_ATTR", "_METHOD"))}
-    variables = {step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    steps = list(_steps(code))
+    attributes = {value for name, value in steps if name.endswith(("_ATTR", "_METHOD"))}
+    variables = {value for name, value in steps if name in ("LOAD_GLOBAL", "LOAD_NAME")}
     return attributes.union(*(found for found, _ in parts)), variables.union(*(found for _, found in parts))
 
 
@@ -166,11 +166,22 @@ def _hands_on(code: CodeType, named: Sequence[str]) -> bool:
     usual = {"self", "pl_module", "module", "model"}.intersection(code.co_varnames[: code.co_argcount])
     watched = {*named, *usual}
     passed_by = ("PRECALL", "CACHE", "NOP", "COPY", "DUP_TOP")  # `self.count += 1` copies the module to store there
-    steps = [step for step in dis.get_instructions(code) if step.opname not in passed_by]
+    steps = [(name, value) for name, value in _steps(code) if name not in passed_by]
     return any(
-        step.opname.startswith("LOAD_")
-        and step.argval in watched
-        and before.argval != "__class__"  # `super()` is given the module, and leads to code that is looked at as well
-        and (not following.opname.endswith(("_ATTR", "_METHOD")) or following.argval in MOVES)
-        for before, step, following in zip([steps[0], *steps], steps, steps[1:], strict=False)
+        name.startswith("LOAD_")
+        and value in watched
+        and before != "__class__"  # `super()` is given the module, and leads to code that is looked at as well
+        and (not then.endswith(("_ATTR", "_METHOD")) or of in MOVES)
+        for (_, before), (name, value), (then, of) in zip([steps[0], *steps], steps, steps[1:], strict=False)
     )
+
+
+def _steps(code: CodeType) -> Iterator[tuple[str, Any]]:
+    """The instructions of code, each with what it names; one that loads or stores several variables as several."""
+    for step in dis.get_instructions(code):
+        words = step.opname.split("_")
+        if "FAST" in words and isinstance(step.argval, tuple):  # as LOAD_FAST_LOAD_FAST, from Python 3.13 on
+            each = len(words) // len(step.argval)
+            yield from (("_".join(words[k * each :][:each]), value) for k, value in enumerate(step.argval))
+        else:
+            yield step.opname, step.argval
