@@ -20,7 +20,7 @@ POINTWISE = {
 
 ABOUT = {
     *("size", "dim", "numel", "nelement", "ndimension", "stride", "element_size", "get_device", "__len__", "__hash__"),
-    *("is_floating_point", "is_complex", "is_contiguous", "requires_grad_", "retain_grad", "type"),
+    *("is_floating_point", "is_complex", "is_contiguous", "requires_grad_", "retain_grad"),
 }
 """What asks about a tensor, not about its values."""
 
@@ -80,7 +80,7 @@ class ShownGradient(DTensor):
             attribute = func.__self__.__name__ if name in ("__get__", "__set__") else None
             if name == "__get__" and attribute not in VIEWS:
                 return args[0] if attribute == "data" else func(*args, **kwargs)
-            if name in ABOUT:
+            if name in ABOUT or (name == "type" and len(args) + len(kwargs) == 1):  # with a dtype it converts
                 return func(*args, **kwargs)
             if name == "detach":
                 return args[0]
