@@ -376,3 +376,7 @@ def shown() -> Iterator[ShownGradient]:
 def test_its_type_is_a_question_and_a_conversion_a_read(shown: ShownGradient) -> None:
     assert shown.type() == "torch.FloatTensor"
     assert type(shown.type(torch.float64)) is type(shown.type(dtype=torch.float64)) is Tensor
+
+
+def test_one_element_becomes_a_number_of_any_kind(shown: ShownGradient) -> None:
+    assert (int(shown), float(shown), bool(shown), shown.item()) == (3, 3.0, True, 3.0)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from lightning_parallel.techniques.divided.table import is_in_place
 from lightning_parallel.techniques.tools.shards import shard_of, whole_tensor
 
 POINTWISE = {
@@ -92,7 +93,8 @@ class ShownGradient(DTensor):
             if attribute == "data" and isinstance(args[0], ShownGradient):
                 return _write(Tensor.copy_, args, kwargs)
             first = args[:1] or tuple(kwargs.values())[:1]  # functions of torch.nn.init name all that they get
-            if _writes(name, first) or any(isinstance(each, cls) for each in pytree.tree_leaves(kwargs.get("out"))):
+            written = (first if is_in_place(name) else (), kwargs.get("out"))
+            if any(isinstance(each, cls) for each in pytree.tree_leaves(written)):
                 return _write(func, args, kwargs)
             return _read(func, args, kwargs, given)
 
@@ -137,12 +139,6 @@ def taken_over(now: Tensor | None, before: DTensor | None, like: DTensor) -> Ten
             return before
     part = shard_of(_whole(now).detach(), like if own is None else own)
     return ShownGradient.of(part) if isinstance(before, ShownGradient) else part
-
-
-def _writes(name: str, args: Any) -> bool:
-    written = name == "__setitem__" or (name.startswith("__i") and name.endswith("__")) or name.rstrip("_") != name
-    special = name.endswith("__") and not (name.startswith("__i") or name == "__setitem__")
-    return written and not special and any(isinstance(leaf, ShownGradient) for leaf in pytree.tree_leaves(args))
 
 
 def _write(func: Any, args: Any, kwargs: Any) -> Any:

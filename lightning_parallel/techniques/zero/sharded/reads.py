@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from lightning_parallel.techniques.divided.table import is_in_place
 from lightning_parallel.techniques.gradients.asked import OWN
 from lightning_parallel.techniques.tools.shards import shard_of
 from lightning_parallel.techniques.zero.gradients import StepsGradients
@@ -69,7 +70,7 @@ class Away(DTensor):
                 return function(first, *args[1:])
         whole_args, kwargs = tree_map_only(cls, lambda each: each.reads.whole(each, function), (tuple(args), kwargs))
         result = function(*whole_args, **kwargs)
-        if isinstance(first, DTensor) and _changes(name):
+        if isinstance(first, DTensor) and is_in_place(name):
             first._local_tensor.copy_(shard_of(whole_args[0].detach(), first)._local_tensor)
         return result
 
@@ -92,10 +93,6 @@ class Away(DTensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return copy.deepcopy(self).__reduce_ex__(protocol)
-
-
-def _changes(name: str) -> bool:
-    return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
 
 
 class OutsideReads:
