@@ -174,6 +174,15 @@ class SAM(torch.optim.Optimizer):
         if zero_grad:
             self.zero_grad()
 
+    def second_pass(self, net: nn.Module, scaled: Any, *, closure: Any) -> None:
+        """Computes the second gradients itself, and looks at the model meanwhile."""
+        with torch.enable_grad():
+            closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.copy_(scaled(parameter.grad, len(net.layers)))
+        self.second_step(zero_grad=True)
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         closure = torch.enable_grad()(closure)
@@ -197,7 +206,14 @@ class InTwoCalls(OfAClass):
         optimizer.second_step(zero_grad=True)
 
 
-KINDS: list[type[Model]] = [SharpnessAware, RestoresCopies, MixesGradients, OfAClass, InTwoCalls]
+class OfNamedClosure(OfAClass):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+        optimizer.first_step(zero_grad=True)
+        optimizer.second_pass(self, lambda gradient, parts: gradient / parts, closure=optimizer_closure)
+
+
+KINDS: list[type[Model]] = [SharpnessAware, RestoresCopies, MixesGradients, OfNamedClosure, OfAClass, InTwoCalls]
 LAYOUTS: dict[str, tuple[int, int, list[Any]]] = {
     "zero 2": (2, 2, [Zero(2, stage=2)]),
     "tensor": (2, 1, [TensorParallel(2)]),

@@ -8,7 +8,6 @@ others (Muon, LBFGS, a user's own), whose arithmetic over matrices and norms DTe
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,19 +17,18 @@ from types import MethodType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from lightning_parallel.arguments import is_closure
 from lightning_parallel.techniques.gradients.absent import AbsentTensor
 from lightning_parallel.techniques.gradients.elementwise import is_elementwise
 from lightning_parallel.techniques.gradients.groups import Copies, Pair, exchange, turned
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.tools.shards import as_shard, is_sharded, shard_of, whole_tensor
-
-log = logging.getLogger(__name__)
+from lightning_parallel.techniques.tools.telling import warn
 
 
 class StoredOptimizer:
@@ -94,11 +92,11 @@ class StoredOptimizer:
 
     def _say_what_is_gathered(self) -> None:
         sharded = any(is_sharded(self._step.stored(parameter)) for parameter in self.parameters())
-        if sharded and not self._elementwise and dist.get_rank() == 0:
-            log.warning(
-                "%s may look at several elements of a parameter at once, so every rank holds whole parameters and "
-                "gradients while it steps; if it does not, add it to elementwise.ELEMENTWISE to save the memory",
-                type(self.optimizer).__name__,
+        if sharded and not self._elementwise:
+            warn(
+                f"{type(self.optimizer).__name__} may look at several elements of a parameter at once, so every rank "
+                "holds whole parameters and gradients while it steps; if it does not, add it to "
+                "elementwise.ELEMENTWISE to save the memory"
             )
 
     def show(self, pairs: Sequence[Pair], copies: Copies | None = None) -> None:
@@ -173,7 +171,8 @@ class StoredOptimizer:
             return method(*args, **kwargs)
         self._enter_to_step()
         try:
-            return method(*(self._outside(each) if callable(each) else each for each in args), **kwargs)
+            given = [self._outside(each) if is_closure(each) else each for each in (*args, *kwargs.values())]
+            return method(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
         finally:
             self._after_step()
 
@@ -325,9 +324,8 @@ class StoredOptimizer:
             mine = {index: values for index, values in state["state"].items() if self._is_held(index)}
             parts = {**state, "state": {index: self._parts(values, index) for index, values in mine.items()}}
         with self.stored():
-            made: dict[Tensor, Any] = {
-                key: self.optimizer.state[key] for key in self._absent.values() if key in self.optimizer.state
-            }
+            held = self.optimizer.state
+            made: dict[Tensor, Any] = {key: held[key] for key in self._absent.values() if key in held}
             self.optimizer.load_state_dict(parts)
             for key in self._absent.values():
                 self.optimizer.state.pop(key, None)
