@@ -1,19 +1,14 @@
 """Hooks that look at gradients, and callbacks that act on parameters, find on every rank what one device has."""
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning, LearningRateFinder
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import grad_norm, rank_zero_only
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
 
 from lightning_parallel import (
     DataParallelStrategy,
@@ -24,7 +19,6 @@ from lightning_parallel import (
     Zero,
     ZeroStrategy,
 )
-from lightning_parallel.strategies.hooks.shown_gradient import ShownGradient
 from tests.curves import Curve, Recorder, compare
 from tests.models import Plain, build, loaders
 from tests.ranks import begun_on_one, on_one, run_on_ranks
@@ -362,21 +356,3 @@ def in_pieces(strategy: Any, batch_size: int) -> tuple[Curve]:
 @pytest.mark.parametrize("layout", ["zero 2", "zero 3", "tensor parallel", "pipeline"])
 def test_pieces_of_gradients_that_a_hook_writes_to(layout: str) -> None:
     check(in_pieces, layout)
-
-
-@pytest.fixture
-def shown() -> Iterator[ShownGradient]:
-    """A gradient of which the only rank has all rows."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
-    yield ShownGradient.of(DTensor.from_local(torch.tensor([3.0]), mesh, [Shard(0)]))
-    dist.destroy_process_group()
-
-
-def test_its_type_is_a_question_and_a_conversion_a_read(shown: ShownGradient) -> None:
-    assert shown.type() == "torch.FloatTensor"
-    assert type(shown.type(torch.float64)) is type(shown.type(dtype=torch.float64)) is Tensor
-
-
-def test_one_element_becomes_a_number_of_any_kind(shown: ShownGradient) -> None:
-    assert (int(shown), float(shown), bool(shown), shown.item()) == (3, 3.0, True, 3.0)

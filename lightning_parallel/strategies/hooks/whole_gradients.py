@@ -18,7 +18,7 @@ from lightning_parallel.strategies.hooks.showing import Showing
 from lightning_parallel.strategies.model.divided_model import DividedModel
 from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.strategies.trainer.lightnings import sets_to_zero, somebody_overrides
-from lightning_parallel.techniques.gradients.asked import ask, ask_no_more
+from lightning_parallel.techniques.gradients.asked import ask, ask_no_more, is_asked
 from lightning_parallel.techniques.step import Step
 
 T = TypeVar("T")
@@ -148,13 +148,18 @@ class WholeGradients:
         Args:
             at_once: whether some ranks only may read, for which everything is brought before.
         """
-        showing, outer = Showing(self._divided, tree=True), self.now or (self.in_hook if self.in_hook.opened else None)
-        if outer is not None or not ask(showing.first):
-            if outer is not None and at_once:
+        if (outer := self.now or (self.in_hook if self.in_hook.opened else None)) is not None:
+            if at_once:
                 outer.gather()
             yield
-            if outer is not None:
-                outer.let_go()
+            outer.let_go()
+            return
+        showing, waiting = Showing(self._divided, tree=True), self.in_hook.first
+        takes_turn = is_asked(waiting)  # of a hook that has read none, and runs this one
+        if takes_turn:
+            ask_no_more()
+        if not ask(showing.first):
+            yield
             return
         self.now = showing
         try:
@@ -165,6 +170,8 @@ class WholeGradients:
         finally:
             self.now = None
             showing.close()
+            if takes_turn:
+                ask(waiting)
 
 
 def _put_back(table: dict[Any, Any], key: Any, hook: Any) -> None:

@@ -67,6 +67,11 @@ def ask(watching: property) -> bool:
     return True
 
 
+def is_asked(watching: property) -> bool:
+    """Whether it is this one that sees reads now."""
+    return vars(nn.Parameter).get("grad") is watching
+
+
 def ask_no_more() -> None:
     """Takes `ask` back."""
     del nn.Parameter.grad, DTensor.grad
