@@ -1,5 +1,6 @@
 """Buffers that ranks change are united among those that hold them."""
 
+import math
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_parallel import DataParallelStrategy, ZeroStrategy
+from lightning_parallel.strategies.model import kept_apart
 from lightning_parallel.strategies.model.buffers import Buffers
+from lightning_parallel.strategies.model.kept_apart import KeptApart
 from tests.heard import heard
 from tests.ranks import ranks, run_on_ranks
 from tests.trainers import trainer
@@ -105,3 +108,26 @@ def test_numbers_that_ranks_keep_apart_and_compute_with_are_told_once(strategy: 
     said, *others = run_on_ranks(2, told_of_attributes, strategy)
     assert said.count("made of its own samples, in mean, scale of the module") == 1
     assert "made of its own samples" not in "".join(others)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "differ"),
+    [
+        ((math.nan,), (math.nan,), False),
+        ((math.inf,), (math.inf,), False),
+        ((-math.inf,), (math.inf,), True),
+        ((math.nan,), (2.0,), True),
+        ((math.inf, 1.0), (math.inf, 2.0), True),
+    ],
+)
+def test_so_are_those_that_ranks_keep_beside_what_is_not_finite(
+    mine: Any, theirs: Any, differ: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, told = Weighs(), list[str]()
+    host: Any = None
+    kept = KeptApart(module, host)
+    module.scale = torch.tensor(mine)
+    monkeypatch.setattr(kept_apart, "gather_objects", lambda found, _: [found, dict.fromkeys(found, theirs)])
+    monkeypatch.setattr(kept_apart, "warn", told.append)
+    kept.compare()
+    assert bool(told) is differ

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -69,5 +71,6 @@ def _is_number(value: object) -> bool:
 def _like(one: tuple[float, ...], other: tuple[float, ...] | None) -> bool:
     if other is None or len(one) != len(other):
         return False
-    size = max((abs(each) for each in (*one, *other)), default=0.0)
-    return all(a == b or abs(a - b) <= ROUNDING * size for a, b in zip(one, other, strict=True))
+    size = max((abs(each) for each in (*one, *other) if math.isfinite(each)), default=0.0)
+    near = partial(math.isclose, rel_tol=0.0, abs_tol=ROUNDING * size)  # of infinities: the same one
+    return all(near(a, b) or (math.isnan(a) and math.isnan(b)) for a, b in zip(one, other, strict=True))
