@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
@@ -23,6 +24,8 @@ from lightning_parallel import (
     TensorParallel,
     ZeroStrategy,
 )
+from lightning_parallel.strategies.logged.sums import BatchSums
+from lightning_parallel.techniques.tools import means as means_module
 from lightning_parallel.techniques.tools.losses import METHODS, unwatch_methods
 from lightning_parallel.techniques.tools.means import Means
 from tests.ranks import begun_on_one, run_on_ranks
@@ -79,6 +82,26 @@ def test_in_a_pipeline_they_count_where_the_loss_is_made_of_them_alone() -> None
     assert [float(each) for each in means.over] == [3, 100, 100]
     means.rest_within(both, together=True)
     assert [float(each) for each in means.over] == [103, 103, 0]  # no floor is that of both
+
+
+def test_the_tensors_of_a_batch_are_walked_over_once_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = torch.randn(8, 4, 5), torch.randint(5, (8, 4))
+    with Means(batch=(x, y)) as means:
+        for sample, target in zip(x, y, strict=True):
+            F.cross_entropy(sample, target)
+    walks, tensors_in = [], means_module._tensors_in
+    monkeypatch.setattr(means_module, "_tensors_in", lambda *given: walks.append(given[0]) or tensors_in(*given))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    BatchSums([], means, 1.0, dist.group.WORLD)
+    dist.destroy_process_group()
+    assert len([each for each in walks if each is means.batch]) == 1
+
+
+def test_without_means_nobody_walks_over_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(means_module, "multiples_in", lambda *given: asked.append(given) or {})
+    Means().rest_within(torch.ones(2, requires_grad=True).sum(), together=True)
+    assert not asked
 
 
 def test_other_quotients_and_means_are_left_alone() -> None:

@@ -72,7 +72,8 @@ class BatchSums:
 
     def __init__(self, summed: Sequence[Summed], means: Means, share: float, group: dist.ProcessGroup) -> None:
         self._summed, self._means, self._share, self._ranks = summed, means, share, group.size()
-        self._overs = [_over(means, number, share) for number in range(len(means.all))]
+        single = single_samples(means)
+        self._overs = [_over(mean.over, share, number in single) for number, mean in enumerate(means.all)]
         numbers = [number.reshape(()) for value in summed for number in self._numbers_of(value)]
         numbers += [over.count for over in self._overs]
         self._packed = packed([number.double() for number in numbers], group)
@@ -139,11 +140,10 @@ def _whole(row: Sequence[Tensor], totals: Sequence[Tensor], summed: Summed) -> T
     return whole
 
 
-def _over(means: Means, number: int, share: float) -> Over:
-    over = means.all[number].over
+def _over(over: Over, share: float, of_one_sample: bool) -> Over:
     if share == 0.0:
         return Over(torch.zeros_like(over.count), torch.zeros_like(over.count), over.floor)
-    if number not in single_samples(means):
+    if not of_one_sample:
         return over
     return Over(torch.full_like(over.count, share), torch.full_like(over.count, share))
 

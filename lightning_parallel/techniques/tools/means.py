@@ -12,7 +12,7 @@ are known. Any sum of means then has the gradient of the whole batch, each of th
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -214,24 +214,13 @@ class Means:
         found: dict[int, list[int]] = {}
         for number, mean in enumerate(self.all):
             found.setdefault(mean.by, []).append(number)
-        single = [
-            numbers
-            for numbers in found.values()
-            if samples is not None and 1 < samples == len(numbers) == len({self.all[number].of for number in numbers})
-            if not any(self._is_of_several(self.all[number].targets, samples) for number in numbers)
-        ]
-        return frozenset(number for numbers in single for number in numbers)
-
-    def _is_of_several(self, targets: Tensor | None, samples: int) -> bool:
-        """Whether targets are those of several samples, as of one head of as many as there are samples."""
-        if targets is None:
-            return False
-        for whole, is_of_one in _tensors_in(self.batch, samples):
-            if whole.untyped_storage().data_ptr() == targets.untyped_storage().data_ptr():
-                start, row = targets.storage_offset() - whole.storage_offset(), max(whole.stride(0), 1)
-                extent = sum((n - 1) * step for n, step in zip(targets.shape, targets.stride(), strict=True))
-                return not is_of_one and start // row != (start + extent) // row
-        return targets.shape[:1] == (samples,)  # nothing tells of copies but their size
+        if samples is None or samples < 2:
+            return frozenset()
+        alike = [each for each in found.values() if samples == len(each) == len({self.all[k].of for k in each})]
+        targets = {k: of for each in alike for k in each if (of := self.all[k].targets) is not None}
+        wholes = _by_memory(self.batch, samples) if targets else {}
+        several = {number for number, of in targets.items() if _is_of_several(of, samples, wholes)}
+        return frozenset(number for each in alike if several.isdisjoint(each) for number in each)
 
     # ---------------------------------------------------------------- what was seen
 
@@ -290,7 +279,9 @@ class Means:
             together: whether all means of a loss count as one.
         """
         by_hand = any(mean.by_hand for mean in self.all)
-        if not loss.requires_grad or not (by_hand or (together and (len(self.all) > 1 or self._learns_nothing))):
+        if not (self.all and loss.requires_grad):
+            return
+        if not (by_hand or (together and (len(self.all) > 1 or self._learns_nothing))):
             return
         parts = self._multiples(loss.grad_fn)
         of_these = not together or is_made_of(loss.grad_fn, self.edges)
@@ -364,6 +355,24 @@ def _tensors_in(batch: Any, samples: int) -> Iterator[tuple[Tensor, bool]]:
     else:
         for child in children_of(batch):
             yield from _tensors_in(child, samples)
+
+
+def _by_memory(batch: Any, samples: int) -> dict[int, tuple[Tensor, bool]]:
+    """Those of `_tensors_in`, by their memory; of several in the same memory the first."""
+    found: dict[int, tuple[Tensor, bool]] = {}
+    for tensor, is_of_one in _tensors_in(batch, samples):
+        found.setdefault(tensor.untyped_storage().data_ptr(), (tensor, is_of_one))
+    return found
+
+
+def _is_of_several(targets: Tensor, samples: int, wholes: Mapping[int, tuple[Tensor, bool]]) -> bool:
+    """Whether targets are those of several samples, as of one head of as many as there are samples."""
+    if (found := wholes.get(targets.untyped_storage().data_ptr())) is None:
+        return targets.shape[:1] == (samples,)  # nothing tells of copies but their size
+    whole, is_of_one = found
+    start, row = targets.storage_offset() - whole.storage_offset(), max(whole.stride(0), 1)
+    extent = sum((n - 1) * step for n, step in zip(targets.shape, targets.stride(), strict=True))
+    return not is_of_one and start // row != (start + extent) // row
 
 
 def is_among(value: Tensor, means: Sequence[Tensor]) -> bool:
