@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_parallel.strategies.build import beside
 from tests.strategies.test_orders_of_steps import Chain, check
 
 
@@ -70,3 +71,65 @@ CASES = [
 @pytest.mark.parametrize(("kind", "layout"), CASES)
 def test_they_are_those_that_ranks_compute_with(kind: type[Chain], layout: str) -> None:
     check(kind, layout)
+
+
+class Node:
+    def __init__(self, before: Any, value: Any) -> None:
+        self.before, self.value = (before,), value
+
+
+class Keeps(nn.Module):
+    """Keeps its parameter at the end of a chain, beside much data, which a part has as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.part = nn.Parameter(torch.ones(1)), nn.Identity()
+        self.chain = reduce(Node, range(2000), self.weight)
+        self.rows = self.part.rows = [[*range(1000)] for _ in range(10)]
+
+    def exchange(self) -> None:
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def kept(self) -> Any:
+        value: Any = self.chain
+        while isinstance(value, Node):
+            (value,) = value.before
+        return value
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr(beside, "warn", lines.append)
+    return lines
+
+
+def test_they_are_found_at_any_depth(told: list[str]) -> None:
+    module = Keeps()
+    places = beside.Beside(module)
+    module.exchange()
+    places.follow()
+    assert module.kept() is module.weight
+    assert not told
+
+
+def test_an_attribute_with_too_much_within_is_data_and_told_once(
+    told: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(beside, "MOST_WITHIN", 8000)  # the chain has 6000
+    module = Keeps()
+    places = beside.Beside(module)
+    assert places.attributes == {"chain"}
+    for _ in range(2):
+        module.exchange()
+        places.follow()
+    (line,) = told
+    assert line.startswith("part.rows, rows of the module: there are more than 8,000 objects within, so it counts")
+
+
+def test_what_several_parts_have_is_looked_into_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked, members = list[int](), beside._members
+    monkeypatch.setattr(beside, "_members", lambda value: looked.append(id(value)) or members(value))
+    module = Keeps()
+    beside.Beside(module)
+    assert looked.count(id(module.rows)) == 1

@@ -17,6 +17,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_parallel.techniques.step import Run, WrappedRun
+from lightning_parallel.techniques.tools.telling import warn
+from lightning_parallel.values import ATOMS, LEAVES
 
 T = TypeVar("T")
 
@@ -24,6 +26,9 @@ OF_LIBRARIES = {*vars(nn.Module()), *vars(LightningModule())}
 LIBRARIES = ("torch", "lightning", "lightning_parallel", "torchmetrics", "builtins", "collections", "transformers")
 MOST = 10_000
 """How many members a container has at most that is looked into: longer ones are data."""
+
+MOST_WITHIN = 100_000
+"""How many members there are at most within an attribute, at any depth: one with more is data."""
 
 Exchanged = Mapping[int, Any]
 """By the `id` of what stands somewhere, what is to stand there."""
@@ -46,18 +51,25 @@ class Beside:
         owners = [(name, module.get_submodule(name.rpartition(".")[0])) for name in self._stand]
         self._in_tree = [(name, name.rpartition(".")[2], owner) for name, owner in owners]
         self._places: list[tuple[dict[str, Any], str]] = []
+        self._data, self._told = set[str](), set[str]()
         self.attributes: set[str] = set()
         self.look()
 
     def look(self) -> None:
         """Finds the places in which there is now what the tree has."""
         ids, tree = set(map(id, self._stand.values())), {(id(owner), own) for _, own, owner in self._in_tree}
-        self._places = [  # what other ranks hold is an attribute of its module, too
-            (vars(part), attribute)
-            for part in self._module.modules()
-            for attribute, value in vars(part).items()
-            if attribute not in OF_LIBRARIES and (id(part), attribute) not in tree and _holds(value, ids, set())
-        ]
+        self._places, without = [], dict[int, Any]()
+        for path, part in self._module.named_modules():
+            for attribute, value in vars(part).items():
+                if isinstance(value, ATOMS) or attribute in OF_LIBRARIES:
+                    continue
+                if (id(part), attribute) in tree:  # what other ranks hold is an attribute of its module, too
+                    continue
+                holds = _holds(value, ids, without)
+                if holds is None:
+                    self._data.add(f"{path}.{attribute}".removeprefix("."))
+                elif holds:
+                    self._places.append((vars(part), attribute))
         self.attributes = {attribute for _, attribute in self._places}
 
     def follow(self) -> Exchanged:
@@ -92,10 +104,21 @@ class Beside:
         return _Following(run, self)
 
     def _exchange(self, exchanged: Exchanged) -> None:
-        seen: dict[int, Any] = {}
+        seen: dict[int, tuple[Any, Any]] = {}
         for table, attribute in self._places if exchanged else ():
             if attribute in table:
                 table[attribute] = _replaced(table[attribute], exchanged, seen)
+        if exchanged:
+            self._tell_of_data()
+
+    def _tell_of_data(self) -> None:
+        untold, self._told = self._data - self._told, {*self._data}
+        if untold:
+            warn(
+                f"{', '.join(sorted(untold))} of the module: there are more than {MOST_WITHIN:,} objects within, so it "
+                "counts as data, and parameters that are kept in it do not follow what ranks compute with; keep "
+                "parameters in an attribute of their own"
+            )
 
 
 class _Following(WrappedRun[T]):
@@ -114,14 +137,29 @@ class _Following(WrappedRun[T]):
 # ---------------------------------------------------------------- within values
 
 
-def _holds(value: Any, ids: set[int], seen: set[int]) -> bool:
-    """Whether a value is one of these, or has one within."""
-    if isinstance(value, Tensor):
-        return id(value) in ids
-    if id(value) in seen:
-        return False
-    seen.add(id(value))
-    return any(_holds(member, ids, seen) for member in _members(value))
+def _holds(value: Any, ids: set[int], without: dict[int, Any]) -> bool | None:
+    """Whether a value is one of these, or has one within; None where there is too much within to look at all.
+
+    Args:
+        value: of an attribute.
+        ids: of tensors.
+        without: by their `id`, objects that hold none; others are added.
+    """
+    seen, ahead, members = dict[int, Any](), deque([value]), 0
+    while ahead:
+        each = ahead.popleft()  # what is near comes first
+        if isinstance(each, Tensor):
+            if id(each) in ids:
+                return True
+        elif id(each) not in seen and id(each) not in without:
+            seen[id(each)] = each
+            within = _members(each)
+            members += len(within)
+            if members > MOST_WITHIN:
+                return None
+            ahead.extend(member for member in within if not isinstance(member, ATOMS))
+    without.update(seen)
+    return False
 
 
 def _members(value: Any) -> list[Any]:
@@ -165,17 +203,39 @@ def _cells(function: FunctionType) -> list[Any]:
     return [cell for cell in function.__closure__ or () if cell != type(cell)()]
 
 
-def _replaced(value: Any, exchanged: Exchanged, seen: dict[int, Any]) -> Any:
-    """The value with what is exchanged within; what can be changed stays the same one."""
-    if isinstance(value, Tensor):
-        return exchanged.get(id(value), value)
-    if id(value) not in seen:
-        seen[id(value)] = value  # a helper may lead back to itself
-        before = _members(value)
-        members = [_replaced(member, exchanged, seen) for member in before]
-        if any(now is not then for now, then in zip(members, before, strict=True)):
-            seen[id(value)] = _filled(value, members)
-    return seen[id(value)]
+def _replaced(value: Any, exchanged: Exchanged, seen: dict[int, tuple[Any, Any]]) -> Any:
+    """The value with what is exchanged within; what can be changed stays the same one.
+
+    Args:
+        value: of an attribute.
+        exchanged: see there.
+        seen: by their `id`, objects and what stands for them; others are added.
+    """
+
+    def now(member: Any) -> Any:
+        if isinstance(member, Tensor):
+            return exchanged.get(id(member), member)
+        return seen.get(id(member), (None, member))[1]
+
+    for each, before in _containers(value, seen):
+        members = [*map(now, before)]
+        if any(one is not other for one, other in zip(members, before, strict=True)):
+            seen[id(each)] = each, _filled(each, members)
+    return now(value)
+
+
+def _containers(value: Any, seen: dict[int, tuple[Any, Any]]) -> Iterator[tuple[Any, list[Any]]]:
+    """A value and all within that holds something, with its members: each once, and behind those within it."""
+    ahead: list[tuple[Any, list[Any] | None]] = [(value, None)]
+    while ahead:
+        each, members = ahead.pop()
+        if members is not None:
+            yield each, members
+        elif id(each) not in seen and not isinstance(each, Tensor):
+            seen[id(each)] = each, each  # it may lead back to itself
+            members = _members(each)
+            ahead.append((each, members))
+            ahead.extend((member, None) for member in members if not isinstance(member, LEAVES))
 
 
 def _filled(value: Any, members: list[Any]) -> Any:
