@@ -138,7 +138,7 @@ class MeshStrategy(RankStrategy):
         signals, unite = lambda: adopted.signals, (self._unite_buffers, self._unite_metrics)
         divided, saver = trainer if self._mesh().sizes["pp"] > 1 else None, self._saves()
         self._batches = Batches(self._readers(), self._host_group(), signals, saver, self._stored.settings, divided)
-        self._callback = MeshCallback(self._batches, *unite, lambda: self._whole.shown())
+        self._callback = MeshCallback(self._batches, *unite, lambda: self._whole.shown(looks=True))
         adopted.call_first(self._callback)
         adopted.keep_time_together(self.broadcast)
 

@@ -133,3 +133,12 @@ def test_what_several_parts_have_is_looked_into_once(monkeypatch: pytest.MonkeyP
     module = Keeps()
     beside.Beside(module)
     assert looked.count(id(module.rows)) == 1
+
+
+def test_a_view_of_the_whole_in_which_nobody_takes_any_looks_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = Keeps()
+    places = beside.Beside(module)
+    monkeypatch.setattr(places, "look", pytest.fail)
+    module.exchange()
+    with places.shown():
+        assert module.kept() is module.weight

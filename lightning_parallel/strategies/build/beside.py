@@ -83,19 +83,13 @@ class Beside:
         return back
 
     @contextmanager
-    def shown(self, looks: bool = True) -> Iterator[None]:
-        """Inside, what the tree has at the beginning is there too.
-
-        Args:
-            looks: whether what somebody takes of that meanwhile follows from then on.
-        """
+    def shown(self) -> Iterator[None]:
+        """Inside, what the tree has at the beginning is there too; of what somebody takes meanwhile `look` knows."""
         before = dict(self._stand)
         back = self.follow()
         try:
             yield
         finally:
-            if back and looks:
-                self.look()
             self._exchange(back)
             self._stand = before
 
@@ -130,7 +124,7 @@ class _Following(WrappedRun[T]):
 
     def __call__(self, *args: Any, **kwargs: Any) -> T:
         """See `Run.__call__`."""
-        with self._beside.shown(looks=False):  # a step takes parameters anew each time
+        with self._beside.shown():  # a step takes parameters anew each time
             return self.inner(*args, **kwargs)
 
 

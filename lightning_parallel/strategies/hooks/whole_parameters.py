@@ -63,6 +63,7 @@ class WholeParameters:
                 pairs = around.enter_context(_undivided(module, {} if before is None else before))
                 around.enter_context(self._divided.represented(pairs))
                 around.enter_context(self._divided.beside.shown())
+                around.callback(self._divided.beside.look)  # what the hook has taken follows
                 around.enter_context(self._optimizers.in_hook(pairs, _Copies(pairs, partial(self._follow, arrived))))
                 around.enter_context(plain_forwards(module))
                 around.enter_context(plain_calls(module))

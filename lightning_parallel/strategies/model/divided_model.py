@@ -203,15 +203,21 @@ class DividedModel:
     # ---------------------------------------------------------------- the whole
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Inside, the module's tree is whole; what other ranks hold is there without memory."""
+    def shown(self, looks: bool = False) -> Iterator[None]:
+        """Inside, the module's tree is whole; what other ranks hold is there without memory.
+
+        Args:
+            looks: whether code of the user's runs inside, and what it takes of parameters follows from then on.
+        """
         with elsewhere.shown(self.module, elsewhere.without_memory(self.mesh.device), self._made), self.beside.shown():
             yield
+            if looks:
+                self.beside.look()
 
     @contextmanager
     def read(self) -> Iterator[None]:
         """Inside, the module's tree is whole, and so is what its `configure_optimizers` reads of parameters."""
-        with self.shown(), read_whole(self.module):
+        with self.shown(looks=True), read_whole(self.module):
             yield
         self.beside.look()
 
