@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, compress, islice, repeat
 from operator import is_, sub
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 
 from lightning_parallel.collectives.elements import Ranks
@@ -53,10 +53,8 @@ class DividedStep(WrappedStep):
         super().__init__(inner)
         _refuse_compiled(model)
         self._model, self._ranks = model, ranks
-        self._tables = [vars(module) for module in model.modules()]
-        self._first_own = list(map(_first_own, self._tables))
-        self._hold_nothing: set[type] = set()
-        """Types of which values are no divided tensors, and hold none: most modules have no other ones."""
+        self._attributes = Attributes([module for module in model.modules() if not _sets_nothing(module)])
+        self._of_torch = Attributes([module for module in model.modules() if _sets_nothing(module)])
         self._run_as_they_are: set[str] = set()
         """Functions that the user compiled, of which it was told that they run as they are."""
         self._in_forward = self._went_back = False
@@ -86,13 +84,9 @@ class DividedStep(WrappedStep):
 
     def _leave(self) -> None:
         tell(self._ranks, self._model)
-        kinds = _kinds(self._tables, self._first_own)
-        if kinds.issubset(self._hold_nothing):
-            return
-        for table, first in zip(self._tables, self._first_own, strict=True):
-            if not _kinds([table], [first]).issubset(self._hold_nothing):
-                _make_whole(table, first)
-        self._hold_nothing |= {kind for kind in kinds if not issubclass(kind, HOLD)}
+        self._attributes.make_whole()
+        if self._of_torch.grew():  # others' code may add some to them
+            self._of_torch.make_whole()
 
 
 def _refuse_compiled(model: nn.Module) -> None:
@@ -127,25 +121,58 @@ def _reducing_later(ranks: Ranks, now: bool) -> Iterator[None]:
         ranks.reduces_later = before
 
 
+def _sets_nothing(module: nn.Module) -> bool:
+    """Whether a module is one of torch's own, that sets no attribute to something new as it computes."""
+    of_torch = type(module).__module__.startswith("torch.nn.")
+    return of_torch and not any(issubclass(kind, (Tensor, *HOLD)) for kind in Attributes([module]).kinds())
+
+
+ALL = slice(None)
+
+
+class Attributes:
+    """The attributes that modules have beside those of every module.
+
+    It looks at every one after each step, and so leaves going through them to functions in C.
+
+    Args:
+        modules: whose attributes they are.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._tables = list(map(vars, modules))
+        self._first = list(map(_first_own, self._tables))
+        self._lengths = list(map(len, self._tables))
+        self._hold_nothing: set[type] = set()
+        """Types of which values are no divided tensors, and hold none: most modules have no other ones."""
+
+    def grew(self) -> bool:
+        """Whether a module has more attributes, or fewer, than at first."""
+        return list(map(len, self._tables)) != self._lengths
+
+    def kinds(self, one: slice = ALL) -> set[type]:
+        """The types of their values; of a tuple, as of the sizes of a norm, those of what is in it."""
+        tables = self._tables[one]
+        from_last = map(reversed, map(dict.values, tables))  # a shorter way than past those of every module
+        values = list(chain.from_iterable(map(islice, from_last, map(sub, map(len, tables), self._first[one]))))
+        kinds = list(map(type, values))
+        within = chain.from_iterable(compress(values, map(is_, kinds, repeat(tuple))))
+        return ({*kinds} - {tuple}) | {*map(type, within)}
+
+    def make_whole(self) -> None:
+        """Puts wholes in the place of divided tensors, in containers too; all ranks that divide them must call this."""
+        kinds = self.kinds()
+        if kinds.issubset(self._hold_nothing):
+            return
+        for place, (table, first) in enumerate(zip(self._tables, self._first, strict=True)):
+            if not self.kinds(slice(place, place + 1)).issubset(self._hold_nothing):
+                _make_whole(table, first)
+        self._hold_nothing |= {kind for kind in kinds if not issubclass(kind, HOLD)}
+
+
 def _first_own(table: dict[str, Any]) -> int:
     """The place of a module's first attribute of its own: those of every module come first, and stay there."""
     return len(OF_TORCH) if OF_TORCH.issuperset(islice(table, len(OF_TORCH))) else 0
-
-
-def _kinds(tables: list[dict[str, Any]], first_own: list[int]) -> set[type]:
-    """The types of modules' own attributes; of a tuple, as of the sizes of a norm, those of what is in it.
-
-    It looks at every attribute of every module after each step, and so leaves going through them to functions in C.
-
-    Args:
-        tables: the attributes of modules.
-        first_own: the place of the first own one in each; from the last one back is a shorter way there.
-    """
-    from_last = map(reversed, map(dict.values, tables))
-    values = list(chain.from_iterable(map(islice, from_last, map(sub, map(len, tables), first_own))))
-    kinds = list(map(type, values))
-    within = chain.from_iterable(compress(values, map(is_, kinds, repeat(tuple))))
-    return ({*kinds} - {tuple}) | {*map(type, within)}
 
 
 def _make_whole(table: dict[str, Any], own: int) -> None:

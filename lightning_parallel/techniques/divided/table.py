@@ -7,7 +7,7 @@ returns a `LocalCall`, and the next time that tensors of these forms meet in thi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -180,59 +180,59 @@ class Pattern:
     """Which arguments of a call are what, as their types tell; one object for all calls with arguments of these types.
 
     Attributes:
+        alone: whether a divided tensor comes first, and the rest are values.
         divided: the places of divided tensors.
-        others: those of all but the first.
-        plain: those of plain tensors.
-        tuples: those of tuples, which decide by their value if they are of whole numbers.
-        values: takes, of all arguments, what decides by its value.
     """
 
-    __slots__ = ("divided", "others", "plain", "tuples", "values")
+    __slots__ = ("_plain", "_tuples", "_values", "alone", "divided")
 
     def __init__(self, wrapper: type, kinds: Sequence[type]) -> None:
         self.divided = [place for place, kind in enumerate(kinds) if kind is wrapper]
-        self.others = self.divided[1:]
-        self.plain = [place for place, kind in enumerate(kinds) if kind is Tensor or kind is nn.Parameter]
-        self.tuples = [place for place, kind in enumerate(kinds) if kind is tuple]
-        rest = sorted({*range(len(kinds))} - {*self.divided, *self.plain})
-        self.values: Callable[[Any], Any] = itemgetter(*rest) if rest else itemgetter(slice(0))
+        self._plain = [place for place, kind in enumerate(kinds) if kind is Tensor or kind is nn.Parameter]
+        self._tuples = [place for place, kind in enumerate(kinds) if kind is tuple]
+        self.alone = self.divided == [0] and not self._plain and not self._tuples
+        rest = sorted({*range(len(kinds))} - {*self.divided, *self._plain})
+        self._values: Callable[[Any], Any] = itemgetter(*rest) if rest else itemgetter(slice(0))
+
+    def key(self, func: Any, names: Any, given: Any) -> Key | None:
+        """By what the form of the first divided tensor remembers a call.
+
+        Args:
+            func: the operation.
+            names: of arguments that were given by name.
+            given: the arguments, those by name last.
+
+        Returns:
+            None where a tuple has something that is not known by its value. (Whole numbers are.)
+        """
+        key: Key = func, self, names, self._values(given)
+        if self.alone:
+            return key
+        for place in self._tuples:
+            if not WHOLE_NUMBERS.issuperset(map(type, given[place])):
+                return None
+        for place in self.divided[1:]:
+            key = *key, given[place].form
+        for place in self._plain:
+            each = given[place]
+            key = *key, each.shape, each.requires_grad and torch.is_grad_enabled()
+        return key
 
 
-@lru_cache(KEPT)
-def _pattern_of(wrapper: type, *kinds: type) -> Pattern | None:
-    """The pattern of these types; None where one of them is not known by a form or a value, or none is divided."""
-    known = VALUES.union((wrapper, Tensor, nn.Parameter, tuple))
-    return Pattern(wrapper, kinds) if wrapper in kinds and known.issuperset(kinds) else None
+Key = tuple[Any, ...]
+"""An operation, the pattern of its arguments, and what of these decides beside the form that remembers it."""
 
 
-def key_of(wrapper: type, func: Any, args: Any, kwargs: Any) -> tuple[Form, Any, Pattern] | None:
-    """By what a call is remembered.
-
-    This runs at every operation: what types tell is looked up, and no function of Python is called for an argument.
+@cache
+def pattern_of(wrapper: type, *kinds: type) -> Pattern | None:
+    """The pattern of arguments of these types: it is looked up, and no function of Python is called for an argument.
 
     Args:
         wrapper: the type of divided tensors, which have a `form`; those of other types are not remembered.
-        func: the operation.
-        args: of it.
-        kwargs: of it.
+        kinds: the types of the arguments of an operation, positional ones first.
 
     Returns:
-        The form that remembers, the key, and what the arguments are, positional ones first; None if there is something
-        that is not known by a form or a value.
+        None where one of them is not known by a form or a value, or none is divided.
     """
-    names: Any = None
-    if kwargs:
-        args, names = (*args, *kwargs.values()), tuple(kwargs)
-    pattern = _pattern_of(wrapper, *map(type, args))
-    if pattern is None:
-        return None
-    for place in pattern.tuples:
-        if not WHOLE_NUMBERS.issuperset(map(type, args[place])):
-            return None
-    key: tuple[Any, ...] = func, names, pattern, pattern.values(args)
-    for place in pattern.others:
-        key = *key, args[place].form
-    for place in pattern.plain:
-        each = args[place]
-        key = *key, each.shape, each.requires_grad and torch.is_grad_enabled()
-    return args[pattern.divided[0]].form, key, pattern
+    known = VALUES.union((wrapper, Tensor, nn.Parameter, tuple))
+    return Pattern(wrapper, kinds) if wrapper in kinds and known.issuperset(kinds) else None

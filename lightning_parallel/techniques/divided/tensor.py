@@ -39,13 +39,14 @@ from lightning_parallel.techniques.divided.table import (
     RULES,
     Cuts,
     Form,
+    Key,
     LocalCall,
     Pattern,
     Remembered,
     form_of,
     in_order,
     is_in_place,
-    key_of,
+    pattern_of,
     same_cuts,
     whole_shape,
 )
@@ -168,29 +169,21 @@ class Wrapper(Divided):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The remembered call, if there is one; what a rule decides, if not."""
-        found = None
         if kwargs and not REORDERED.isdisjoint(kwargs):
             args, kwargs = in_order(original(func), args, kwargs)
-        if func in REMEMBERED and ((torch.is_grad_enabled() and not in_transform()) or not takes_wholes()):
-            found = key_of(Wrapper, func, args, kwargs)
-        if found is None:
+        if func not in REMEMBERED or not ((torch.is_grad_enabled() and not in_transform()) or not takes_wholes()):
             return super().__torch_function__(func, types, args, kwargs)
-        form, key, pattern = found
-        known = form.calls.get(key)
-        if known is not None:
-            return _called_again(known, pattern, args, kwargs or {})
-        result = by_rule(func, args, kwargs or {})
-        if not isinstance(result, LocalCall):
-            return result
-        made = carried_out(result, args, kwargs or {})
-        if type(made) is not _Traced:  # that a compiler makes, which reads a function of the user's
-            form.remember(key, result, None if result.cuts is None else made.form)
-        return made
+        given, names = ((*args, *kwargs.values()), tuple(kwargs)) if kwargs else (args, None)
+        pattern = pattern_of(Wrapper, *map(type, given))
+        if pattern is None or (key := pattern.key(func, names, given)) is None:
+            return super().__torch_function__(func, types, args, kwargs)
+        form = given[pattern.divided[0]].form
+        if (known := form.calls.get(key)) is None:
+            return _met_first(form, key, args, kwargs or {})
+        return _called_again(known, form, pattern, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore
         """Gives wholes to code that `__torch_function__` does not see; it is reached below autograd."""
         if func in (aten.detach.default, aten.alias.default):
             return wrapped(args[0].own.detach(), args[0].form)
@@ -305,32 +298,38 @@ def carried_out(call: LocalCall, args: Any, kwargs: Any) -> Any:
         return made if call.cuts is None else Divided(made, call.cuts)
     if call.rest is not None:
         return Divided(call.run(args[0].own, *call.rest), call.cuts)
-    own = [own_use(each) for each in args]
-    return Divided(call.run(*own, **{name: own_use(each) for name, each in kwargs.items()}), call.cuts)
+    return Divided(call.run(*map(own_use, args), **{name: own_use(each) for name, each in kwargs.items()}), call.cuts)
 
 
-def _called_again(known: Remembered, pattern: Pattern, args: Any, kwargs: Any) -> Any:
-    """The result of a call that is remembered; it is called as by `carried_out`."""
+def _met_first(form: Form, key: Key, args: Any, kwargs: Any) -> Any:
+    """The result of an operation that the form of its first divided tensor does not remember yet."""
+    if not isinstance(result := by_rule(key[0], args, kwargs), LocalCall):
+        return result
+    made = carried_out(result, args, kwargs)
+    if type(made) is not _Traced:  # what a compiler makes that reads a function of the user's
+        form.remember(key, result, None if result.cuts is None else made.form)
+    return made
+
+
+def _called_again(known: Remembered, form: Form, pattern: Pattern, args: Any, kwargs: Any) -> Any:
+    """The result of a call that a form remembers; it is called as by `carried_out`."""
     run, rest, looks, of_themselves = known
     if looks is None or of_themselves:
-        made = run(*args, **kwargs)
-        return made if looks is None else wrapped(made, looks)
-    if rest is not None:
-        return wrapped(run(args[0].own, *rest), looks)
-    own = [*args, *kwargs.values()]
-    for place in pattern.divided:
-        each = own[place]
-        own[place] = each.own if each.form.cuts else own_use(each)
-    if not kwargs:
-        return wrapped(run(*own), looks)
-    return wrapped(run(*own[: len(args)], **dict(zip(kwargs, own[len(args) :], strict=True))), looks)
+        own = run(*args, **kwargs)
+    elif rest is not None:
+        own = run(args[0].own, *rest)
+    elif pattern.alone and form.cuts and not kwargs:
+        own = run(args[0].own, *args[1:])
+    else:
+        own = run(*map(own_use, args), **{name: own_use(each) for name, each in kwargs.items()})
+    return own if looks is None else wrapped(own, looks)
 
 
 def own_use(given: Any) -> Any:
     """What a rank computes with where an argument stays as it is."""
-    if not isinstance(given, Divided):
-        return given
-    return given.own if given.cuts else reduced_later(given.own, given.ranks)
+    if isinstance(given, Divided):
+        return given.own if given.cuts else reduced_later(given.own, given.ranks)
+    return given
 
 
 def is_divided(value: Any) -> TypeGuard[Divided]:

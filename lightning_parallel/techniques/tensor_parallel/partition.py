@@ -10,8 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import has_torch_function_unary
 
 from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.techniques.divided import rules  # noqa: F401  (enters them in the table)
@@ -220,6 +223,8 @@ class Unit:
 
     def wrap(self, forward: Forward) -> Forward:
         """The forward of the module, in which parameters look whole."""
+        is_linear = getattr(forward, "__func__", None) is nn.Linear.forward
+        compute = _linear(self.module._parameters, forward) if is_linear else forward
 
         def run(*args: Any, **kwargs: Any) -> Any:
             hidden: Sequence[Place] = ()
@@ -232,7 +237,7 @@ class Unit:
                 if stored is not None and shown.own.requires_grad is not stored.requires_grad:
                     leaf_of(stored)  # code froze it, or lets it learn, past what is shown
             try:
-                output = forward(*args, **kwargs)
+                output = compute(*args, **kwargs)
                 if self.ranks.met:
                     self._note()
             finally:
@@ -254,6 +259,24 @@ class Unit:
     def show(self) -> list[Place]:
         """Puts what looks whole into the module's tables; returns where, see `put_back`."""
         return [place for place in self._places if place.show()]
+
+
+def _linear(table: Mapping[str, Any], forward: Forward) -> Forward:
+    """The forward of `nn.Linear` that asks for its rule at once: torch's way there costs as much as the rule.
+
+    Args:
+        table: the parameters of the module.
+        forward: what torch has, for what is no divided product, and where modes look at operations.
+    """
+
+    def compute(input: Any) -> Any:  # noqa: A002  (as torch names it)
+        weight, is_known = table.get("weight"), type(input) is Tensor or type(input) is Wrapper
+        is_asked = is_known and type(weight) is Wrapper and has_torch_function_unary(weight)
+        if not is_asked or torch._C._is_torch_function_mode_enabled():
+            return forward(input)
+        return Wrapper.__torch_function__(F.linear, (), (input, weight, table["bias"]))
+
+    return compute
 
 
 def put_back(hidden: Iterable[Place]) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_parallel.collectives.functional import by_kind
 from lightning_parallel.techniques.step import Run, Step, WrappedStep
 from lightning_parallel.techniques.tensor_parallel.partition import Partition
 from lightning_parallel.techniques.tools.shards import local
@@ -93,34 +94,22 @@ class TensorParallelStep(WrappedStep):
                 parameter.grad = before
 
     def _sum(self, parameters: Sequence[nn.Parameter]) -> None:
-        """One message: all gradients, and for each whether this rank has it."""
-        for pairs in _by_dtype(parameters):
-            same, kept = zip(*pairs, strict=True)
-            unused = [index for index, parameter in enumerate(same) if parameter.grad is None]
-            flags = torch.ones(len(same), dtype=kept[0].dtype, device=kept[0].device)
+        """One message of each dtype: all gradients, and for each whether this rank has it."""
+        for same in by_kind(parameters):
+            gradients = [parameter.grad for parameter in same]
+            unused = [place for place, gradient in enumerate(gradients) if gradient is None]
+            for place in unused:
+                gradients[place] = torch.zeros_like(same[place])
+            own = [local(gradient) for gradient in gradients if gradient is not None]
+            flags = own[0].new_ones(len(own))
             if unused:
                 flags[unused] = 0
-            pieces = [torch.zeros_like(k) if i in unused else k for i, k in enumerate(kept)]
-            message = torch.cat([*(piece.reshape(-1) for piece in pieces), flags])
+            message = torch.cat([each if each.dim() == 1 else each.reshape(-1) for each in (*own, flags)])
             dist.all_reduce(message, group=self._partition.ranks.group)
-            sizes = [piece.numel() for piece in pieces]
-            *sums, flags = torch.split(message, [*sizes, len(same)])
-            totals = [total.view_as(own) for total, own in zip(sums, kept, strict=True)]
-            used = [index for index in range(len(same)) if index not in unused]
-            if used:
-                torch._foreach_copy_([kept[index] for index in used], [totals[index] for index in used])
-            for index in unused:
-                if flags[index] != 0:
-                    gradient = torch.zeros_like(same[index])
-                    local(gradient).copy_(totals[index])
-                    same[index].grad = gradient
-
-
-def _by_dtype(parameters: Sequence[nn.Parameter]) -> list[list[tuple[nn.Parameter, Tensor]]]:
-    """Parameters whose gradients one message takes, with what this rank has of these, or something like it."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[tuple[nn.Parameter, Tensor]]] = {}
-    for parameter in parameters:
-        gradient = parameter.grad
-        own = local(parameter.detach() if gradient is None else gradient)
-        kinds.setdefault((own.dtype, own.device), []).append((parameter, own))
-    return list(kinds.values())
+            *sums, flags = torch.split(message, [each.numel() for each in (*own, flags)])
+            torch._foreach_copy_(
+                own, [s if s.shape == o.shape else s.view_as(o) for s, o in zip(sums, own, strict=True)]
+            )
+            for place in unused:
+                if flags[place] != 0:
+                    same[place].grad = gradients[place]
