@@ -12,11 +12,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.benchmarks.test_tensor_parallel import RANKS, Block, ByHand, SplitByHand, backward_of, divided, mesh_of_ranks
+from tests.benchmarks.test_tensor_parallel import (
+    RANKS,
+    WIDTH,
+    Block,
+    ByHand,
+    SplitByHand,
+    backward_of,
+    divided,
+    mesh_of_ranks,
+)
 from tests.techniques.test_wire import world
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -79,3 +90,34 @@ def test_a_block_does_little_more_than_by_hand(world: None, sequence_parallel: b
     over = {name: mine[name] - theirs[name] for name in mine}
     most = dict(zip(("calls", "operations", "storages"), MOST[sequence_parallel], strict=True))
     assert {name: count for name, count in over.items() if count > most[name]} == {}
+
+
+class Products(TorchFunctionMode):
+    """Counts linear maps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += func is F.linear
+        return func(*args, **(kwargs or {}))
+
+
+class Named(Block):
+    """Calls a map by the name of its argument."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.gelu(self.mlp.up(input=self.norm2(x)))
+        return super().forward(x) + self.mlp.down(input=hidden)
+
+
+@pytest.mark.parametrize("world", [(RANKS, 0)], indirect=True)
+def test_linear_maps_are_those_of_torch_for_who_looks_at_them(world: None) -> None:
+    torch.manual_seed(0)
+    model, x = divided(mesh_of_ranks(), [Named()], sequence_parallel=False), torch.randn(1, 8, WIDTH)
+    alone = model(x)
+    with Products() as products:
+        seen = model(x)
+    assert products.seen == 8
+    assert torch.equal(alone, seen)
