@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 T = TypeVar("T")
 
@@ -185,3 +186,36 @@ def _filled(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     for key, item in items.items():
         made[key] = item
     return made
+
+
+def taken_apart(value: Any) -> tuple[list[Any], Any]:
+    """The leaves of a value, and its form; of tuples, lists and dicts without pytree, which takes its time."""
+    leaves: list[Any] = []
+    form = _form_of(value, leaves)
+    if all(isinstance(leaf, LEAVES) for leaf in leaves):
+        return leaves, form
+    return tree_flatten(value)
+
+
+def _form_of(value: Any, leaves: list[Any]) -> Any:
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind, *[_form_of(each, leaves) for each in value]
+    if kind is dict:
+        return kind, tuple(value), *[_form_of(each, leaves) for each in value.values()]
+    leaves.append(value)
+    return None
+
+
+def put_together(leaves: list[Any], form: Any) -> Any:
+    """The value of this form with these leaves. The opposite of `taken_apart`."""
+    return tree_unflatten(leaves, form) if isinstance(form, TreeSpec) else _value_of(form, iter(leaves))
+
+
+def _value_of(form: Any, leaves: Iterator[Any]) -> Any:
+    if form is None:
+        return next(leaves)
+    if form[0] is dict:
+        return {name: _value_of(each, leaves) for name, each in zip(form[1], form[2:], strict=True)}
+    made = [_value_of(each, leaves) for each in form[1:]]
+    return tuple(made) if form[0] is tuple else made

@@ -16,11 +16,12 @@ from lightning_parallel.strategies.hybrid import HybridStrategy
 from lightning_parallel.techniques.activation_checkpoint import ActivationCheckpoint
 from lightning_parallel.techniques.compile import Compile
 from lightning_parallel.techniques.data_parallel import DataParallel
-from lightning_parallel.techniques.divided.boundary import CompiledForward, put_together, taken_apart
+from lightning_parallel.techniques.divided.boundary import CompiledForward
 from lightning_parallel.techniques.pipeline_parallel.technique import PipelineParallel
 from lightning_parallel.techniques.tensor_parallel import TensorParallel
 from lightning_parallel.techniques.tools.redirect import restore_forward
 from lightning_parallel.techniques.zero import Zero
+from lightning_parallel.values import put_together, taken_apart
 from tests.benchmarks.test_tensor_parallel import WIDTH, Block, divided, mesh_of_ranks
 from tests.curves import check_parity, compare_weights
 from tests.grounds import ground

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from operator import is_
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_map
 
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.mesh import ParallelMesh
@@ -23,8 +25,9 @@ from lightning_parallel.techniques.divided.rules.parameters import alike
 from lightning_parallel.techniques.divided.table import KEPT
 from lightning_parallel.techniques.divided.tensor import Divided, Wrapper
 from lightning_parallel.techniques.divided.watched import watch
-from lightning_parallel.techniques.tools.redirect import Redirected, Surrounded, put_forward, redirect_forward
+from lightning_parallel.techniques.tools.redirect import Redirected, Surrounded, own_forward, redirect_forward
 from lightning_parallel.techniques.tools.telling import warn_of_stage
+from lightning_parallel.values import put_together, taken_apart
 
 Forward = Callable[..., Any]
 
@@ -33,6 +36,34 @@ Slot = tuple[int, str, Wrapper]
 
 Place = tuple[int, str, Any]
 """The same with its mark."""
+
+
+class Parameters(NamedTuple):
+    """What the tables of a block's parameters had when they were read.
+
+    Attributes:
+        all: that stood there, in the order of the tables; None where there is none.
+        divided: those that ranks have divided, or have alike and use for different elements.
+        looked_at: those of which only code outside of their module reads this form.
+        looks: their places and forms.
+    """
+
+    all: list[Tensor | None]
+    divided: list[Slot]
+    looked_at: list[Slot]
+    looks: tuple[Any, ...]
+
+    def are(self, now: list[Tensor | None]) -> bool:
+        """Whether these still stand there."""
+        return len(now) == len(self.all) and all(map(is_, now, self.all))
+
+
+def _parameters(tables: list[dict[str, Any]], now: list[Tensor | None]) -> Parameters:
+    slots = [(number, name, each) for number, table in enumerate(tables) for name, each in table.items()
+             if isinstance(each, Wrapper)]  # fmt: skip
+    divided = [slot for slot in slots if not slot[2].looked_at]
+    looks = tuple((number, name, each.form) for number, name, each in divided)
+    return Parameters(now, divided, [slot for slot in slots if slot[2].looked_at], looks)
 
 
 class Call(NamedTuple):
@@ -70,6 +101,7 @@ class Graphs:
         """A code of its own: a compiler keeps graphs by the code that it has read."""
         self.inside = compiled(FunctionType(self.code, globals()), fullgraph=True, asks_for=_asked_of_blocks)
         self._calls: dict[Any, Call] = {}
+        self._looks: dict[Any, Any] = {}
         self._words: dict[Any, str] = {}
         self._warned: set[str] = set()
 
@@ -79,16 +111,16 @@ class Graphs:
             self._warned.add(message)
             warn_of_stage(message, self._mesh)
 
-    def call(self, leaves: list[Any], form: Any, divided: list[Slot]) -> Call:
+    def call(self, leaves: list[Any], form: Any, parameters: Parameters) -> Call:
         """What a graph is told of these leaves in this form, and of these parameters."""
         spelled = str(form) if isinstance(form, TreeSpec) else form
         looks = [each.form if isinstance(each, Wrapper) else None for each in leaves]
-        key = spelled, *looks, *[part for number, name, each in divided for part in (number, name, each.form)]
+        key = spelled, parameters.looks, *looks
         known = self._calls.get(key)
         if known is None:
             if len(self._calls) >= KEPT:
                 self._calls.clear()
-            known = self._calls[key] = self._new(spelled, form, leaves, divided)
+            known = self._calls[key] = self._new(spelled, form, leaves, parameters.divided)
         return known
 
     def _new(self, spelled: Any, form: Any, leaves: list[Any], divided: list[Slot]) -> Call:
@@ -118,7 +150,11 @@ class CompiledForward:
         self.tables: list[dict[str, Any]] = [part._parameters for part in module.modules()]
         self.told: list[Any] = []
         """The marks of what the graph returned."""
+        self._found = Parameters([], [], [], ())
         self._parts = [part for part in module.modules() if part is not module]
+        self._attributes = list(map(vars, self._parts))
+        self._led: list[Any] = []
+        self._plain_forwards: list[tuple[dict[str, Any], Redirected, Forward | None]] = []
         self._plain = graphs.compiled(forward)
         self._eager = False
         self._surrounded = _with_surroundings_of(forward, self._run)
@@ -128,27 +164,28 @@ class CompiledForward:
         return self._surrounded(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        divided = [(number, name, each) for number, table in enumerate(self.tables) for name, each in table.items()
-                   if isinstance(each, Wrapper)]  # fmt: skip
-        looked_at = [slot for slot in divided if slot[2].looked_at]
-        if not looked_at:
-            return self._called(divided, args, kwargs)
-        for number, name, each in looked_at:  # no module computes with these
+        now = list(chain.from_iterable(map(dict.values, self.tables)))
+        if not self._found.are(now):
+            self._found = _parameters(self.tables, now)
+        found = self._found
+        if not found.looked_at:
+            return self._called(found, args, kwargs)
+        for number, name, each in found.looked_at:  # no module computes with these
             self.tables[number][name] = each.stored
         try:
-            return self._called([slot for slot in divided if not slot[2].looked_at], args, kwargs)
+            return self._called(found, args, kwargs)
         finally:
-            self._put_back(looked_at)
+            self._put_back(found.looked_at)
 
-    def _called(self, divided: list[Slot], args: Any, kwargs: Any) -> Any:
+    def _called(self, parameters: Parameters, args: Any, kwargs: Any) -> Any:
         leaves, form = taken_apart((args, kwargs))
-        if not divided and not any(isinstance(leaf, Divided) for leaf in leaves):
+        if not parameters.divided and not any(isinstance(leaf, Divided) for leaf in leaves):
             return self._plain(*args, **kwargs)
         if self._eager:
             return self.forward(*args, **kwargs)
-        call = self._graphs.call(leaves, form, divided)
+        call = self._graphs.call(leaves, form, parameters)
         try:
-            output = self._in_graph(call, leaves, divided)
+            output = self._in_graph(call, leaves, parameters.divided)
         except TorchDynamoException as error:  # nothing of the forward has run yet
             self._give_up(error)
             return self.forward(*args, **kwargs)
@@ -156,7 +193,7 @@ class CompiledForward:
             self._go_without()
             return self.forward(*args, **kwargs)
         leaves, form = taken_apart(output)
-        watch(leaves, call.ranks, [each for table in self.tables for each in table.values() if each is not None])
+        watch(leaves, call.ranks, parameters.all)
         return put_together(list(map(_made, leaves, self.told)), form)
 
     def _in_graph(self, call: Call, leaves: list[Any], divided: list[Slot]) -> Any:
@@ -165,18 +202,33 @@ class CompiledForward:
         Compilers look at all that a module has before they read a line, and tell objects apart by identity, functions
         by their code, so that blocks of a kind share a graph.
         """
-        redirected = [(part, led) for part in self._parts if isinstance(led := vars(part).get("forward"), Redirected)]
         own = [leaf.own if isinstance(leaf, Divided) else leaf for leaf in leaves]
+        redirected = self._redirected()
         try:
             for number, name, each in divided:
                 self.tables[number][name] = each.own
-            for part, led in redirected:
-                put_forward(part, led.original if isinstance(led, Surrounded) else led.wrapped)
+            for attributes, _, plain in redirected:
+                if plain is None:
+                    del attributes["forward"]
+                else:
+                    attributes["forward"] = plain
             return self._graphs.inside(self, call.word, own, call.marks, call.form, call.places)
         finally:
             self._put_back(divided)
-            for part, led in redirected:
-                put_forward(part, led)
+            for attributes, led, _ in redirected:
+                attributes["forward"] = led
+
+    def _redirected(self) -> list[tuple[dict[str, Any], Redirected, Forward | None]]:
+        """The attributes of parts whose forward is led elsewhere, that one, and their entry for the plain one."""
+        led = [attributes.get("forward") for attributes in self._attributes]
+        if len(led) != len(self._led) or not all(map(is_, led, self._led)):
+            self._led = led
+            self._plain_forwards = [
+                (vars(part), each, own_forward(part, each.original if isinstance(each, Surrounded) else each.wrapped))
+                for part, each in zip(self._parts, led, strict=True)
+                if isinstance(each, Redirected)
+            ]
+        return self._plain_forwards
 
     def _put_back(self, slots: list[Slot]) -> None:
         for number, name, divided in slots:
@@ -321,41 +373,3 @@ def _told(leaf: Any, told: list[Any]) -> Any:
     divided = isinstance(leaf, Divided)
     told.append(leaf.cuts if divided else None)
     return leaf.own if divided else leaf
-
-
-# ---------------------------------------------------------------- what comes in, and what goes out
-
-SIMPLE = (Tensor, int, float, str, type(None))
-
-
-def taken_apart(value: Any) -> tuple[list[Any], Any]:
-    """The leaves of a value, and its form; of tuples, lists and dicts without pytree, which takes its time."""
-    leaves: list[Any] = []
-    form = _form_of(value, leaves)
-    if all(isinstance(leaf, SIMPLE) for leaf in leaves):
-        return leaves, form
-    return tree_flatten(value)
-
-
-def _form_of(value: Any, leaves: list[Any]) -> Any:
-    kind = type(value)
-    if kind is tuple or kind is list:
-        return kind, *[_form_of(each, leaves) for each in value]
-    if kind is dict:
-        return kind, tuple(value), *[_form_of(each, leaves) for each in value.values()]
-    leaves.append(value)
-    return None
-
-
-def put_together(leaves: list[Any], form: Any) -> Any:
-    """The value of this form with these leaves. The opposite of `taken_apart`."""
-    return tree_unflatten(leaves, form) if isinstance(form, TreeSpec) else _value_of(form, iter(leaves))
-
-
-def _value_of(form: Any, leaves: Iterator[Any]) -> Any:
-    if form is None:
-        return next(leaves)
-    if form[0] is dict:
-        return {name: _value_of(each, leaves) for name, each in zip(form[1], form[2:], strict=True)}
-    made = [_value_of(each, leaves) for each in form[1:]]
-    return tuple(made) if form[0] is tuple else made

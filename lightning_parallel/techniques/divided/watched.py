@@ -18,13 +18,13 @@ from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.techniques.divided.tensor import Divided
 
 
-def watch(outputs: Sequence[Any], ranks: Sequence[Ranks], parameters: Sequence[Tensor]) -> None:
+def watch(outputs: Sequence[Any], ranks: Sequence[Ranks], parameters: Sequence[Tensor | None]) -> None:
     """Watches what a graph returned: a backward pass that would give summands for gradients raises RuntimeError there.
 
     Args:
         outputs: plain tensors; what is none is left alone.
         ranks: that divide what comes in or goes out.
-        parameters: of the module that is a graph, as it held them.
+        parameters: of the module that is a graph, as it held them; None where it has none.
     """
     check = partial(_check, ranks, parameters)
     nodes = {each.grad_fn for each in outputs if isinstance(each, Tensor)}
@@ -33,11 +33,12 @@ def watch(outputs: Sequence[Any], ranks: Sequence[Ranks], parameters: Sequence[T
             node.register_prehook(check)
 
 
-def _check(ranks: Sequence[Ranks], parameters: Sequence[Tensor], gradients: Any) -> None:
+def _check(ranks: Sequence[Ranks], parameters: Sequence[Tensor | None], gradients: Any) -> None:
     if all(each.reduces_later for each in ranks):
         return
     averages = any(each.averages is not None for each in ranks)
-    if any(parameter.requires_grad and _gets_a_summand(parameter, averages) for parameter in parameters):
+    learning = [each for each in parameters if each is not None and each.requires_grad]
+    if any(_gets_a_summand(parameter, averages) for parameter in learning):
         raise RuntimeError(
             "a backward pass of the step's own asks for gradients of parameters in a compiled block, of which "
             "ranks have summands until the step ends; use self.manual_backward(loss) in place of "

@@ -69,11 +69,16 @@ def restore_forward(module: nn.Module) -> None:
 
 
 def put_forward(module: nn.Module, forward: Forward) -> None:
-    """Makes this the module's forward; that of its class needs no entry of its own."""
-    if getattr(forward, "__func__", None) is getattr(type(module), "forward", None):
+    """Makes this the module's forward."""
+    if own_forward(module, forward) is None:
         module.__dict__.pop("forward", None)
     else:
         module.__dict__["forward"] = forward
+
+
+def own_forward(module: nn.Module, forward: Forward) -> Forward | None:
+    """The entry that a module needs for this forward: None for that of its class, which needs none."""
+    return None if getattr(forward, "__func__", None) is getattr(type(module), "forward", None) else forward
 
 
 @contextmanager
