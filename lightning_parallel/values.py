@@ -66,7 +66,7 @@ def batch_size(batch: Any) -> int | None:
     sizes = [tensor.size(0) for tensor in tensors_of(batch) if tensor.dim()] or [*map(len, _plain_lists(batch))]
     if len(sizes) < 2:
         return sizes[0] if sizes else None
-    told = Counter(_sizes_told(batch) if len({*sizes}) > 1 else sizes)
+    told = Counter(_sizes_told(batch) if len({*sizes}) > 1 else sizes) or Counter(sizes)
     return told.most_common(1)[0][0]
 
 

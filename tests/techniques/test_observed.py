@@ -371,6 +371,7 @@ def test_blocks_that_cannot_be_called_again(caplog: pytest.LogCaptureFixture) ->
         ({"text": ["a", "bc"], "label": ("x", "y")}, 2),
         ([("a", "b"), ("c", "d"), ("e", "f")], None),
         ({"scalar": 3}, None),
+        ({"texts": ["a", "b"], "labels": ["x", "y", "z"]}, 2),
     ],
 )
 def test_the_number_of_samples(batch: Any, size: int | None) -> None:
