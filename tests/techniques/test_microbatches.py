@@ -6,7 +6,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel import PipelineParallel
-from lightning_parallel.techniques.tools.microbatches import SAMPLES, SEVERAL, WHOLE, again, layout_of, split
+from lightning_parallel.techniques.tools.microbatches import (
+    SAMPLES,
+    SEVERAL,
+    WHOLE,
+    again,
+    layout_of,
+    lengths_in,
+    samples_in,
+    split,
+)
 
 
 def test_a_step_may_change_its_samples_in_place_before_the_last_one_went_backward():
@@ -124,3 +133,16 @@ def test_keys_in_another_order_and_keys_that_are_there_at_times():
         return first if 0 in numbers else dict(reversed(first.items()))
 
     assert seen(collate, 4) == {"x": SAMPLES, "mask": WHOLE, "rare": None}
+
+
+def test_what_a_later_batch_lacks_or_has_without_rows_is_not_divided():
+    def collate(numbers: list[int]) -> dict[str, Any]:
+        return {"x": torch.tensor(numbers), "mask": torch.ones(len(numbers)), "names": list(map(str, numbers))}
+
+    layout = seen(collate, 4)
+    for mask, names in ((None, None), (torch.tensor(1.0), 3), (0.5, "four")):
+        later = {"mask": mask, "names": names, "x": torch.arange(4)}
+        assert (samples_in(later, layout), *lengths_in(later, layout)) == (4, 4)
+        first, second = split(later, 2, layout)
+        assert (second["mask"], second["names"], second["x"].tolist()) == (mask, names, [2, 3])
+        assert (first["mask"], first["names"]) == (mask, names)

@@ -115,20 +115,24 @@ def samples_in(batch: Any, layout: Layout) -> int | None:
     """The number of samples in a batch; None where nothing tells."""
     if layout is None:
         return batch_size(batch)
-    if layout == SAMPLES and isinstance(batch, Sized):
-        return len(batch)
     return next(iter(lengths_in(batch, layout)), None)
 
 
 def lengths_in(batch: Any, layout: Layout) -> Iterator[int]:
     """Of how many samples each part of a batch is."""
-    if layout == SAMPLES and isinstance(batch, Sized):
-        yield len(batch)
+    if layout == SAMPLES and (rows := _rows_of(batch)) is not None:
+        yield rows
     elif (parts := _parts(batch, layout)) is not None:
         for _, child, own in parts:
             yield from lengths_in(child, own)
     elif layout not in (WHOLE, SEVERAL):
         yield from (len(tensor) for tensor in tensors_of(batch) if tensor.dim())
+
+
+def _rows_of(value: Any) -> int | None:
+    """How many rows or items there are to divide; None for what has neither, as what is not in every batch."""
+    is_array = isinstance(value, (Tensor, np.ndarray)) and value.ndim
+    return len(value) if is_array or isinstance(value, (list, tuple)) else None
 
 
 def _of_several(batch: Any, layout: Layout, name: str = "batch") -> Iterator[str]:
@@ -182,13 +186,14 @@ def part_sizes(size: int, parts: int) -> list[int]:
 
 
 def _part(value: Any, samples: slice, size: int, layout: Layout) -> Any:
-    if layout == WHOLE or (layout == SAMPLES and len(value) != size):  # of several loaders one may have ended
+    rows = _rows_of(value) if layout == SAMPLES else size
+    if layout == WHOLE or rows not in (size, None):  # of several loaders one may have ended
         return value
     if layout != SAMPLES and (parts := _parts(value, layout)) is not None:
         return rebuilt(value, [_part(child, samples, size, own) for _, child, own in parts])
     if isinstance(value, Tensor):
         return _samples_of(value, samples) if value.dim() and len(value) == size else value
-    if layout == SAMPLES:
+    if layout == SAMPLES and rows is not None:
         return value[samples] if isinstance(value, np.ndarray) else like(value, list(value)[samples])
     if isinstance(value, (list, tuple)) and len(value) == size and not any(True for _ in tensors_of(value)):
         return like(value, list(value)[samples])
