@@ -18,7 +18,7 @@ from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_cat, dim_zero_sum
 
 from lightning_parallel.checkpoint.stored import in_memory
-from lightning_parallel.strategies.data.loaders import GLOBAL_BATCH
+from lightning_parallel.strategies.data.samplers import GLOBAL_BATCH
 from lightning_parallel.strategies.trainer import lightnings
 from lightning_parallel.techniques.tools import elsewhere
 from lightning_parallel.techniques.tools.shards import local, shard_of

@@ -15,12 +15,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_parallel.strategies.data.loaders import (
     CollateCounted,
-    DealtBatches,
     DividedIterable,
     DividedIterator,
-    DividedSampler,
 )
 from lightning_parallel.strategies.data.randomness import RandomState
+from lightning_parallel.strategies.data.samplers import DealtBatches, DividedSampler
 from lightning_parallel.strategies.data.unmoved import unmoved
 from lightning_parallel.strategies.logged.kept_values import KeptValues
 from lightning_parallel.strategies.ranks.agreement import gather_objects

@@ -8,149 +8,23 @@ is left gets a sample that does not count. `Share` says how much a part counts.
 from __future__ import annotations
 
 import copy
-import pickle
-import zlib
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_parallel.strategies.data.randomness import RandomState
+from lightning_parallel.strategies.data.samplers import DealtBatches, DividedBatches, DividedSampler, checksum
 from lightning_parallel.strategies.data.shares import Pass, PassNotes, Readers, Reading, Share
 from lightning_parallel.strategies.trainer import lightnings
 from lightning_parallel.values import batch_size
 
 T = TypeVar("T")
-
-
-GLOBAL_BATCH = "global_batch"
-"""Where a position holds how many items of the sampler one global batch took."""
-
-
-class DividedSampler(Sampler[Any]):
-    """A sampler that yields this rank's part of what the user's sampler yields.
-
-    It is resumable: the order is a function of the random state in which the user's sampler started, which is kept.
-    """
-
-    def __init__(self, sampler: Any, readers: Readers) -> None:
-        self.sampler = sampler  # under this name Lightning looks for `set_epoch`
-        self.readers = readers
-        self.latest = PassNotes()
-        self._started_with: RandomState | None = None
-        self._resume: tuple[RandomState, int] | None = None
-
-    @property
-    def generator(self) -> torch.Generator | None:
-        """The user's own generator, if the sampler draws from one."""
-        generator = getattr(self.sampler, "generator", None)
-        return generator if isinstance(generator, torch.Generator) else None
-
-    @property
-    @abstractmethod
-    def items_per_batch(self) -> int:
-        """The number of items of the user's sampler that one global batch takes."""
-
-    @abstractmethod
-    def take(self, items: list[Any]) -> tuple[Any, Share] | None:
-        """This rank's part of the items of one global batch; None to end the epoch."""
-
-    def __iter__(self) -> Iterator[Any]:
-        self.latest = PassNotes()
-        return self._parts(self.latest)
-
-    def _parts(self, notes: PassNotes) -> Iterator[Any]:
-        items, number = self._start()
-        while batch := list(islice(items, self.items_per_batch)):
-            taken = self.take(batch)
-            if taken is None:
-                return
-            part, share = taken
-            notes.order = notes.order or checksum(batch)
-            notes.note(number, share, self.readers.ranks)
-            yield part
-            number += 1
-
-    def __len__(self) -> int:
-        return -(-len(self.sampler) // self.items_per_batch)
-
-    def _start(self) -> tuple[Iterator[Any], int]:
-        if self._resume is None:
-            self._started_with = RandomState.now(self.generator)
-            return iter(self.sampler), 0
-        state, consumed = self._resume
-        self._resume, self._started_with = None, state
-        with state.replayed(self.generator):
-            items = iter(self.sampler)
-            for _ in islice(items, consumed):
-                pass
-        return items, consumed // self.items_per_batch
-
-    def state_dict(self, batches: int) -> dict[str, Any]:
-        """The position in the epoch after so many batches."""
-        started = self._started_with or RandomState.now(self.generator)
-        finished = batches >= len(self)
-        consumed = 0 if finished else batches * self.items_per_batch
-        return {"consumed": consumed, "random": started.as_dict(), GLOBAL_BATCH: self.items_per_batch}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next epoch starts where the state stood; a finished one starts afresh.
-
-        Raises:
-            ValueError: it stood within an epoch, which was read in global batches of another size.
-        """
-        if state["consumed"]:
-            self.readers.require_same_batches(state.get(GLOBAL_BATCH, self.items_per_batch), self.items_per_batch)
-            self._resume = RandomState.from_dict(state["random"]), state["consumed"]
-
-
-class DividedBatches(DividedSampler):
-    """Single samples, of which a global batch takes `batch_size` for every rank."""
-
-    def __init__(self, sampler: Any, readers: Readers, batch_size: int, drop_last: bool) -> None:
-        super().__init__(sampler, readers)
-        self.batch_size = batch_size
-        self.drop_last = drop_last
-
-    @property
-    def items_per_batch(self) -> int:
-        """See `DividedSampler.items_per_batch`."""
-        return self.batch_size * self.readers.ranks
-
-    def take(self, items: list[Any]) -> tuple[Any, Share] | None:
-        """See `DividedSampler.take`."""
-        if self.drop_last and len(items) < self.items_per_batch:
-            return None
-        return self.readers.part(items)
-
-    def __len__(self) -> int:
-        return len(self.sampler) // self.items_per_batch if self.drop_last else super().__len__()
-
-
-class DealtBatches(DividedSampler):
-    """Whole batches of the user's own batch sampler, dealt to the ranks in turn."""
-
-    def __init__(self, sampler: Any, readers: Readers) -> None:
-        super().__init__(sampler, readers)
-        self.batch_size = getattr(sampler, "batch_size", None)
-        self.drop_last = getattr(sampler, "drop_last", False)
-
-    @property
-    def items_per_batch(self) -> int:
-        """See `DividedSampler.items_per_batch`."""
-        return self.readers.ranks
-
-    def take(self, items: list[Any]) -> tuple[Any, Share]:
-        """See `DividedSampler.take`."""
-        return self.readers.turn(items, [len(item) if isinstance(item, Sized) else 1 for item in items])
 
 
 @dataclass(frozen=True)
@@ -195,20 +69,6 @@ class DividedIterable(IterableDataset[Any]):
             if number == 0:
                 self.fingerprints[worker.id if worker else 0] = checksum(sample)
             yield sample
-
-
-def checksum(value: object) -> int:
-    """A small number that differs where values differ; what has no plain bytes counts by its type."""
-    leaves, structure = pytree.tree_flatten(value)
-    return zlib.crc32(b"".join(map(_bytes_of, leaves)), zlib.crc32(str(structure).encode())) + 1
-
-
-def _bytes_of(leaf: object) -> bytes:
-    if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
-        return leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    if isinstance(leaf, (bool, int, float, complex, str, bytes, np.ndarray, np.generic)):
-        return pickle.dumps(leaf)
-    return type(leaf).__name__.encode()
 
 
 def content_of(batch: Any) -> int:

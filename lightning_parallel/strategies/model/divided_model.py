@@ -23,7 +23,7 @@ from lightning_parallel.strategies.build.read_parameters import read_whole
 from lightning_parallel.strategies.checkpoint.held import shown_to_hooks
 from lightning_parallel.strategies.checkpoint.sharded import Source
 from lightning_parallel.strategies.checkpoint.whole import whole_state_dict
-from lightning_parallel.strategies.data.loaders import checksum
+from lightning_parallel.strategies.data.samplers import checksum
 from lightning_parallel.strategies.hooks.foreign_hooks import (
     fault_of_all,
     fault_of_gradients,
