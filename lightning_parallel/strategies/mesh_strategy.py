@@ -136,7 +136,7 @@ class MeshStrategy(RankStrategy):
             adopted.be_silent_on_syncing()
             return
         signals, unite = lambda: adopted.signals, (self._unite_buffers, self._unite_metrics)
-        divided, saver = trainer if self._mesh().sizes["pp"] > 1 else None, self._saves()
+        divided, saver = trainer if self._divides_batches and self._mesh().sizes["pp"] > 1 else None, self._saves()
         self._batches = Batches(self._readers(), self._host_group(), signals, saver, self._stored.settings, divided)
         self._callback = MeshCallback(self._batches, *unite, lambda: self._whole.shown(looks=True))
         adopted.call_first(self._callback)
@@ -149,10 +149,10 @@ class MeshStrategy(RankStrategy):
         check_plan(plan, module)
         if self.is_global_zero and plan != self._plan:
             log.info("Parallel plan from %s: %r", plan.source, plan)
-        divided = self._divided = DividedModel(module, mesh, self._host_group())
-        self._building.divide(divided, plan, self.root_device, self._host_group())
-        self.model, self._plan = divided.model, plan
-        self._step = divided.step(self._differentiate)
+        host, layouts = self._host_group(), None if self._batches is None else self._batches.layouts
+        divided = self._divided = DividedModel(module, mesh, host, layouts)
+        self._building.divide(divided, plan, self.root_device, host)
+        self.model, self._plan, self._step = divided.model, plan, divided.step(self._differentiate)
 
     def model_to_device(self) -> None:
         """Nothing: `setup` moves what this rank keeps."""
@@ -194,10 +194,10 @@ class MeshStrategy(RankStrategy):
         """Divides a loader: each rank reads its part, in the user's own order."""
         if self._batches is not None:
             self._batches.register(dataloader)
-        if self._adopted is None or not self._adopted.divides_data:
-            return dataloader
-        progress: Any = self._module().trainer.fit_loop.epoch_loop.batch_progress
-        return divide(dataloader, self._readers(), lambda: int(progress.current.processed))
+        if self._adopted is not None and self._adopted.divides_data:
+            progress: Any = self._module().trainer.fit_loop.epoch_loop.batch_progress
+            dataloader = divide(dataloader, self._readers(), lambda: int(progress.current.processed))
+        return dataloader if self._batches is None else self._batches.watched(dataloader)
 
     def barrier(self, name: str | None = None) -> None:
         """See `RankStrategy.barrier`."""

@@ -107,6 +107,7 @@ class RankStrategy(ParallelStrategy):
         one_of("strategy", "nonfinite", nonfinite, get_args(Policy))
         self.techniques = tuple(sorted(techniques, key=lambda technique: technique.order))
         self._meets_in_forward = any(technique.traits.meets_in_forward for technique in self.techniques)
+        self._divides_batches = any(technique.traits.divides_batches for technique in self.techniques)
         self.num_nodes = 1
         self._backend = process_group_backend
         self._timeout = timeout

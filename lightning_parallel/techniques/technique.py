@@ -36,6 +36,7 @@ class Traits:
         steps_see_wholes: though its ranks average gradients, their steps see, log and return the same.
         meets_in_forward: ranks that read different samples wait for each other within a forward, so all of them must
             divide their batches into as many microbatches.
+        divides_batches: a rank's batch is divided by its samples.
     """
 
     splits_backward: bool = False
@@ -44,6 +45,7 @@ class Traits:
     averages_gradients: bool = False
     steps_see_wholes: bool = False
     meets_in_forward: bool = False
+    divides_batches: bool = False
 
 
 class Technique(ABC):

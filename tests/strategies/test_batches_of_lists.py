@@ -1,7 +1,9 @@
 """Batches with an item of a list for each sample, as detectors and captions have, and of what nothing tells apart."""
 
+import gc
 import operator
-from collections import deque
+import weakref
+from collections import Counter, deque
 from functools import partial
 from typing import Any
 
@@ -11,11 +13,16 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_parallel import DataParallelStrategy, LayerParallelStrategy, PipelineParallelStrategy, ZeroStrategy
+from lightning_parallel.strategies.data.first_batches import seen, versions_of
+from lightning_parallel.strategies.data.left_out import Versions
+from lightning_parallel.strategies.data.loaders import watched
 from lightning_parallel.strategies.data.unmoved import unmoved
+from lightning_parallel.techniques.tools.microbatches import SAMPLES
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import MakeStrategy, made, require_like
 from tests.tiers import covering
@@ -235,3 +242,143 @@ def test_what_runs_a_data_module_is_left_alone() -> None:
             vars(other)["told"] = True
     assert "told" not in vars(held)
     assert all("told" in vars(other) for other in others)
+
+
+# ---------------------------------------------------------------- looks at first batches
+
+
+class Counting(Boxes):
+    """Counts what is read of it, where a look puts nothing back."""
+
+    read = Counter[int]()
+
+    def __getitem__(self, index: int) -> Any:
+        Counting.read[self.samples] += 1
+        return super().__getitem__(index)
+
+
+def read_by(strategy: MakeStrategy) -> dict[int, int]:
+    Counting.read.clear()
+    load = partial(DataLoader, batch_size=4, collate_fn=in_lists)
+    trainer(strategy(), max_epochs=1, num_sanity_val_steps=0).fit(Detector(), load(Counting(8)), load(Counting(12)))
+    return dict(Counting.read)
+
+
+@covering(strategy=[partial(PipelineParallelStrategy, 2, microbatches=2), partial(LayerParallelStrategy, 2)])
+def test_one_batch_is_read_before_a_run_and_none_in_it(strategy: MakeStrategy) -> None:
+    assert run_on_ranks(2, read_by, strategy) == [{8: 4 + 8, 12: 12}] * 2
+
+
+class Together(Detector):
+    """Trains on several loaders at once; its hook is told which one a batch is of."""
+
+    def __init__(self, asked: list[tuple[int, int]]) -> None:
+        super().__init__()
+        self.ask = lambda dataloader_idx, size: asked.append((dataloader_idx, size))
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        if not isinstance(batch, dict):
+            self.ask(dataloader_idx, len(batch[0]))
+        return batch
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        (vectors, *lists), (others, *more) = batch["one"], batch["other"]
+        return self.loss((torch.cat([vectors, others]), *map(operator.add, lists, more)))
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.loss(batch)
+
+
+def together(strategy: MakeStrategy | None) -> Any:
+    asked: list[tuple[int, int]] = []
+    model, load = Together(asked), partial(DataLoader, collate_fn=in_lists)
+    one, other, larger = load(Boxes(8), 4), load(Boxes(8), 4), load(Boxes(12), 6)
+    run = trainer(made(strategy), max_epochs=1, use_distributed_sampler=False)
+    run.fit(model, {"one": one, "other": other}, [one, larger])
+    return set(asked), dict(model.state_dict())
+
+
+def test_loaders_are_known_by_all_that_are_read_together_and_hooks_by_their_number() -> None:
+    _, expected = begun_on_one(together, None).result()
+    for asked, found in run_on_ranks(2, together, partial(PipelineParallelStrategy, 2, microbatches=2)):
+        require_like(expected, found)
+        assert asked == {(0, 4), (0, 3), (1, 6), (1, 5)}
+
+
+class Reloading(Detector):
+    """Makes loaders for each epoch."""
+
+    validation_step = LightningModule.validation_step
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made, self.alive = list[weakref.ref[Any]](), list[int]()
+
+    def train_dataloader(self) -> Any:
+        loader = DataLoader(Boxes(4), 4, collate_fn=in_lists)
+        self.made.append(weakref.ref(loader))
+        return loader
+
+    def on_train_epoch_end(self) -> None:
+        gc.collect()
+        self.alive.append(sum(ref() is not None for ref in self.made))
+
+
+def reloaded() -> list[int]:
+    model, strategy = Reloading(), PipelineParallelStrategy(2, microbatches=2)
+    trainer(strategy, max_epochs=4, reload_dataloaders_every_n_epochs=1, limit_val_batches=0).fit(model)
+    return model.alive
+
+
+def test_loaders_that_are_made_anew_are_let_go_of() -> None:
+    assert run_on_ranks(2, reloaded) == [[1] * 4] * 2
+
+
+def samples() -> list[Any]:
+    return [Boxes(4)[index] for index in range(4)]
+
+
+class Normalising(Detector):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        vectors, *others = batch
+        return vectors - self.mean, *others
+
+
+def test_hooks_meet_batches_where_the_module_is() -> None:
+    run, model, loader = trainer(), Normalising().to("meta"), DataLoader(Boxes(4), 4)
+    run.strategy.connect(model)
+    run._data_connector.attach_data(model, train_dataloaders=loader)
+    combined, versions = CombinedLoader(loader, "max_size_cycle"), [Versions.of(samples(), in_lists)]
+    batch, layout = seen(run, combined, versions, torch.device("meta"), 0)
+    assert batch[0].device.type == "meta"
+    assert layout == (SAMPLES, SAMPLES, SAMPLES)
+
+
+def of_four(samples: list[Any]) -> Any:
+    assert len(samples) == 4, "four samples are needed"
+    return in_lists(samples)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_versions_come_with_the_first_batch_and_are_not_seen_in_it(workers: int) -> None:
+    plain = DataLoader(Boxes(8), 4, collate_fn=in_lists, num_workers=workers)
+    loader = watched(plain)
+    for batch, expected in zip(loader, plain, strict=True):
+        torch.testing.assert_close(batch[0], expected[0])
+        assert batch[2] == expected[2]
+    (versions,) = versions_of([loader]) or ()
+    assert [len(made[0]) for made in versions.made] == [4, 3, 3, 3, 3]
+    assert versions_of([loader]) is None  # they are let go of
+    assert len(loader.collate_fn(samples())) == 3  # who collates by hand gets a batch
+
+
+def test_what_cannot_be_made_of_fewer_samples_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    loader = watched(DataLoader(Boxes(4), 4, collate_fn=of_four))
+    (batch,) = loader
+    assert len(batch) == 3
+    assert versions_of([loader]) is None
+    assert "could not be made without one of them (AssertionError: four samples are needed" in caplog.text

@@ -1,18 +1,26 @@
 """Batches of every size in a pipeline, and what of them a metric counts."""
 
+import warnings
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import IO, Any
 
+import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+import torch.distributed as dist
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchmetrics import MeanMetric, SumMetric
 
 from lightning_parallel import PipelineParallelStrategy
+from tests.further.points import Handwritten
 from tests.models import Plain, build, loaders
+from tests.ranks import run_on_ranks
 from tests.strategies.one_and_two import MakeStrategy, made, on_one_and_two, require_like
-from tests.tiers import sampled
+from tests.tiers import covering, sampled
 from tests.trainers import trainer
 
 
@@ -79,4 +87,137 @@ def averaged(strategy: MakeStrategy | None) -> dict[str, float]:
 
 def test_a_loss_given_to_a_metric_counts_once_for_a_batch() -> None:
     expected, found = on_one_and_two(averaged)
+    require_like([expected] * 2, found)
+
+
+# ---------------------------------------------------------------- data that comes once
+
+
+class Lines(IterableDataset):
+    """The lines of a file that stays open; each pass begins with the first one if it starts `anew`."""
+
+    def __init__(self, file: IO[str], anew: bool) -> None:
+        self.file, self.anew = file, anew
+
+    def __iter__(self) -> Any:
+        if self.anew:
+            self.file.seek(0)
+        for line in iter(self.file.readline, ""):
+            yield torch.full((13,), float(line)), 0, 0.0
+
+
+class Seeing(Handwritten):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trained, self.validated = list[list[float]](), list[list[float]]()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.trained.append(batch[0][:, 0].tolist())
+
+    def on_validation_batch_start(self, batch: Any, *_: int) -> None:
+        self.validated.append(batch[0][:, 0].tolist())
+
+
+def lines(strategy: MakeStrategy, path: Path, anew: bool, workers: int, divides: bool) -> Any:
+    model, epochs = Seeing(), 2 if anew else 1
+    run = trainer(strategy(), max_epochs=epochs, num_sanity_val_steps=0, use_distributed_sampler=divides)
+    with path.open() as one, path.open() as other, warnings.catch_warnings():
+        load = [DataLoader(Lines(file, anew), 2, num_workers=workers) for file in (one, other)]
+        warnings.simplefilter("ignore", PossibleUserWarning)  # there are few workers
+        run.fit(model, *load)
+    return model.trained, model.validated
+
+
+@covering(anew=[True, False], workers=[0, 1], divides=[True, False])
+def test_a_look_at_a_stream_takes_no_samples_from_it(tmp_path: Path, anew: bool, workers: int, divides: bool) -> None:
+    path = tmp_path / "lines"
+    path.write_text("".join(f"{number}\n" for number in range(8)))
+    pairs = [[float(number), number + 1.0] for number in range(0, 8, 2)]
+    strategy = partial(PipelineParallelStrategy, 2, microbatches=2)
+    for trained, validated in run_on_ranks(2, lines, strategy, path, anew, workers, divides):
+        assert trained == validated == pairs * (2 if anew else 1)
+
+
+class Prepared(Seeing):
+    """Loaders are made anew after this hook, so what has been read for them is not there in the pass."""
+
+    validation_step = LightningModule.validation_step
+
+    def on_fit_start(self) -> None:
+        pass
+
+
+def refused(path: Path) -> list[list[float]]:
+    with path.open() as file:
+        model, run = Prepared(), trainer(PipelineParallelStrategy(2, microbatches=2), max_epochs=1)
+        run.fit(model, DataLoader(Lines(file, True), 2))
+        with pytest.raises(ValueError, match="a Lines yields nothing, but a pipeline looks at one batch before"):
+            run.fit(Prepared(), DataLoader(Lines(file, False), 2))
+        file.seek(0)
+        with pytest.raises(TypeError, match=r"a Lines can be read only once, .* whose __iter__ starts anew"):
+            run.fit(Prepared(), DataLoader(Lines(file, False), 2))
+    return model.trained
+
+
+def test_data_that_would_be_missing_in_the_pass_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_text("".join(f"{number}\n" for number in range(8)))
+    assert run_on_ranks(2, refused, path) == [[[0, 1], [2, 3], [4, 5], [6, 7]]] * 2
+
+
+class Unequal(IterableDataset):
+    """Ranks have other numbers of samples, which no length tells."""
+
+    def __init__(self, samples: Sequence[int]) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Any:
+        yield from ((torch.ones(13), 0, 0.0) for _ in range(self.samples[dist.get_rank()]))
+
+
+class InTurn(Handwritten):
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        super().validation_step(batch, batch_idx)
+
+
+def ends_differ(*samples: Sequence[int]) -> None:
+    pipeline = PipelineParallelStrategy(2, microbatches=2)
+    run = trainer(pipeline, max_epochs=1, num_sanity_val_steps=0, use_distributed_sampler=False)
+    load = [DataLoader(Unequal(each), 2) for each in ((4, 4), *samples)]
+    with pytest.raises(ValueError, match="the end of the data must be the same on every rank"):
+        run.fit(InTurn() if len(samples) > 1 else Handwritten(), load[0], load[1:])
+
+
+@pytest.mark.parametrize("samples", [[(4, 6), (4, 4)], [(0, 4)]])
+def test_ranks_at_other_places_find_out_before_some_look_at_a_first_batch(samples: Sequence[Sequence[int]]) -> None:
+    run_on_ranks(2, ends_differ, *samples)
+
+
+class Ready(Dataset):
+    """Batches, each a list."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> list[Tensor]:
+        draws = torch.Generator().manual_seed(index)
+        return [torch.randn(4, 13, generator=draws), torch.randint(5, (4,), generator=draws)]
+
+
+class OfPairs(Handwritten):
+    validation_step = LightningModule.validation_step
+
+    def loss(self, batch: Any) -> Tensor:
+        inputs, classes = batch
+        return super().loss((inputs, classes, None))
+
+
+def ready(strategy: MakeStrategy | None) -> Any:
+    model = OfPairs()
+    trainer(made(strategy), max_epochs=1).fit(model, DataLoader(Ready(), batch_size=None))
+    return dict(model.state_dict())
+
+
+def test_a_list_that_is_a_batch_is_not_taken_for_its_samples() -> None:
+    expected, found = on_one_and_two(ready)
     require_like([expected] * 2, found)

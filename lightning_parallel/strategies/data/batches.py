@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_parallel.strategies.checkpoint.saver import Saver
-from lightning_parallel.strategies.data.first_batches import layout_of_batches
-from lightning_parallel.strategies.data.loaders import DividedIterable
+from lightning_parallel.strategies.data.layouts import Layouts
+from lightning_parallel.strategies.data.loaders import DividedIterable, watched
 from lightning_parallel.strategies.data.randomness import RandomState, generators_of
 from lightning_parallel.strategies.data.shares import PassNotes, Readers
 from lightning_parallel.strategies.ranks.agreement import (
@@ -30,12 +30,10 @@ from lightning_parallel.strategies.trainer import lightnings
 from lightning_parallel.techniques.tools.microbatches import Layout, samples_in
 from lightning_parallel.values import batch_size, outline_of
 
-KEPT = 16
-"""Of how many loaders it is kept where samples are in their batches."""
-
 ENDED: Mark = (-1, -1, 0, 0)
 BEGINS: Mark = (-5, 0, 0, 0)
 LEAVES: Mark = (-6, 0, 0, 0)
+LOOKS = -7
 
 
 class Batches:
@@ -66,7 +64,8 @@ class Batches:
         self._outline: Any = None  # of the batch before, and the checksum of its structure
         self._structure = 0
         self._find_settings, self._settings, self._checksum = settings, list[Any](), 0
-        self._trainer, self._layouts = trainer, dict[int, tuple[Any, Layout]]()
+        #: where samples are in the batches of loaders; none if nobody divides them
+        self.layouts = None if trainer is None else Layouts(trainer, group)
         #: where samples are in the batch
         self.layout: Layout = None
         #: how much this rank's batch counts against the others' on average; 0.0 for one that does not count
@@ -83,6 +82,10 @@ class Batches:
         lengths = gather_objects(length_of(loader), self._group)
         require_same(f"the number of batches of {type(loader).__name__}", lengths, EVENLY)
         self._share_generators([loader])
+
+    def watched(self, loader: Any) -> Any:
+        """A loader by whose first batch it is seen where samples are, if anybody has to know."""
+        return loader if self.layouts is None else watched(loader)
 
     def begin_pass(self, combined: Any) -> None:
         """Loaders are about to be iterated over: what draws their order stands alike on all ranks.
@@ -113,7 +116,7 @@ class Batches:
         last = is_last and any(length_of(loader) is None for loader in loaders)
         readings = _readings(combined, loaders, dataloader_idx)
         content = None if self.readers.copies == 1 else self._content(readings, batch_idx)
-        self.layout = None if self._trainer is None else self._layout_of(self._trainer, combined, dataloader_idx)
+        self.layout = None if self.layouts is None else self._seen(self.layouts, combined, batch_idx, dataloader_idx)
         self._agree((dataloader_idx, batch_idx, int(last)), batch, content)
         if batch_idx == 0:
             self._require_same_order(loaders, readings)
@@ -134,16 +137,13 @@ class Batches:
                     kept.pop()
         self._uncounted.clear()
 
-    def _layout_of(self, trainer: Trainer, combined: Any, dataloader_idx: int) -> Layout:
-        """Where samples are in a batch, seen once for each loader; all ranks come with the same ones."""
-        loader = combined.flattened[dataloader_idx]
-        known, layout = self._layouts.get(id(loader), (None, None))
-        if known is not loader:
-            if len(self._layouts) >= KEPT:  # loaders may be made anew for each epoch
-                self._layouts.clear()
-            layout = layout_of_batches(trainer, combined, dataloader_idx, self._group)
-            self._layouts[id(loader)] = loader, layout
-        return layout
+    def _seen(self, layouts: Layouts, combined: Any, batch_idx: int, dataloader_idx: int) -> Layout:
+        if not layouts.knows(combined, dataloader_idx):
+            self._stand((LOOKS, dataloader_idx, batch_idx, 0), _name(batch_idx, dataloader_idx))
+            layouts.look(combined, dataloader_idx)
+        elif batch_idx == 0:
+            layouts.drop_versions(combined, dataloader_idx)
+        return layouts.of(combined, dataloader_idx)
 
     def _stand(self, mark: Mark, place: str) -> None:
         content = None if self.readers.copies == 1 else self._content([], 0)
@@ -161,7 +161,7 @@ class Batches:
             self._outline, self._structure = outline, zlib.crc32(describe(batch).encode())
 
         def place() -> str:
-            return f"batch {batch_idx} of loader {dataloader_idx}{', the last one' if last else ''}"
+            return f"{_name(batch_idx, dataloader_idx)}{', the last one' if last else ''}"
 
         if (settings := self._find_settings()) != self._settings:
             self._settings, numbers = settings, pytree.tree_map_only(Tensor, float, settings)
@@ -234,6 +234,10 @@ def _readings(combined: Any, loaders: Sequence[Any], dataloader_idx: int) -> lis
     """The passes that Lightning is at, though others may have been started meanwhile to look at a batch."""
     iterators = lightnings.iterators_of(combined, dataloader_idx)
     return [getattr(loaders[0], "latest", None)] if iterators is None else iterators
+
+
+def _name(batch_idx: int, dataloader_idx: int) -> str:
+    return f"batch {batch_idx} of loader {dataloader_idx}"
 
 
 def _notes(reading: Any) -> PassNotes | None:

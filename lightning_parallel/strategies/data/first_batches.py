@@ -1,86 +1,99 @@
-"""The first batch of loaders, read without an effect on what comes, and where its samples are."""
+"""First batches as steps get them, without an effect on what comes, and where samples are in them."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import copy
+import pickle
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
-from torch.utils.data import DataLoader, IterableDataset
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from lightning_parallel.strategies.data.loaders import (
-    CollateCounted,
-    DividedIterable,
-    DividedIterator,
-)
-from lightning_parallel.strategies.data.randomness import RandomState
-from lightning_parallel.strategies.data.samplers import DealtBatches, DividedSampler
+from lightning_parallel.strategies.data.left_out import Versions
+from lightning_parallel.strategies.data.loaders import DividedLoader, undivided
+from lightning_parallel.strategies.data.randomness import RandomState, RankRandomness
+from lightning_parallel.strategies.data.samplers import DealtBatches, DividedSampler, checksum
 from lightning_parallel.strategies.data.unmoved import unmoved
 from lightning_parallel.strategies.logged.kept_values import KeptValues
 from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.strategies.trainer import lightnings
 from lightning_parallel.techniques.tools.microbatches import SEVERAL, Layout, layout_of
-
-log = logging.getLogger(__name__)
+from lightning_parallel.techniques.tools.telling import warn
 
 HOST = torch.device("cpu")
 
 
-def first_batch(trainer: Trainer, combined: Any) -> Any:
-    """The first batch of a loop's loaders, on the host, as the step gets it.
-
-    Raises:
-        TypeError: a loader that can be read only once.
-    """
-    loaders = combined.flattened[:1] if lightnings.reads_in_turn(combined) else combined.flattened
-    return _prepared(trainer, combined, list(map(_batch_of, loaders)))
-
-
-def layout_of_batches(trainer: Trainer, combined: Any, dataloader_idx: int, host: dist.ProcessGroup) -> Layout:
-    """Where samples are in the batches of a loop's loaders; None where that cannot be seen. All ranks must call.
-
-    The first batch is made again with one sample left out, another one each time, by the user's own `collate_fn` and
-    hooks.
+def first_batch(trainer: Trainer, combined: Any, ahead: Sequence[Any], divides: bool) -> tuple[Any, Layout]:
+    """The first batch of a loop's loaders, on the host, as the step gets it, and where its samples are.
 
     Args:
         trainer: whose loop it is.
         combined: the loop's loaders.
-        dataloader_idx: which one, where they are read one after the other.
-        host: all ranks.
+        ahead: batches that Lightning has read for the pass that begins; where there are any, nothing is read.
+        divides: whether batches will be divided; if not, nobody looks where samples are.
+
+    Raises:
+        TypeError: a loader that can be read only once.
     """
-    in_turn, loaders = lightnings.reads_in_turn(combined), combined.flattened
-    layout: Layout = None
+    loaders = read_together(combined, 0)
+    if not ahead:
+        return seen(trainer, combined, [_first_versions(loader, divides) for loader in loaders], HOST, 0)
+    if (versions := versions_of(loaders)) is not None:
+        return seen(trainer, combined, versions, HOST, 0)
+    return _as_given_to_steps(trainer, copy.deepcopy(ahead[0]), HOST, 0), None
+
+
+def seen(
+    trainer: Trainer, combined: Any, versions: Sequence[Versions], device: torch.device, dataloader_idx: int
+) -> tuple[Any, Layout]:
+    """A batch of versions of those of several loaders as the step gets it, and where its samples are, if that shows.
+
+    Args:
+        trainer: whose hooks prepare it.
+        combined: the loop's loaders.
+        versions: of each loader's batch.
+        device: to which hooks bring it.
+        dataloader_idx: which loader it is, where they are read one after the other.
+    """
+
+    def prepared(parts: Sequence[Any]) -> Any:
+        batch = parts[0] if lightnings.reads_in_turn(combined) else lightnings.as_given(combined, list(parts))
+        with untouched([], trainer, device):
+            return _as_given_to_steps(trainer, batch, device, dataloader_idx)
+
+    whole, *others = zip(*(each.made for each in versions), strict=False)
+    batch = prepared(whole)
+    if not others or len({each.size for each in versions}) > 1:
+        return batch, None
     try:
-        layout = _layout(trainer, combined, [loaders[dataloader_idx]] if in_turn else loaders)
-    except Exception as error:  # data may be of any kind; then it is divided as it looks
-        log.debug("Where samples are in a batch was not seen: %r", error)
+        return batch, layout_of(batch, list(map(prepared, others)), versions[0].size)
+    except Exception as error:  # hooks may need all samples
+        _tell(f"{type(error).__name__}: {error}")
+        return batch, None
+
+
+def _tell(fault: str) -> None:
+    warn(
+        f"Where samples are in a batch could not be seen, for it could not be made without one of them ({fault}): "
+        "microbatches take as samples what most of its tensors have in their first dimension. Let collate_fn and "
+        "the hooks for batches take any number of samples"
+    )
+
+
+def agreed(layout: Layout, host: dist.ProcessGroup) -> Layout:
+    """What all ranks saw, or what cannot be divided on one; else None. All ranks must call."""
     said = gather_objects(layout, host)
     if all(theirs == layout for theirs in said):
         return layout
     return next((theirs for theirs in said if _has_several(theirs)), None)
-
-
-def _layout(trainer: Trainer, combined: Any, loaders: list[Any]) -> Layout:
-    with untouched(loaders, trainer):
-        samples = list(map(_first_samples, loaders))
-    size = len(samples[0])
-    if size < 2 or any(not isinstance(some, list) or len(some) != size for some in samples):
-        return None
-
-    def batch_without(left_out: int | None) -> Any:
-        parts = [[sample for number, sample in enumerate(some) if number != left_out] for some in samples]
-        with untouched(loaders, trainer):
-            return _prepared(
-                trainer, combined, [_collate_of(loader)(part) for loader, part in zip(loaders, parts, strict=True)]
-            )
-
-    batch, *others = map(batch_without, (None, *sorted({(size - 1) * k // 4 for k in range(5)})))
-    return layout_of(batch, others, size)
 
 
 def _has_several(layout: Layout) -> bool:
@@ -88,67 +101,112 @@ def _has_several(layout: Layout) -> bool:
     return layout == SEVERAL or any(map(_has_several, within))
 
 
-def _prepared(trainer: Trainer, combined: Any, batches: list[Any]) -> Any:
-    """One batch of each loader as the step gets them."""
-    batch = batches[0] if lightnings.reads_in_turn(combined) else lightnings.as_given(combined, batches)
+def _as_given_to_steps(trainer: Trainer, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
     batch = trainer.precision_plugin.convert_input(batch)
-    return lightnings.transferred(trainer.lightning_module, batch, HOST)
+    return lightnings.transferred(trainer.lightning_module, batch, device, dataloader_idx)
 
 
-# ---------------------------------------------------------------- samples
+def read_together(combined: Any, dataloader_idx: int) -> list[Any]:
+    """The loaders of which a batch is made."""
+    loaders = combined.flattened
+    return [loaders[dataloader_idx]] if lightnings.reads_in_turn(combined) else loaders
 
 
-def _batch_of(loader: Any) -> Any:
-    if isinstance(loader, DividedIterator):
-        return next(_read_again(loader.batches))
-    if not isinstance(loader, DataLoader):
-        return next(_read_again(loader))
-    return _collate_of(loader)(_first_samples(loader))
+def versions_of(loaders: Iterable[Any]) -> list[Versions] | None:
+    """Takes the versions of the first batch that each loader yielded; None where one has none."""
+    found = [loader.take_versions() if isinstance(loader, DividedLoader) else None for loader in loaders]
+    versions = [each for each in found if each is not None and not each.fault]
+    for fault in {each.fault for each in found if each is not None and each.fault}:
+        _tell(fault)
+    return versions if len(versions) == len(found) else None
 
 
-def _collate_of(loader: DataLoader[Any]) -> Callable[[Any], Any]:
-    return loader.collate_fn.collate if isinstance(loader.collate_fn, CollateCounted) else loader.collate_fn
+# ---------------------------------------------------------------- read before a pass
 
 
-def _first_samples(loader: DataLoader[Any]) -> Any:
-    dataset: Any = loader.dataset.dataset if isinstance(loader.dataset, DividedIterable) else loader.dataset
+def _first_versions(loader: Any, divides: bool) -> Versions:
+    own = undivided(loader)
+    if not isinstance(own, DataLoader):
+        return Versions(_begun(own, 1))
+    samples = _first_samples(loader, own)
+    if own.batch_sampler is None:  # it is a batch, though it may be a list
+        return Versions([own.collate_fn(samples)])
+    several = divides and isinstance(samples, list) and len(samples) > 1
+    versions = Versions.of(samples, own.collate_fn) if several else Versions([])
+    if versions.fault:
+        _tell(versions.fault)
+    return versions if versions.made else Versions([own.collate_fn(samples)])
+
+
+def _first_samples(loader: Any, own: DataLoader[Any]) -> Any:
+    dataset: Any = own.dataset
     if isinstance(dataset, IterableDataset):
-        samples = _read_again(dataset)
-        return next(samples) if loader.batch_size is None else list(islice(samples, loader.batch_size))
-    indices = _first_indices(loader)
-    if not isinstance(indices, (list, tuple)) or (loader.batch_sampler is None):
+        return _begun(dataset, 1)[0] if own.batch_sampler is None else _begun(dataset, own.batch_size or 1)
+    indices = _first_indices(loader, own)
+    if not isinstance(indices, (list, tuple)) or own.batch_sampler is None:
         return dataset[indices]
     fetch_many = getattr(dataset, "__getitems__", None)
     return fetch_many(list(indices)) if callable(fetch_many) else [dataset[index] for index in indices]
 
 
-def _first_indices(loader: Any) -> Any:
-    divided: DividedSampler | None = getattr(loader, "divided", None)
-    if divided is None:
-        return next(iter(loader.sampler if loader.batch_sampler is None else loader.batch_sampler))
-    if isinstance(divided, DealtBatches):
-        return next(iter(divided.sampler))
-    return list(islice(iter(divided.sampler), loader.batch_sampler.batch_size))
+def _first_indices(loader: Any, own: DataLoader[Any]) -> Any:
+    divided: DividedSampler | None = loader.divided if isinstance(loader, DividedLoader) else None
+    if divided is not None and not isinstance(divided, DealtBatches):
+        return _begun(divided.sampler, own.batch_size or 1)
+    batches = own.sampler if own.batch_sampler is None else own.batch_sampler
+    return _begun(batches if divided is None else divided.sampler, 1)[0]
 
 
-def _read_again(batches: Any) -> Iterator[Any]:
-    iterator: Iterator[Any] = iter(batches)
-    if iterator is batches:
+def _begun(items: Any, count: int) -> list[Any]:
+    """The first of some items that come again when they are begun again, as a pass does that follows.
+
+    Raises:
+        TypeError: others come, as of an open file: those would be missing in the pass.
+        ValueError: there are none.
+    """
+    is_pass = isinstance(items, Iterator) and not isinstance(items, (Dataset, Sampler))
+    first, again = ([], [None]) if is_pass else [_first_of(items, count) for _ in range(2)]
+    if not _same(first, again):
         raise TypeError(
-            f"a {type(batches).__name__} can be read only once, but a pipeline looks at one batch before the run; "
-            "give a loader whose __iter__ starts anew"
+            f"a {type(items).__name__} can be read only once, but a pipeline looks at one batch before the run; "
+            "give a loader whose __iter__ starts anew, and let it open there what it reads from"
         )
-    return iterator
+    if not first:
+        raise ValueError(
+            f"a {type(items).__name__} yields nothing, but a pipeline looks at one batch before the run; give a loader "
+            "that has samples whenever it is read"
+        )
+    return first
+
+
+def _first_of(items: Any, count: int) -> list[Any]:
+    with unmoved([items]), RandomState.preserved():
+        return list(islice(iter(items), count))
+
+
+def _same(first: Any, again: Any) -> bool:
+    (leaves, structure), (others, its) = pytree.tree_flatten(first), pytree.tree_flatten(again)
+    return structure == its and all(map(_same_leaf, leaves, others))
+
+
+def _same_leaf(leaf: Any, other: Any) -> bool:
+    if leaf is other:
+        return True
+    if isinstance(leaf, (Tensor, np.ndarray)):
+        return checksum(leaf) == checksum(other)
+    with suppress(Exception):  # of what cannot be written nobody knows
+        return pickle.dumps(leaf) == pickle.dumps(other)
+    return False
 
 
 @contextmanager
-def untouched(loaders: Iterable[Any], trainer: Trainer) -> Iterator[None]:
+def untouched(loaders: Iterable[Any], trainer: Trainer, device: torch.device = HOST) -> Iterator[None]:
     """Afterwards random states, and what users made to read data, stand where they stood."""
     module: Any = trainer.lightning_module
-    host, kept = RandomState.now(), KeptValues(module)
+    drawn, kept = RankRandomness.now(device), KeptValues(module)
     with unmoved([*loaders, getattr(trainer, "datamodule", None)]):
         try:
             yield
         finally:
             kept.undo()
-            host.restore()
+            drawn.restore(device)

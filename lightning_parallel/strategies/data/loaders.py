@@ -8,6 +8,7 @@ is left gets a sample that does not count. `Share` says how much a part counts.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from itertools import islice
@@ -19,6 +20,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
+from lightning_parallel.strategies.data.left_out import LeavingOut, Versions
 from lightning_parallel.strategies.data.samplers import DealtBatches, DividedBatches, DividedSampler, checksum
 from lightning_parallel.strategies.data.shares import Pass, PassNotes, Readers, Reading, Share
 from lightning_parallel.strategies.trainer import lightnings
@@ -106,6 +108,20 @@ class DividedLoader(DataLoader[Any]):
     latest: Pass
     batches_done: Callable[[], int]
     content: Callable[[Any], int] | None
+    looking: LeavingOut | None = None
+
+    def _get_iterator(self) -> Any:
+        looking = self.looking
+        if looking is None or looking.has_received:
+            return super()._get_iterator()
+        with looking.expected():  # workers begin as it stands now
+            iterator = super()._get_iterator()
+        _receive_by(iterator, looking)
+        return iterator
+
+    def take_versions(self) -> Versions | None:
+        """The versions of the first batch that was read; None where there are none, or they have been taken."""
+        return None if self.looking is None else self.looking.take()
 
     def __iter__(self) -> Any:
         batches, divided = super().__iter__(), self.divided
@@ -116,6 +132,22 @@ class DividedLoader(DataLoader[Any]):
             reading = Reading(batches, lambda: divided.latest, self.content)
         self.latest = reading.known
         return reading
+
+
+def _receive_by(iterator: Any, looking: LeavingOut) -> None:
+    """Takes the versions from the first batch before anybody sees it, be it a loader's own `__iter__`."""
+    itself = weakref.ref(iterator)  # a cycle would keep workers alive
+
+    def first() -> Any:
+        here: Any = itself()
+        del vars(here)["_next_data"]
+        with looking.expected():
+            batch = here._next_data()
+        if isinstance(batch, _Counted):
+            return _Counted(looking.received(batch.value), batch.share)
+        return looking.received(batch)
+
+    vars(iterator)["_next_data"] = first
 
 
 def _plain(batches: Iterator[Any], notes: PassNotes) -> Iterator[Any]:
@@ -189,10 +221,7 @@ def divide(loader: Any, readers: Readers, batches_done: Callable[[], int]) -> An
     Raises:
         ValueError: a DistributedSampler that the user set up for other ranks than those that read different samples.
     """
-    if isinstance(
-        loader, (DividedLoader, DividedIterator)
-    ):  # a CombinedLoader of the user's keeps what was put into it
-        loader = loader.undivided
+    loader = undivided(loader)  # a CombinedLoader of the user's keeps what was put into it
     if not isinstance(loader, DataLoader):
         kind = SizedDividedIterator if isinstance(loader, Sized) else DividedIterator
         return kind(loader, readers) if readers.ranks * readers.copies > 1 else loader
@@ -202,6 +231,24 @@ def divide(loader: Any, readers: Readers, batches_done: Callable[[], int]) -> An
     if isinstance(loader.dataset, IterableDataset):
         return _divide_iterable(loader, readers) if readers.ranks * readers.copies > 1 else loader
     return _divide_map(loader, readers, batches_done)
+
+
+def watched(loader: Any) -> Any:
+    """A loader, or a copy of the user's, whose first batch comes with what it would be without one of its samples."""
+    if not isinstance(loader, DataLoader) or loader.batch_sampler is None:  # then there are batches, and no samples
+        return loader
+    if not isinstance(loader, DividedLoader) or loader.looking is not None:
+        loader = _copy_of(undivided(loader), DividedLoader, {"divided": None, "content": None})
+    watching, collate = loader, loader.collate_fn
+    counted = isinstance(collate, CollateCounted)
+    watching.looking = LeavingOut(collate.collate if counted else collate)
+    watching.collate_fn = CollateCounted(watching.looking) if counted else watching.looking
+    return watching
+
+
+def undivided(loader: Any) -> Any:
+    """The user's own loader."""
+    return loader.undivided if isinstance(loader, (DividedLoader, DividedIterator)) else loader
 
 
 def _divide_map(loader: DataLoader[Any], readers: Readers, batches_done: Callable[[], int]) -> Any:

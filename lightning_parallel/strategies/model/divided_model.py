@@ -23,6 +23,7 @@ from lightning_parallel.strategies.build.read_parameters import read_whole
 from lightning_parallel.strategies.checkpoint.held import shown_to_hooks
 from lightning_parallel.strategies.checkpoint.sharded import Source
 from lightning_parallel.strategies.checkpoint.whole import whole_state_dict
+from lightning_parallel.strategies.data.layouts import Layouts
 from lightning_parallel.strategies.data.samplers import checksum
 from lightning_parallel.strategies.hooks.foreign_hooks import (
     fault_of_all,
@@ -62,12 +63,15 @@ class DividedModel:
         module: whole; its parameters may be on meta.
         mesh: over which techniques divide it.
         host: all ranks, for messages of the host.
+        layouts: takes where samples are in a first batch, if batches are divided by them.
     """
 
-    def __init__(self, module: LightningModule, mesh: ParallelMesh, host: dist.ProcessGroup) -> None:
+    def __init__(
+        self, module: LightningModule, mesh: ParallelMesh, host: dist.ProcessGroup, layouts: Layouts | None
+    ) -> None:
         self.module, self.mesh, self.pipeline = module, mesh, PipelineGroup(mesh)
         self.model: nn.Module = module
-        self._host = host
+        self._host, self._layouts = host, layouts
         self._names = list(module.state_dict())
         self._tied = _tied(module)
         self._hooked = hooked(dict(module.named_parameters()))
@@ -81,7 +85,7 @@ class DividedModel:
     def divide(self, techniques: Sequence[Technique], plan: ParallelPlan) -> None:
         """Lets every technique keep its part of the model."""
         self.plan = plan
-        ground = Ground(self.mesh, plan, partial(take_sample, self.module.trainer, self._host))
+        ground = Ground(self.mesh, plan, partial(take_sample, self.module.trainer, self._host, self._layouts))
         self._alike = all(technique.traits.steps_see_wholes for technique in techniques if "cp" in technique.axes)
         if self.mesh.loss.size() > 1 and not any(technique.traits.averages_gradients for technique in techniques):
             techniques = (*techniques, DataParallel(1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torchmetrics import Metric
 
-from lightning_parallel.strategies.data.first_batches import HOST, first_batch, layout_of_batches, untouched
+from lightning_parallel.strategies.data.first_batches import HOST, first_batch, untouched
+from lightning_parallel.strategies.data.layouts import Layouts
 from lightning_parallel.strategies.logged.kept_values import KeptValues
 from lightning_parallel.strategies.logged.step_values import options_of
-from lightning_parallel.strategies.ranks.agreement import gather_objects
+from lightning_parallel.strategies.ranks.agreement import gather_objects, together
 from lightning_parallel.strategies.trainer import lightnings
 from lightning_parallel.techniques.division import Sample
 from lightning_parallel.techniques.observed.draws import own_generators
@@ -27,21 +29,28 @@ from lightning_parallel.values import tensors_of
 PACKAGE = "lightning_parallel."
 
 
-def take_sample(trainer: Trainer, host: dist.ProcessGroup) -> Sample:
+def take_sample(trainer: Trainer, host: dist.ProcessGroup, layouts: Layouts | None) -> Sample:
     """A sample step of what the trainer is about to do, on the host. All ranks must call.
+
+    Args:
+        trainer: whose loaders are looked at.
+        host: all ranks.
+        layouts: takes where samples are in its batch; none if nobody divides batches by their samples.
 
     Raises:
         TypeError: a loader that can be read only once.
-        RuntimeError: another rank could not make its loaders.
+        RuntimeError: another rank could not make its loaders, or read a batch.
     """
     module: Any = trainer.lightning_module
     loop, step = _loop_and_step(trainer, module)
     with (
         lightnings.loaders_made_together(loop, host),
-        _loaders(trainer, loop, host) as combined,
+        _loaders(trainer, loop, host) as (combined, ahead),
         untouched(combined.flattened, trainer),
     ):
-        batch, layout = first_batch(trainer, combined), layout_of_batches(trainer, combined, 0, host)
+        read = partial(first_batch, trainer, combined, ahead, layouts is not None)
+        batch, layout = together(read, "read a first batch", host)
+        layout = None if layouts is None else layouts.agree(combined, 0, layout)
     numbers = [*([0] if _takes_index(step) else []), *([0] if _names_loader(combined) else [])]
 
     def run(on: Any = batch) -> Any:
@@ -52,8 +61,8 @@ def take_sample(trainer: Trainer, host: dist.ProcessGroup) -> Sample:
 
 
 @contextmanager
-def _loaders(trainer: Trainer, loop: Any, host: dist.ProcessGroup) -> Iterator[Any]:
-    """The loop's loaders.
+def _loaders(trainer: Trainer, loop: Any, host: dist.ProcessGroup) -> Iterator[tuple[Any, list[Any]]]:
+    """The loop's loaders, and what has been read of them for the run.
 
     The loop makes them again when its time comes, from where the generators then stand, if it would anyway, if the
     model is yet to be built, or if hooks run until then, which may draw or seed: on one device they do before the
@@ -70,7 +79,7 @@ def _loaders(trainer: Trainer, loop: Any, host: dist.ProcessGroup) -> Iterator[A
             raise ValueError(
                 "a pipeline looks at one batch before the run, but the trainer's limits leave none to read"
             )
-        yield combined
+        yield combined, [] if again else lightnings.read_ahead(loop)
     if again:
         lightnings.forget_loaders(loop)
 

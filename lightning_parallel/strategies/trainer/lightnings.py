@@ -131,6 +131,11 @@ def forget_loaders(loop: Any) -> None:
     loop._combined_loader = None
 
 
+def read_ahead(loop: Any) -> list[Any]:
+    """The batches that a fit loop has read as it set up its data: it reads one where it does not know how many come."""
+    return [batch for batch, *_ in vars(loop._data_fetcher).get("batches", [])]
+
+
 def given_loaders(loop: Any) -> list[Any]:
     """The loaders that the user passed to the trainer; none where a hook makes them."""
     source = loop._data_source
@@ -187,6 +192,11 @@ def reads_in_turn(combined: CombinedLoader) -> bool:
     return combined._mode == "sequential"
 
 
+def way_of_reading(combined: CombinedLoader) -> str:
+    """How loaders are read, and in what structure the user gave them."""
+    return f"{combined._mode} {combined._spec}"
+
+
 def as_given(combined: CombinedLoader, items: list[Any]) -> Any:
     """One item for each loader, in the structure in which the user gave the loaders."""
     return tree_unflatten(items, combined._spec)
@@ -221,10 +231,10 @@ def require_reduction(name: str, options: Mapping[str, Any]) -> None:
         _Metadata("training_step", name, reduce_fx=options["reduce_fx"])
 
 
-def transferred(module: LightningModule, batch: Any, device: torch.device) -> Any:
-    """The batch on a device, having passed the module's hooks before, at and after the transfer."""
-    before = module._on_before_batch_transfer(batch, dataloader_idx=0)
-    return module._apply_batch_transfer_handler(before, device=device, dataloader_idx=0)
+def transferred(module: LightningModule, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+    """The batch of a loader on a device, having passed the module's hooks before, at and after the transfer."""
+    before = module._on_before_batch_transfer(batch, dataloader_idx)
+    return module._apply_batch_transfer_handler(before, device, dataloader_idx)
 
 
 def somebody_overrides(hooks: tuple[str, ...], module: LightningModule, callbacks: list[Callback]) -> bool:

@@ -96,7 +96,8 @@ class PipelineParallel(Technique):
     def traits(self) -> Traits:
         """See `Technique.traits`."""
         sizes = file_sizes(self.schedule) if is_file(self.schedule) else (2, 4)
-        return Traits(splits_backward=make_schedule(self.schedule, *sizes).splits_backward)
+        splits_backward = make_schedule(self.schedule, *sizes).splits_backward
+        return Traits(splits_backward=splits_backward, divides_batches=self.microbatches != 1)
 
     def look(self, model: nn.Module, ground: Ground) -> Seen | None:
         """Looks at one step, to know what runs before and after the blocks, and how much work it is."""
