@@ -42,6 +42,7 @@ def first_batch(trainer: Trainer, combined: Any, ahead: Sequence[Any], divides: 
 
     Raises:
         TypeError: a loader that can be read only once.
+        ValueError: one that yields nothing.
     """
     loaders = read_together(combined, 0)
     if not ahead:
@@ -76,11 +77,12 @@ def seen(
     try:
         return batch, layout_of(batch, list(map(prepared, others)), versions[0].size)
     except Exception as error:  # hooks may need all samples
-        _tell(f"{type(error).__name__}: {error}")
+        tell_unseen(f"{type(error).__name__}: {error}")
         return batch, None
 
 
-def _tell(fault: str) -> None:
+def tell_unseen(fault: str) -> None:
+    """Warns once a batch could not be made to see where its samples are."""
     warn(
         f"Where samples are in a batch could not be seen, for it could not be made without one of them ({fault}): "
         "microbatches take as samples what most of its tensors have in their first dimension. Let collate_fn and "
@@ -117,7 +119,7 @@ def versions_of(loaders: Iterable[Any]) -> list[Versions] | None:
     found = [loader.take_versions() if isinstance(loader, DividedLoader) else None for loader in loaders]
     versions = [each for each in found if each is not None and not each.fault]
     for fault in {each.fault for each in found if each is not None and each.fault}:
-        _tell(fault)
+        tell_unseen(fault)
     return versions if len(versions) == len(found) else None
 
 
@@ -134,7 +136,7 @@ def _first_versions(loader: Any, divides: bool) -> Versions:
     several = divides and isinstance(samples, list) and len(samples) > 1
     versions = Versions.of(samples, own.collate_fn) if several else Versions([])
     if versions.fault:
-        _tell(versions.fault)
+        tell_unseen(versions.fault)
     return versions if versions.made else Versions([own.collate_fn(samples)])
 
 

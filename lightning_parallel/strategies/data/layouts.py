@@ -10,8 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
-from lightning_parallel.strategies.data import first_batches
-from lightning_parallel.strategies.data.first_batches import agreed, read_together, versions_of
+from lightning_parallel.strategies.data.first_batches import agreed, read_together, seen, tell_unseen, versions_of
 from lightning_parallel.strategies.data.loaders import DividedLoader, undivided
 from lightning_parallel.strategies.trainer import lightnings
 from lightning_parallel.techniques.tools.microbatches import Layout
@@ -42,15 +41,18 @@ class Layouts:
     def look(self, combined: Any, dataloader_idx: int) -> None:
         """Looks at the first batch that the running pass has read. All ranks must call."""
         versions, layout = versions_of(read_together(combined, dataloader_idx)), None
-        if versions is not None:
-            device = self._trainer.strategy.root_device
-            layout = first_batches.seen(self._trainer, combined, versions, device, dataloader_idx)[1]
+        device = self._trainer.strategy.root_device
+        try:
+            if versions is not None:
+                _, layout = seen(self._trainer, combined, versions, device, dataloader_idx)
+        except Exception as error:  # on this rank alone perhaps, and the others wait
+            tell_unseen(f"{type(error).__name__}: {error}")
         self.agree(combined, dataloader_idx, layout)
 
     def agree(self, combined: Any, dataloader_idx: int, layout: Layout) -> Layout:
         """Keeps what ranks saw, if it is the same, or tells all what one of them saw. All ranks must call."""
         layout, (key, owners) = agreed(layout, self._host), _owned(combined, dataloader_idx)
-        self._known = {key: seen for key, seen in self._known.items() if _are_alive(seen)}
+        self._known = {key: known for key, known in self._known.items() if _are_alive(known)}
         if key is not None:
             self._known[key] = _Seen(list(map(weakref.ref, owners)), layout)
         return layout
