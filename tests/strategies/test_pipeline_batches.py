@@ -106,6 +106,17 @@ class Lines(IterableDataset):
             yield torch.full((13,), float(line)), 0, 0.0
 
 
+class SizedLines(Lines):
+    """Goes back to the first line as soon as a pass begins, not with its first sample."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Any:
+        self.file.seek(0)
+        return ((torch.full((13,), float(line)), 0, 0.0) for line in iter(self.file.readline, ""))
+
+
 class Seeing(Handwritten):
     def __init__(self) -> None:
         super().__init__()
@@ -118,12 +129,15 @@ class Seeing(Handwritten):
         self.validated.append(batch[0][:, 0].tolist())
 
 
-def lines(strategy: MakeStrategy, path: Path, anew: bool, workers: int, divides: bool) -> Any:
+def lines(
+    strategy: MakeStrategy, path: Path, anew: bool, workers: int, divides: bool, kind: type[Lines] = Lines
+) -> Any:
     model, epochs = Seeing(), 2 if anew else 1
     run = trainer(strategy(), max_epochs=epochs, num_sanity_val_steps=0, use_distributed_sampler=divides)
     with path.open() as one, path.open() as other, warnings.catch_warnings():
-        load = [DataLoader(Lines(file, anew), 2, num_workers=workers) for file in (one, other)]
+        load = [DataLoader(kind(file, anew), 2, num_workers=workers) for file in (one, other)]
         warnings.simplefilter("ignore", PossibleUserWarning)  # there are few workers
+        warnings.filterwarnings("ignore", "Your `IterableDataset` has `__len__` defined")
         run.fit(model, *load)
     return model.trained, model.validated
 
@@ -136,6 +150,15 @@ def test_a_look_at_a_stream_takes_no_samples_from_it(tmp_path: Path, anew: bool,
     strategy = partial(PipelineParallelStrategy, 2, microbatches=2)
     for trained, validated in run_on_ranks(2, lines, strategy, path, anew, workers, divides):
         assert trained == validated == pairs * (2 if anew else 1)
+
+
+@pytest.mark.parametrize("divides", [True, False])
+def test_a_stream_that_knows_its_length_begins_after_the_look(tmp_path: Path, divides: bool) -> None:
+    path = tmp_path / "lines"
+    path.write_text("".join(f"{number}\n" for number in range(8)))
+    strategy = partial(PipelineParallelStrategy, 2, microbatches=2)
+    for trained, _ in run_on_ranks(2, lines, strategy, path, True, 0, divides, SizedLines):
+        assert trained == [[float(number), number + 1.0] for number in range(0, 8, 2)] * 2
 
 
 class Prepared(Seeing):

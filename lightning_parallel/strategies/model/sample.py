@@ -13,8 +13,10 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import Metric
 
+from lightning_parallel.strategies.data.batches import length_of
 from lightning_parallel.strategies.data.first_batches import HOST, first_batch, untouched
 from lightning_parallel.strategies.data.layouts import Layouts
 from lightning_parallel.strategies.logged.kept_values import KeptValues
@@ -66,13 +68,15 @@ def _loaders(trainer: Trainer, loop: Any, host: dist.ProcessGroup) -> Iterator[t
 
     The loop makes them again when its time comes, from where the generators then stand, if it would anyway, if the
     model is yet to be built, or if hooks run until then, which may draw or seed: on one device they do before the
-    loaders.
+    loaders. So it does if they begin a stream of which Lightning reads nothing ahead: the look goes on in it.
     """
     fitting, module = trainer.state.fn == TrainerFn.FITTING, trainer.lightning_module
     theirs = [each for each in lightnings.callbacks_of(trainer) if not type(each).__module__.startswith(PACKAGE)]
     hooks = any(gather_objects(lightnings.somebody_overrides(("on_fit_start",), module, theirs), host))
+    given = lightnings.given_loaders(loop)
     again = not fitting or hooks or any(parameter.is_meta for parameter in module.parameters())
-    with untouched(lightnings.given_loaders(loop), trainer) if again else nullcontext():
+    again = again or any(map(_begins_unread, given))
+    with untouched(given, trainer) if again else nullcontext():
         loop.setup_data()
         combined = lightnings.combined_of(loop)
         if combined is None:
@@ -82,6 +86,11 @@ def _loaders(trainer: Trainer, loop: Any, host: dist.ProcessGroup) -> Iterator[t
         yield combined, [] if again else lightnings.read_ahead(loop)
     if again:
         lightnings.forget_loaders(loop)
+
+
+def _begins_unread(loader: Any) -> bool:
+    is_stream = isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
+    return is_stream and length_of(loader) is not None
 
 
 def _takes_index(step: Callable[..., Any]) -> bool:
