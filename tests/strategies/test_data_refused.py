@@ -12,6 +12,7 @@ from lightning_parallel import DataParallelStrategy
 from tests.ranks import TIMEOUT, RanksFailed
 from tests.strategies.runs import Samples, fit, loader, on_ranks
 from tests.strategies.test_data import Stream, distributed, stream, together
+from tests.tiers import sampled
 
 dp = DataParallelStrategy
 
@@ -84,12 +85,12 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("message", REFUSED)
+@sampled(5, "message", REFUSED)
 def test_training_data_that_cannot_be_divided_is_refused_on_every_rank(message):
     check_refused(message, REFUSED[message])
 
 
-@pytest.mark.parametrize("message", [message for message, make in REFUSED.items() if make is not tails])
+@sampled(5, "message", [message for message, make in REFUSED.items() if make is not tails])
 def test_validation_data_that_cannot_be_divided_is_refused_on_every_rank(message):
     check_refused(message, partial(after_training, REFUSED[message]))
 

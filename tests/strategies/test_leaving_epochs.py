@@ -20,6 +20,7 @@ from lightning_parallel import (
 )
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import made, require_like
+from tests.tiers import covering
 from tests.trainers import trainer
 
 
@@ -125,8 +126,7 @@ LAYOUTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("by", KINDS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@covering(layout=LAYOUTS, by=KINDS)
 def test_all_ranks_leave_together(layout: str, by: str) -> None:
     expected = begun_on_one(trained, by, {0}, None, 4)
     for found in run_on_ranks(2, trained, by, {0, 1}, *LAYOUTS[layout]):
@@ -134,7 +134,6 @@ def test_all_ranks_leave_together(layout: str, by: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("by", KINDS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@covering(layout=LAYOUTS, by=KINDS)
 def test_a_rank_that_leaves_alone_is_an_error_on_all(layout: str, by: str) -> None:
     run_on_ranks(2, refused, by, *LAYOUTS[layout])

@@ -26,6 +26,7 @@ from lightning_parallel import (
 )
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import made, require_like
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 WIDTH, LENGTH = 8, 3
@@ -326,7 +327,7 @@ def check(kind: type[Chain], layout: str) -> None:
         require_like(expected.result(), found)
 
 
-@pytest.mark.parametrize(("kind", "layout"), CASES)
+@sampled(20, ("kind", "layout"), CASES)
 def test_what_is_done_in_an_own_order_is_as_on_one_device(kind: type[Chain], layout: str) -> None:
     check(kind, layout)
 
