@@ -162,7 +162,12 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorSpec:
-        """The shape and the dtype of this tensor."""
+        """The shape and the dtype of this tensor; raises TypeError for a nested one, which has no one shape."""
+        if tensor.is_nested:
+            raise TypeError(
+                "a block got or returned a nested tensor, which has no one shape to tell other stages; let samples be "
+                "padded, with a mask: for torch.nn.TransformerEncoder(..., enable_nested_tensor=False)"
+            )
         return cls(tuple(tensor.shape), tensor.dtype)
 
     def __eq__(self, other: object) -> bool:

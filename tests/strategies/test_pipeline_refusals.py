@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_parallel import ActivationCheckpoint, Compile, HybridStrategy, PipelineParallel, PipelineParallelStrategy
 from tests.further.points import Handwritten
 from tests.models import PlainBlock, points
-from tests.ranks import RanksFailed, run_on_ranks
+from tests.ranks import RanksFailed, on_one, run_on_ranks
 from tests.trainers import trainer
 
 STEPS = itertools.count(1)
@@ -244,6 +244,44 @@ def test_an_evaluation_that_runs_the_model_twice() -> None:
     said = r"stem was called on stage 1, but .* a pipeline needs steps that run the model once"
     with pytest.raises(RanksFailed, match=said):
         run_on_ranks(2, run, ValidatesTwice, PP2)
+
+
+class Encoder(LightningModule):
+    """Torch's own, which lets its layers compute with nested tensors where it evaluates samples of other lengths."""
+
+    def __init__(self, nested: bool) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.stem, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+        self.body = nn.TransformerEncoder(layer, 4, enable_nested_tensor=nested)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        ids = batch[0]
+        logits = self.head(self.body(self.stem(ids), src_key_padding_mask=ids == 0))
+        return F.cross_entropy(logits.transpose(1, 2), ids, ignore_index=0)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def encode(nested: bool, strategy: Any) -> float:
+    torch.manual_seed(0)
+    ids = torch.randint(1, 11, (16, 6))
+    ids[::2, 4:] = 0
+    data, fitting = DataLoader(TensorDataset(ids), 8), trainer(strategy(), max_epochs=1)
+    fitting.fit(Encoder(nested), data, data)
+    return float(fitting.callback_metrics["val_loss"])
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+def test_an_evaluation_with_nested_tensors() -> None:
+    with pytest.raises(RanksFailed, match=r"a nested tensor, which has no one shape .* enable_nested_tensor=False"):
+        run_on_ranks(2, encode, True, PP2)
+    expected = on_one(encode, False, HybridStrategy)
+    assert run_on_ranks(2, encode, False, PP2) == pytest.approx([expected] * 2)
 
 
 @pytest.mark.parametrize("kind", [Tables, Drawing])

@@ -86,3 +86,21 @@ def test_a_function_that_runs_a_backward_pass_of_its_own_runs_once() -> None:
     assert [parameter.grad for parameter in parameters] == [None] * 4
     for wanted, got in zip(expected, [*found, *gradients.take()], strict=True):
         torch.testing.assert_close(got, wanted)
+
+
+def test_what_a_stage_returns_may_be_what_its_layers_read() -> None:
+    torch.manual_seed(0)
+    maps, x = Maps(), torch.randn(3, 4, requires_grad=True)
+    seeds, parameters = [torch.randn(3, 6), torch.randn(3, 4)], list(maps.parameters())
+
+    def outputs() -> list[Tensor]:
+        inner = torch.tanh(maps.up(x))
+        return [inner, maps.down(inner)]  # which keeps what it read, for the gradient of its weight
+
+    expected = torch.autograd.grad(outputs(), [x, *parameters], seeds)
+    gradients, saved = Gradients(parameters), save([x], outputs(), splits=True)
+    found = gradients.of_inputs(saved, seeds)
+    assert not saved.done
+    gradients.of_weights(saved)
+    for wanted, got in zip(expected, [*found, *gradients.take()], strict=True):
+        torch.testing.assert_close(got, wanted)

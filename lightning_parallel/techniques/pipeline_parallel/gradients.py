@@ -55,7 +55,8 @@ def save(inputs: list[Tensor], outputs: Sequence[Tensor], splits: bool) -> Saved
         if not output.requires_grad:
             kept.append(None)
         elif splits:
-            kept.append(output * 1 if output._is_view() or output.is_leaf else output)  # torch detaches it in place
+            # Torch detaches it in place: no view, nor what an operation keeps, but the same memory.
+            kept.append(torch.ops.aten._unsafe_view(output, output.shape))
         else:
             kept.append(get_gradient_edge(output))
     return Saved(inputs, kept)
