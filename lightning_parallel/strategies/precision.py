@@ -48,10 +48,13 @@ def adapt_precision(
 
     def after_closure(model: Any, optimizer: Any) -> None:
         parameters = reduced(_parameters(optimizer))
-        gradients.settle()
+        within = gradients.now  # not None where a hook of the user's steps
+        if within is not None:
+            within.settle()
         with gradients.shown(BEFORE_STEP):
             type(plugin)._after_closure(plugin, model, optimizer)
-        gradients.settle()
+        if within is not None:
+            within.settle()
         nonfinite.before_step(optimizer, parameters, None if scaler is None else scale_of(plugin))
 
     vars(plugin).update(clip_grad_by_norm=by_norm, clip_grad_by_value=by_value, _after_closure=after_closure)

@@ -110,11 +110,6 @@ class WholeGradients:
         shown = set() if self.now is None else set(map(id, self.now.elsewhere))
         return [parameter for parameter in parameters if id(parameter) not in shown]
 
-    def settle(self) -> None:
-        """Where a hook of the user's runs a step: what the hook made new is in the parts, see `Showing.settle`."""
-        if self.now is not None:
-            self.now.settle()
-
     def release(self) -> Callable[[], None] | None:
         """Sets gradients to zero, as Lightning would after the step; None where it will not, or a hook sees it."""
         trainer = self._divided.module.trainer
