@@ -187,6 +187,12 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "norm": lambda x, w: x.norm(dim=-1, keepdim=True) * w + torch.linalg.vector_norm(x),
     "softmax": lambda x, w: x.softmax(-1) * w + F.softmax(x, 1) + F.log_softmax(x, -1, dtype=torch.float64),
     "log sum exp": lambda x, w: torch.logsumexp(x * w, -1) + x.logsumexp(1)[:, :1, :1].sum(),
+    "log sum exp of nothing": lambda x, w: (
+        (x * w).masked_fill(torch.arange(4).view(4, 1) < 2, -torch.inf).logsumexp(-1).exp()
+    ),
+    "softmax of a dtype": lambda x, w: (
+        torch.softmax(x.detach().float(), -1, torch.double) * F.log_softmax(x.detach().float(), 3, 3, torch.double) * x
+    ),
     "sorted": lambda x, w: x.sort(-1).values * w + x.topk(8, dim=-1).values,
     "running": lambda x, w: x.cumsum(1) * w + x.flip(1) + torch.roll(x, 1, 1),
     "normalised": lambda x, w: F.normalize(x, dim=-1) * w,

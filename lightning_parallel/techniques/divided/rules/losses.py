@@ -129,7 +129,7 @@ def _log_sum_exp(func: Any, args: Any, kwargs: Any) -> Any:
 @rule(*operations("log_softmax", "softmax"), remembered=True)
 def _normalised(func: Any, args: Any, kwargs: Any) -> Any:
     divided, dim = args[0], kwargs.get("dim", args[1] if len(args) > 1 else None)
-    dtype = kwargs.get("dtype")
+    dtype = next((each for each in (*args[2:], *kwargs.values()) if isinstance(each, torch.dtype)), None)
     if not is_divided(divided) or not isinstance(dim, int):
         return NotImplemented
     dim %= divided.dim()
@@ -200,6 +200,7 @@ class _Sums(Function):
         largest = exact.amax(-1) if own.shape[-1] else exact.new_full(own.shape[:-1], -torch.inf)
         if columns is not None:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=columns.ranks.group)
+        largest = largest.masked_fill(largest == -torch.inf, 0)  # what is all -inf has the sum 0, and its logarithm
         exponentials = (exact - largest[..., None]).exp_()
         place, here = (None, None) if label is None else _place(label, columns)
         at_label = None if place is None or here is None else _at(exact, place, here)
