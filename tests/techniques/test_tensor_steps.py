@@ -89,3 +89,24 @@ def test_ranks_leave_the_same_layers_out() -> None:
     """They decide by numbers that all draw alike, whatever each draws for its own features."""
     first, second = run_on_ranks(2, fitted, TP2, (8,), True)
     require_like(first, second)
+
+
+class Freezes(Repeated):
+    """Has its first block learn from every other batch only, none of which is the last one before a step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.blocks[0].requires_grad_(batch_idx % 2 == 0)
+        return super().training_step(batch, batch_idx)
+
+
+def fitted_frozen(strategy: MakeStrategy | None) -> dict[str, Tensor]:
+    module, data = Freezes((8,), False), torch.randn(24, 8, 5, generator=torch.Generator().manual_seed(1))
+    run = trainer(made(strategy), max_epochs=1, accumulate_grad_batches=2)
+    run.fit(module, DataLoader(data, 4))  # type: ignore[arg-type]
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def test_what_is_frozen_before_a_step_keeps_what_it_learned_from_batches_before() -> None:
+    expected = begun_on_one(fitted_frozen, None)
+    for found in run_on_ranks(2, fitted_frozen, TP2):
+        require_like(expected.result(), found)

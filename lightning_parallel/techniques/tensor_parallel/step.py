@@ -33,6 +33,8 @@ class TensorParallelStep(WrappedStep):
         self._partition, self._parameters = partition, partition.parameters()  # as they are kept between steps
         self._set_aside: dict[nn.Parameter, Tensor] = {}
         self._unsummed: set[nn.Parameter] = set()
+        self._learned: set[nn.Parameter] = set()
+        """Those that learned from a batch since summands were added up: code may have frozen them, on all ranks."""
         self._unsynced = False
 
     def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
@@ -76,12 +78,14 @@ class TensorParallelStep(WrappedStep):
     @torch.no_grad()
     def _settle(self) -> None:
         partial = self._partial()
+        self._learned.update(parameter for parameter in partial if parameter.requires_grad)
         if not self.synced:
             self._unsummed.update(parameter for parameter in partial if parameter.grad is not None)
             self._restore([parameter for parameter in partial if parameter.grad is None])
             return
-        self._sum([parameter for parameter in partial if parameter.requires_grad])
+        self._sum([parameter for parameter in partial if parameter in self._learned])
         self._unsummed.clear()
+        self._learned.clear()
         if self._set_aside:
             self._restore(partial)
 
