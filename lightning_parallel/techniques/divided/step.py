@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from inspect import signature
 from itertools import chain, compress, islice, repeat
 from operator import is_, sub
 from typing import Any, TypeVar
@@ -122,9 +124,18 @@ def _reducing_later(ranks: Ranks, now: bool) -> Iterator[None]:
 
 
 def _sets_nothing(module: nn.Module) -> bool:
-    """Whether a module is one of torch's own, that sets no attribute to something new as it computes."""
-    of_torch = type(module).__module__.startswith("torch.nn.")
+    """Whether a module is one of torch's own, that sets no attribute to something new as it computes.
+
+    Who gave it others, as None for what a hook keeps there, may set these.
+    """
+    of_torch = type(module).__module__.startswith("torch.nn.") and _named_by(type(module)).issuperset(vars(module))
     return of_torch and not any(issubclass(kind, (Tensor, *HOLD)) for kind in Attributes([module]).kinds())
+
+
+@cache
+def _named_by(kind: type[nn.Module]) -> frozenset[str]:
+    """The attributes of a module that its class makes of arguments, and those that every one has."""
+    return OF_TORCH | {"forward", *signature(kind).parameters}
 
 
 ALL = slice(None)
