@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils.data import DataLoader
 
 from lightning_parallel import TensorParallelStrategy
@@ -89,6 +90,59 @@ def test_ranks_leave_the_same_layers_out() -> None:
     """They decide by numbers that all draw alike, whatever each draws for its own features."""
     first, second = run_on_ranks(2, fitted, TP2, (8,), True)
     require_like(first, second)
+
+
+class Computed(nn.Module):
+    """A bias that is made of a parameter."""
+
+    def forward(self, bias: Tensor) -> Tensor:
+        return bias.tanh() * 2
+
+
+class Outputs:
+    """A hook that keeps what a module returns, in an attribute that it had before."""
+
+    def __init__(self, module: nn.Module) -> None:
+        module.seen = None  # type: ignore[assignment]
+        module.register_forward_hook(self)
+
+    def __call__(self, module: nn.Module, given: Any, output: Tensor) -> None:
+        module.seen = output  # type: ignore[assignment]
+
+
+class OfOthers(Repeated):
+    """Maps of torch's own to which others gave what torch does not."""
+
+    def __init__(self) -> None:
+        super().__init__((8,), False)
+        self.kept: list[Any] = []
+        for block in self.blocks:
+            parametrize.register_parametrization(block.up, "bias", Computed())
+            bias = block.down.bias.detach().clone()
+            del block.down.bias
+            block.down.register_buffer("bias", bias)
+            Outputs(block.norm), Outputs(block.down)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + self.blocks[0].norm.seen.square().mean()
+
+    def on_train_batch_end(self, outputs: Any, *of: Any) -> None:
+        for seen in (getattr(block, name).seen for block in self.blocks for name in ("norm", "down")):
+            self.kept.append(type(seen) is Tensor and float(seen.detach().square().sum()))
+
+
+def fitted_of_others(strategy: MakeStrategy | None) -> Any:
+    module = OfOthers()
+    data = torch.randn(12, 8, 5, generator=torch.Generator().manual_seed(1))
+    trainer(made(strategy), max_epochs=1).fit(module, DataLoader(data, 4))  # type: ignore[arg-type]
+    return module.kept, {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def test_maps_whose_bias_is_no_parameter_and_what_hooks_keep_on_them() -> None:
+    expected = begun_on_one(fitted_of_others, None)
+    for found in run_on_ranks(2, fitted_of_others, TP2):
+        require_like(expected.result(), found)
 
 
 class Freezes(Repeated):

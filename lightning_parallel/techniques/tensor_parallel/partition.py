@@ -266,13 +266,14 @@ def _linear(table: Mapping[str, Any], forward: Forward) -> Forward:
 
     Args:
         table: the parameters of the module.
-        forward: what torch has, for what is no divided product, and where modes look at operations.
+        forward: what torch has, for what is no divided product, for a bias that is none of the parameters, as one that
+            is computed, and where modes look at operations.
     """
 
     def compute(input: Any) -> Any:  # noqa: A002  (as torch names it)
         weight, is_known = table.get("weight"), type(input) is Tensor or type(input) is Wrapper
         is_asked = is_known and type(weight) is Wrapper and has_torch_function_unary(weight)
-        if not is_asked or torch._C._is_torch_function_mode_enabled():
+        if not is_asked or "bias" not in table or torch._C._is_torch_function_mode_enabled():
             return forward(input)
         return Wrapper.__torch_function__(F.linear, (), (input, weight, table["bias"]))
 
