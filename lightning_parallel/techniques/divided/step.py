@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from inspect import signature
 from itertools import chain, compress, islice, repeat
 from operator import is_, sub
@@ -132,7 +131,6 @@ def _sets_nothing(module: nn.Module) -> bool:
     return of_torch and not any(issubclass(kind, (Tensor, *HOLD)) for kind in Attributes([module]).kinds())
 
 
-@cache
 def _named_by(kind: type[nn.Module]) -> frozenset[str]:
     """The attributes of a module that its class makes of arguments, and those that every one has."""
     return OF_TORCH | {"forward", *signature(kind).parameters}
