@@ -220,7 +220,7 @@ def test_graphs_wait_once_for_each_message(world: None, sequence_parallel: bool)
     torch._dynamo.reset()
     model = divided(mesh_of_ranks(), [Block()], COMPILED, sequence_parallel=sequence_parallel)
     model(torch.randn(1, 8, WIDTH)).sum().backward()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as found:
         model(torch.randn(1, 8, WIDTH)).sum().backward()
     calls = Counter(event.name for event in found.events() if event.name.startswith("_c10d_functional::"))
     waits = calls.pop("_c10d_functional::wait_tensor")
