@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.strategies.build import beside
+from lightning_parallel.strategies.build import beside, within
 from tests.strategies.test_orders_of_steps import Chain, check
 
 
@@ -62,9 +62,41 @@ class Late(Beside):
         return super().training_step(batch, batch_idx) + 0.01 * late
 
 
+class Named(Chain):
+    """Tells parameters apart by `id` and by attributes: for a penalty, for gradients, for groups of its optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.named = {*map(id, self.layers[1].parameters())}
+        for layer in self.layers:
+            vars(layer.down.weight)["flagged"] = True
+
+    def flagged(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.parameters() if "flagged" in vars(parameter)]
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        kept = self.flagged() + [parameter for parameter in self.parameters() if id(parameter) in self.named]
+        return super().training_step(batch, batch_idx) + 0.01 * sum(parameter.square().sum() for parameter in kept)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.flagged():
+            parameter.grad.mul_(0.5)  # type: ignore[union-attr]
+
+    def on_train_end(self) -> None:
+        assert len(self.flagged()) == len(self.layers)
+
+    def configure_optimizers(self) -> Any:
+        groups: dict[float, list[nn.Parameter]] = {0.1: [], 0.02: [], 0.05: []}
+        flagged = {*self.flagged()}
+        for parameter in self.parameters():
+            groups[0.02 if id(parameter) in self.named else 0.05 if parameter in flagged else 0.1].append(parameter)
+        return torch.optim.SGD([{"params": some, "lr": lr} for lr, some in groups.items()])
+
+
 CASES = [
     *((Beside, layout) for layout in ("zero 2", "zero 3, recomputed", "tensor parallel", "pipeline of replicas")),
     *((Late, layout) for layout in ("zero 3, recomputed", "tensor parallel")),
+    *((Named, layout) for layout in ("zero 2", "zero 3, recomputed", "tensor parallel", "pipeline of replicas")),
 ]
 
 
@@ -116,7 +148,8 @@ def test_they_are_found_at_any_depth(told: list[str]) -> None:
 def test_an_attribute_with_too_much_within_is_data_and_told_once(
     told: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(beside, "MOST_WITHIN", 8000)  # the chain has 6000
+    for place in (beside, within):
+        monkeypatch.setattr(place, "MOST_WITHIN", 8000)  # the chain has 6000
     module = Keeps()
     places = beside.Beside(module)
     assert places.attributes == {"chain"}
@@ -128,8 +161,8 @@ def test_an_attribute_with_too_much_within_is_data_and_told_once(
 
 
 def test_what_several_parts_have_is_looked_into_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked, members = list[int](), beside._members
-    monkeypatch.setattr(beside, "_members", lambda value: looked.append(id(value)) or members(value))
+    looked, members = list[int](), within._members
+    monkeypatch.setattr(within, "_members", lambda value: looked.append(id(value)) or members(value))
     module = Keeps()
     beside.Beside(module)
     assert looked.count(id(module.rows)) == 1

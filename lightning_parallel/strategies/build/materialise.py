@@ -18,7 +18,7 @@ from lightning_parallel.strategies.build.deferred_init import DeferredInit
 from lightning_parallel.strategies.build.kept_tensors import kept_tensors, replace_kept_tensors
 from lightning_parallel.strategies.build.orphan_modules import OrphanModules
 from lightning_parallel.techniques.tools import elsewhere
-from lightning_parallel.techniques.tools.shards import as_shard, is_sharded, shard_of, whole_tensor
+from lightning_parallel.techniques.tools.shards import as_shard, bear, is_sharded, shard_of, whole_tensor
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ def _empty_parameter(parameter: nn.Parameter, device: torch.device, shards: torc
     else:
         value = torch.empty_like(parameter, device=device)
     made = nn.Parameter(value, requires_grad=parameter.requires_grad)
-    vars(made).update(vars(parameter))
+    bear(made, parameter)
     return made
 
 
@@ -163,7 +163,8 @@ def make_whole(module: nn.Module) -> None:
             if isinstance(parameter, DTensor):
                 if id(parameter) not in whole:
                     value = whole_tensor(parameter).cpu()
-                    whole[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+                    made = whole[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+                    bear(made, parameter)
                 part._parameters[name] = whole[id(parameter)]
 
 

@@ -23,7 +23,7 @@ from lightning_parallel.strategies.trainer.optimizers import StoredOptimizers
 from lightning_parallel.techniques.gradients.groups import Pair
 from lightning_parallel.techniques.tools import elsewhere
 from lightning_parallel.techniques.tools.redirect import plain_calls, plain_forwards
-from lightning_parallel.techniques.tools.shards import shard_of, whole_tensor
+from lightning_parallel.techniques.tools.shards import bear, shard_of, whole_tensor
 
 Wholes = dict[int, tuple[DTensor, nn.Parameter]]
 """By the `id` of a parameter of which ranks have parts: it, and the whole that stands for it."""
@@ -175,6 +175,7 @@ def _whole(tensor: Any, before: nn.Parameter | None) -> nn.Parameter:
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():  # this is no read of the step's own
         value = whole_tensor(tensor.detach())
         made = nn.Parameter(value.clone(), tensor.requires_grad) if before is None else before
+        bear(made, tensor)
         if made is before:
             made.copy_(value)
             made.grad = None

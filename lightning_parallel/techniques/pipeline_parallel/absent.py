@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from lightning_parallel.techniques.tools.elsewhere import hidden_tensors, without_memory
+from lightning_parallel.techniques.tools.shards import bear
 from lightning_parallel.values import tensors_of
 
 T = TypeVar("T", bound=Tensor)
@@ -78,6 +79,7 @@ def _stand_ins(
     for name, twin in hidden_tensors(module).items():
         if isinstance(twin, nn.Parameter) and (recurse or "." not in name):
             stand_in = nn.Parameter(make(twin), twin.requires_grad)
+            bear(stand_in, twin)
             yield f"{prefix}.{name}" if prefix else name, mark_absent(stand_in, name)
 
 

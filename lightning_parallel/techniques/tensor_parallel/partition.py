@@ -24,7 +24,7 @@ from lightning_parallel.techniques.divided.tensor import Divided, Wrapper
 from lightning_parallel.techniques.tools import elsewhere
 from lightning_parallel.techniques.tools.leaves import leaf_of
 from lightning_parallel.techniques.tools.redirect import Forward, surround_forward
-from lightning_parallel.techniques.tools.shards import divides, pieces
+from lightning_parallel.techniques.tools.shards import divides, given_by_users, pieces
 
 
 class Place:
@@ -76,6 +76,7 @@ class DividedPlace(Place):
                 return False
             shown = Divided(leaf_of(kept), self._cuts)
             shown.stored, shown._is_param = kept, True
+            vars(shown).update({**given_by_users(kept), **vars(shown)})
             self.kept, self.shown, self._memory = kept, shown, kept._local_tensor
         elif shown.own.requires_grad is not kept.requires_grad:
             leaf_of(kept)
@@ -108,7 +109,9 @@ class AlikePlace(Place):
             # What functional_call put there is shown as it is.
             if isinstance(kept, (Divided, DTensor)) or not isinstance(kept, nn.Parameter):
                 return False
-            self.kept, self.shown, self._memory = kept, alike(kept, self._ranks), kept.data_ptr()
+            shown = alike(kept, self._ranks)
+            vars(shown).update({**given_by_users(kept), **vars(shown)})
+            self.kept, self.shown, self._memory = kept, shown, kept.data_ptr()
             self.shown._is_param = True
         self.table[self.name] = self.shown
         return True

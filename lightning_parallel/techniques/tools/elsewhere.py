@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.plan.plan import ELSEWHERE
+from lightning_parallel.techniques.tools.shards import bear
 
 Make = Callable[[Tensor], Tensor]
 KEY = "_lightning_parallel_hidden"
@@ -64,12 +65,16 @@ def _hide_in(module: nn.Module, table: str, names: list[str], make: Make) -> Non
 
 def _twin(tensor: Tensor) -> Tensor:
     meta = tensor if tensor.is_meta else torch.empty_like(tensor, device="meta")
-    return nn.Parameter(meta.detach(), tensor.requires_grad) if isinstance(tensor, nn.Parameter) else meta
+    if not isinstance(tensor, nn.Parameter):
+        return meta
+    made = nn.Parameter(meta.detach(), tensor.requires_grad)
+    bear(made, tensor)
+    return made
 
 
 def put_in_place(model: nn.Module, parameter: nn.Parameter, made: nn.Parameter) -> None:
     """Puts another parameter into all places of one."""
-    vars(made).update(vars(parameter))
+    bear(made, parameter)
     for module in model.modules():
         for name, own in module._parameters.items():
             if own is parameter:
@@ -214,6 +219,7 @@ def _stand_in(
     if key not in made:
         tensor = make(twin)
         made[key] = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, twin.requires_grad)
+        bear(made[key], twin)
     return made[key]
 
 

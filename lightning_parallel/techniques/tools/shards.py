@@ -198,8 +198,22 @@ def parameter_part(parameter: nn.Parameter, mesh: DeviceMesh, placements: Sequen
     part = shard_of(whole, like).to_local()
     part = part.clone() if not part.is_meta else part  # a view would keep the whole in memory
     made = nn.Parameter(as_shard(part, like), requires_grad=parameter.requires_grad)
-    vars(made).update(vars(parameter))
+    bear(made, parameter)
     return made
+
+
+NO_USERS = ("_leaf", "watch", "reads", "made")
+"""Attributes of parameters that techniques give them, each for that one alone."""
+
+
+def given_by_users(parameter: Tensor) -> dict[str, Any]:
+    """The attributes that users gave a parameter, such as flags that tell some apart."""
+    return {name: value for name, value in vars(parameter).items() if name not in NO_USERS}
+
+
+def bear(made: Tensor, parameter: Tensor) -> None:
+    """Gives what stands for a parameter the attributes that users gave it."""
+    vars(made).update(given_by_users(parameter))
 
 
 def _part_of(part: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], whole: Tensor) -> DTensor:

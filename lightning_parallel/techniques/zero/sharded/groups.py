@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from lightning_parallel.collectives.functional import all_gather, reduce_scatter
+from lightning_parallel.techniques.tools.shards import bear
 
 
 def states_of(root: nn.Module) -> Iterator[Any]:
@@ -52,6 +54,19 @@ def shards_of(root: nn.Module) -> dict[int, Any]:
     known = list(filter(is_known, parameters_of(root)))
     wholes = {id(parameter._unsharded_param): parameter.sharded_param for parameter in known}
     return wholes | {id(parameter.sharded_param): parameter.sharded_param for parameter in known}
+
+
+def bear_when_whole(root: nn.Module) -> None:
+    """Has wholes bear the attributes that users gave parameters, from when they are made."""
+    for parameter in parameters_of(root):
+        vars(parameter)["init_unsharded_param"] = partial(_make_whole, parameter)
+
+
+def _make_whole(parameter: Any) -> None:
+    """Makes the whole as `fully_shard` does, which keeps it from the first time on."""
+    parameter.__class__.init_unsharded_param(parameter)
+    del vars(parameter)["init_unsharded_param"]
+    bear(parameter._unsharded_param, parameter.sharded_param)
 
 
 class OwnAllGather(AllGather):

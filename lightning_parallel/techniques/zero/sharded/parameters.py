@@ -20,11 +20,12 @@ from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.techniques.tools.holders import copied_axes
 from lightning_parallel.techniques.tools.redirect import redirect_forward
-from lightning_parallel.techniques.tools.shards import divides, dtensor_of, has_no_rows
+from lightning_parallel.techniques.tools.shards import bear, divides, dtensor_of, has_no_rows
 from lightning_parallel.techniques.zero.gradients import StepsGradients
 from lightning_parallel.techniques.zero.sharded.groups import (
     OwnAllGather,
     OwnReduceScatter,
+    bear_when_whole,
     shards_of,
 )
 from lightning_parallel.techniques.zero.sharded.reads import OutsideReads
@@ -47,7 +48,7 @@ def shard_parameters(model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan, o
     kinds = _kinds_of_parameters(model, mesh, set(left_whole))
     # A pipeline runs its blocks many times in a step: there they are gathered once, with the root.
     blocks = list(plan.find_blocks(model).values()) if mesh.sizes["pp"] == 1 else []
-    groups = _groups_of_blocks(blocks)
+    groups, before = _groups_of_blocks(blocks), _places(model)
     root, together = Root(model, left_whole), []
     for kind in kinds:
         for group in groups:
@@ -61,6 +62,9 @@ def shard_parameters(model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan, o
         root.shells.append(shell := Shell(model))
         kind.shard([shell], root, offload)
     ordinary.shard([root], root, offload)
+    for place, parameter in _places(model).items():
+        bear(parameter, before[place])
+    bear_when_whole(root)
     gradients = StepsGradients(partial(shards_of, root), shards=True)
     root.reads = OutsideReads([each for each in together if each], [root, *root.shells], gradients)
     remove_hooks_of_state_dicts(root)
@@ -113,6 +117,11 @@ class Kind:
         return any(parameter in self.parameters for parameter in module.parameters())
 
 
+def _places(model: nn.Module) -> dict[tuple[nn.Module, str], nn.Parameter]:
+    tables = [(module, module._parameters) for module in model.modules()]
+    return {(module, name): each for module, table in tables for name, each in table.items() if each is not None}
+
+
 def _kinds_of_parameters(model: nn.Module, mesh: ParallelMesh, left_whole: Collection[nn.Parameter]) -> list[Kind]:
     """First those that all ranks share, then those that fewer do, as experts."""
     ordinary = Kind(mesh.sharded_and_replicated, None, set())
@@ -141,7 +150,7 @@ def _without_copies(parameter: Any) -> nn.Parameter:
     own = parameter.device_mesh[tuple(name for name, _ in kept)]
     part = dtensor_of(parameter._local_tensor, own, [place for _, place in kept], parameter.shape, parameter.stride())
     made = nn.Parameter(part, requires_grad=parameter.requires_grad)
-    vars(made).update({name: value for name, value in vars(parameter).items() if name != "_leaf"})
+    bear(made, parameter)
     return made
 
 
