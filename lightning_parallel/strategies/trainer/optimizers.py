@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parallel.strategies.trainer import lightnings
+from lightning_parallel.strategies.trainer.kept_parameters import KeptParameters
 from lightning_parallel.strategies.trainer.own_methods import run_on_stored
 from lightning_parallel.techniques.gradients.groups import Copies, Pair, exchange, turned
 from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer
@@ -51,7 +52,10 @@ class StoredOptimizers:
         for optimizer in optimizers:
             if id(optimizer) not in self._known:
                 new = [each for each in optimizers if id(each) not in self._known]
-                known = self._known | {id(stored.optimizer): stored for stored in self._store(new)}
+                made = self._store(new)
+                for stored in made:
+                    stored.kept = KeptParameters(stored.optimizer)
+                known = self._known | {id(stored.optimizer): stored for stored in made}
                 self._known = {id(each): known[id(each)] for each in optimizers}
                 self.look_at_loss = any(stored.looks_at_loss for stored in self._known.values())
                 self.reach_wrappers()

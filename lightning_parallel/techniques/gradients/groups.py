@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Protocol
+from functools import wraps
+from types import MethodType
+from typing import Any, Protocol
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+
+from lightning_parallel.techniques.tools.shards import bear
 
 Pair = tuple[Tensor, Tensor]
 """A parameter of which ranks hold parts, and what stands for it."""
@@ -25,6 +30,45 @@ def exchange(optimizer: Optimizer, pairs: Sequence[Pair]) -> None:
 def turned(pairs: Sequence[Pair]) -> list[Pair]:
     """The pairs that take an exchange back."""
     return [(after, before) for before, after in pairs]
+
+
+def learns_as(parameter: nn.Parameter, value: Tensor, before: nn.Parameter | None) -> nn.Parameter:
+    """What an optimizer of the user's takes for the parameter in whose place it steps it.
+
+    Args:
+        parameter: some optimizers ask whether it learns, or for attributes that the user gave it.
+        value: whose memory it has.
+        before: what stood for it before, to do so again.
+    """
+    made = nn.Parameter(value.detach(), parameter.requires_grad) if before is None else before
+    bear(made, parameter)
+    made.requires_grad_(parameter.requires_grad)
+    return made
+
+
+def make_hookable(optimizer: Optimizer) -> None:
+    """Gives an optimizer that wraps another one what `Optimizer.__init__`, which it may never have run, would make.
+
+    That patches the class; this patches what lives as long as the run.
+    """
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        vars(optimizer).setdefault(name, OrderedDict())
+    run = optimizer.step
+    if any("hooked" in vars(each) for each in (type(optimizer).step, getattr(run, "__func__", run))):
+        return
+
+    @wraps(run)
+    def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        return run(*args, **kwargs)
+
+    vars(optimizer)["step"] = MethodType(Optimizer.profile_hook_step(step), optimizer)
+
+
+class Kept(Protocol):
+    """What an optimizer keeps of parameters beside its groups and its state."""
+
+    def exchange(self, pairs: Sequence[Pair]) -> None:
+        """Puts the second of each pair where the first is."""
 
 
 class Copies(Protocol):

@@ -8,12 +8,10 @@ others (Muon, LBFGS, a user's own), whose arithmetic over matrices and norms DTe
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import partial
 from itertools import chain
-from types import MethodType
 from typing import Any
 
 import torch
@@ -25,7 +23,15 @@ from torch.utils import _pytree as pytree
 from lightning_parallel.arguments import is_closure
 from lightning_parallel.techniques.gradients.absent import AbsentTensor
 from lightning_parallel.techniques.gradients.elementwise import is_elementwise
-from lightning_parallel.techniques.gradients.groups import Copies, Pair, exchange, turned
+from lightning_parallel.techniques.gradients.groups import (
+    Copies,
+    Kept,
+    Pair,
+    exchange,
+    learns_as,
+    make_hookable,
+    turned,
+)
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.tools.shards import as_shard, is_sharded, shard_of, whole_tensor
 from lightning_parallel.techniques.tools.telling import warn
@@ -68,9 +74,12 @@ class StoredOptimizer:
         self._groups: list[list[nn.Parameter]] | None = None
         self._shown: Sequence[Pair] = ()
         self._copies: Copies | None = None
+        self.kept: Kept | None = None
         # under their `id`: a tensor takes a call of Python's to be hashed, and each is asked for in every step
         self._stepped: dict[int, tuple[nn.Parameter, Tensor]] = {}
-        self._wholes: dict[nn.Parameter, Tensor] = {}
+        # both the same in every step: optimizers may keep them
+        self._wholes: dict[nn.Parameter, nn.Parameter] = {}
+        self._copied: dict[nn.Parameter, nn.Parameter] = {}
         self._absent: dict[nn.Parameter, AbsentTensor] = {}
         self._adopted: dict[int, nn.Parameter] = {}
         self._say_what_is_gathered()
@@ -79,7 +88,7 @@ class StoredOptimizer:
                 self._adopt(parameter)
         self.leads = shards or manual or not self._elementwise  # else the optimizer's own step is all there is
         if self.leads:
-            _make_hookable(optimizer)
+            make_hookable(optimizer)
             optimizer.register_step_pre_hook(self._before_step)
             after = optimizer.register_step_post_hook(self._after_step)
             hooks: Any = after.hooks_dict_ref()
@@ -193,6 +202,7 @@ class StoredOptimizer:
         self._step.before_optimizer_step([*chain.from_iterable(self._groups)])
         for group in self.optimizer.param_groups:
             group["params"][:] = [self._wake(parameter) for parameter in group["params"]]
+        self._exchange_kept(self._stepped.values())
 
     @torch.no_grad()
     def _leave(self) -> None:
@@ -202,7 +212,12 @@ class StoredOptimizer:
             for tensor, parameter in zip(group["params"], parameters, strict=True):
                 self._store(tensor, parameter)
             group["params"][:] = parameters
+        self._exchange_kept(turned([*self._stepped.values()]))
         self._groups = None
+
+    def _exchange_kept(self, pairs: Iterable[Pair]) -> None:
+        if self.kept is not None and not self._elementwise:
+            self.kept.exchange([*pairs])
 
     def _wake(self, parameter: nn.Parameter) -> Tensor:
         tensor = self._to_step(parameter)
@@ -230,10 +245,15 @@ class StoredOptimizer:
         stored = self._step.stored(parameter)
         if not isinstance(stored, DTensor):
             return stored
-        if self._elementwise or not is_sharded(stored):
+        if self._elementwise:
             return stored._local_tensor
+        if not is_sharded(stored):
+            kept, before = stored._local_tensor, self._copied.get(parameter)
+            moved = before is None or before.data_ptr() != kept.data_ptr()
+            copied = self._copied[parameter] = learns_as(parameter, kept, None if moved else before)
+            return copied
         value = whole_tensor(stored).to(stored.device)
-        whole = self._wholes.setdefault(parameter, value)  # the same in every step: optimizers may keep it
+        whole = self._wholes[parameter] = learns_as(parameter, value, self._wholes.get(parameter))
         whole.untyped_storage().resize_(value.untyped_storage().nbytes())
         return whole.copy_(value)
 
@@ -363,24 +383,6 @@ class StoredOptimizer:
     def _stored_of(self, index: Any) -> Tensor | None:
         """What is stored for the parameter of this number; optimizers may have state for other keys too."""
         return self._step.stored(self.parameters()[index]) if isinstance(index, int) else None
-
-
-def _make_hookable(optimizer: Optimizer) -> None:
-    """Gives an optimizer that wraps another one what `Optimizer.__init__`, which it may never have run, would make.
-
-    That patches the class; this patches what lives as long as the run.
-    """
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        vars(optimizer).setdefault(name, OrderedDict())
-    run = optimizer.step
-    if any("hooked" in vars(each) for each in (type(optimizer).step, getattr(run, "__func__", run))):
-        return
-
-    @wraps(run)
-    def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return run(*args, **kwargs)
-
-    vars(optimizer)["step"] = MethodType(Optimizer.profile_hook_step(step), optimizer)
 
 
 def _convert(state: Any, change: Callable[[Tensor], Tensor]) -> None:
