@@ -8,7 +8,7 @@ others (Muon, LBFGS, a user's own), whose arithmetic over matrices and norms DTe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -202,7 +202,8 @@ class StoredOptimizer:
         self._step.before_optimizer_step([*chain.from_iterable(self._groups)])
         for group in self.optimizer.param_groups:
             group["params"][:] = [self._wake(parameter) for parameter in group["params"]]
-        self._exchange_kept(self._stepped.values())
+        if self.kept is not None and not self._elementwise:
+            self.kept.exchange([*self._stepped.values()])
 
     @torch.no_grad()
     def _leave(self) -> None:
@@ -212,12 +213,9 @@ class StoredOptimizer:
             for tensor, parameter in zip(group["params"], parameters, strict=True):
                 self._store(tensor, parameter)
             group["params"][:] = parameters
-        self._exchange_kept(turned([*self._stepped.values()]))
-        self._groups = None
-
-    def _exchange_kept(self, pairs: Iterable[Pair]) -> None:
         if self.kept is not None and not self._elementwise:
-            self.kept.exchange([*pairs])
+            self.kept.exchange(turned([*self._stepped.values()]))
+        self._groups = None
 
     def _wake(self, parameter: nn.Parameter) -> Tensor:
         tensor = self._to_step(parameter)
