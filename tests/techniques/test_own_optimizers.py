@@ -60,3 +60,33 @@ def test_they_find_parameters_where_they_keep_them(layout: str, twice: bool) -> 
     one = begun_on_one(trained, "auto", twice)
     for got in run_on_ranks(2, trained, strategy, twice, data_ranks):
         compare(one.result(), got)
+
+
+class Flat(optim.Optimizer):
+    """Steps one vector, of which it makes parameters the parts."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor]) -> Tensor:  # type: ignore[override]
+        with torch.enable_grad():
+            loss = closure()
+        parameters = [each for group in self.param_groups for each in group["params"]]
+        gradient = torch.cat([parameter.grad.flatten() for parameter in parameters])
+        vector = nn.utils.parameters_to_vector(parameters) - 0.1 * gradient / gradient.norm()
+        nn.utils.vector_to_parameters(vector, parameters)
+        return loss
+
+
+def trained_flat(make_strategy: Callable[[], Any] | str, data_ranks: int = 1) -> Curve:
+    model = {"optimizer": Flat, "blocks": 2}
+    return train("plain", make_strategy, data_ranks=data_ranks, model=model, data={"samples": 16}, **SHORT)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_memory_that_they_replace_is_what_is_stored(layout: str) -> None:
+    strategy, data_ranks = LAYOUTS[layout]
+    one = begun_on_one(trained_flat, "auto")
+    for got in run_on_ranks(2, trained_flat, strategy, data_ranks):
+        compare(one.result(), got)

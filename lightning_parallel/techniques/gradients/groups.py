@@ -37,13 +37,27 @@ def learns_as(parameter: nn.Parameter, value: Tensor, before: nn.Parameter | Non
 
     Args:
         parameter: some optimizers ask whether it learns, or for attributes that the user gave it.
-        value: whose memory it has.
+        value: whose memory it has; an optimizer may have given it other, as a part of one vector.
         before: what stood for it before, to do so again.
     """
-    made = nn.Parameter(value.detach(), parameter.requires_grad) if before is None else before
+    made = nn.Parameter(value, parameter.requires_grad) if before is None else before
+    made.data = value
     bear(made, parameter)
     made.requires_grad_(parameter.requires_grad)
     return made
+
+
+def filled(whole: nn.Parameter, room: Tensor, value: Tensor) -> nn.Parameter:
+    """The whole with a value, and with memory for it: all that of its room."""
+    room.untyped_storage().resize_(value.untyped_storage().nbytes())
+    whole.copy_(value)
+    return whole
+
+
+def emptied(whole: Tensor, room: Tensor) -> None:
+    """The whole and its room have no memory. ⇄ `filled`."""
+    room.untyped_storage().resize_(0)
+    whole.data = room
 
 
 def make_hookable(optimizer: Optimizer) -> None:

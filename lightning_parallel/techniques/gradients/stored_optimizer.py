@@ -27,7 +27,9 @@ from lightning_parallel.techniques.gradients.groups import (
     Copies,
     Kept,
     Pair,
+    emptied,
     exchange,
+    filled,
     learns_as,
     make_hookable,
     turned,
@@ -77,9 +79,9 @@ class StoredOptimizer:
         self.kept: Kept | None = None
         # under their `id`: a tensor takes a call of Python's to be hashed, and each is asked for in every step
         self._stepped: dict[int, tuple[nn.Parameter, Tensor]] = {}
-        # both the same in every step: optimizers may keep them
-        self._wholes: dict[nn.Parameter, nn.Parameter] = {}
+        self._wholes: dict[nn.Parameter, nn.Parameter] = {}  # the same in every step: optimizers may keep them
         self._copied: dict[nn.Parameter, nn.Parameter] = {}
+        self._rooms: dict[nn.Parameter, Tensor] = {}  # the memory of wholes
         self._absent: dict[nn.Parameter, AbsentTensor] = {}
         self._adopted: dict[int, nn.Parameter] = {}
         self._say_what_is_gathered()
@@ -246,14 +248,12 @@ class StoredOptimizer:
         if self._elementwise:
             return stored._local_tensor
         if not is_sharded(stored):
-            kept, before = stored._local_tensor, self._copied.get(parameter)
-            moved = before is None or before.data_ptr() != kept.data_ptr()
-            copied = self._copied[parameter] = learns_as(parameter, kept, None if moved else before)
-            return copied
+            made = self._copied[parameter] = learns_as(parameter, stored._local_tensor, self._copied.get(parameter))
+            return made
         value = whole_tensor(stored).to(stored.device)
-        whole = self._wholes[parameter] = learns_as(parameter, value, self._wholes.get(parameter))
-        whole.untyped_storage().resize_(value.untyped_storage().nbytes())
-        return whole.copy_(value)
+        room = self._rooms.setdefault(parameter, value)
+        whole = self._wholes[parameter] = learns_as(parameter, room, self._wholes.get(parameter))
+        return filled(whole, room, value)
 
     def _gradient(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor | None:
         gradient = parameter.grad
@@ -268,7 +268,7 @@ class StoredOptimizer:
         if tensor.grad is None:
             parameter.grad = None  # it is the optimizer that zeroed it
         tensor.grad = None
-        if self._wholes and self._is_whole(tensor, parameter):
+        if isinstance(tensor, nn.Parameter):
             stored = self._step.stored(parameter)
             assert isinstance(stored, DTensor)
             stored.to_local().copy_(shard_of(tensor, stored).to_local())
@@ -284,7 +284,7 @@ class StoredOptimizer:
                 state[parameter] = values
             if self._wholes and self._is_whole(tensor, parameter):
                 self._rest(parameter)
-                tensor.untyped_storage().resize_(0)
+                emptied(tensor, self._rooms[parameter])
         self._stepped.clear()
         if self._shown:
             exchange(self.optimizer, self._shown)
