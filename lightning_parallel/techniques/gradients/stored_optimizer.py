@@ -268,7 +268,7 @@ class StoredOptimizer:
         if tensor.grad is None:
             parameter.grad = None  # it is the optimizer that zeroed it
         tensor.grad = None
-        if isinstance(tensor, nn.Parameter):
+        if not self._elementwise and isinstance(tensor, nn.Parameter):
             stored = self._step.stored(parameter)
             assert isinstance(stored, DTensor)
             stored.to_local().copy_(shard_of(tensor, stored).to_local())
