@@ -317,11 +317,16 @@ def compared(operation: Callable[[Tensor, Tensor], Any], division: dict[int, Any
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(complete(own.grad, dim, elements), elements.take(x.grad, dim), rtol=1e-10, atol=1e-12)
     if w.grad is not None:
-        if way != "plain":
-            dist.all_reduce(mine.grad)
-        if way == "averaged":
-            mine.grad /= among.count
-        torch.testing.assert_close(mine.grad, w.grad, rtol=1e-10, atol=1e-12)
+        require_gradient(mine, w, way, rtol=1e-10, atol=1e-12)
+
+
+def require_gradient(mine, whole, way, **tolerances):
+    """Ranks have summands of the gradient of what all have alike, or of its average."""
+    if way != "plain":
+        dist.all_reduce(mine.grad)
+    if way == "averaged":
+        mine.grad /= dist.get_world_size()
+    torch.testing.assert_close(mine.grad, whole.grad, **tolerances)
 
 
 @sampled(3, "division", DIVISIONS)

@@ -34,7 +34,7 @@ from lightning_parallel.techniques.divided.functions import functions_get_wholes
 from lightning_parallel.techniques.divided.rules.parameters import alike
 from lightning_parallel.techniques.divided.tensor import Divided
 from tests.ranks import begun_on_one, ranks, run_on_ranks
-from tests.techniques.test_divided import DIVISIONS, OPERATIONS, WAYS, values
+from tests.techniques.test_divided import DIVISIONS, OPERATIONS, WAYS, require_gradient, values
 from tests.tiers import covering, sampled
 from tests.trainers import trainer
 
@@ -80,11 +80,7 @@ def compared(operation: Any, division: dict[int, Any], way: str) -> None:
     if w.grad is None:
         assert mine.grad is None
         return
-    if way != "plain":
-        dist.all_reduce(mine.grad)
-    if way == "averaged":
-        mine.grad /= among.count
-    torch.testing.assert_close(mine.grad, w.grad, rtol=1e-9, atol=1e-11)
+    require_gradient(mine, w, way, rtol=1e-9, atol=1e-11)
 
 
 @sampled(3, "division", DIVISIONS)
