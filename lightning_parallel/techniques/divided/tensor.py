@@ -183,7 +183,7 @@ class Wrapper(Divided):
         return _called_again(known, form, pattern, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:  # type: ignore[override]
         """Gives wholes to code that `__torch_function__` does not see; it is reached below autograd."""
         if func in (aten.detach.default, aten.alias.default):
             return wrapped(args[0].own.detach(), args[0].form)
