@@ -123,7 +123,7 @@ def _transposed(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @rule(*operations("swapaxes", "swapdims", "permute", "movedim", "moveaxis", "squeeze", "unsqueeze", "t",
-                  "adjoint"), Tensor.T.__get__, Tensor.mT.__get__, remembered=True)  # type: ignore  # fmt: skip
+                  "adjoint"), Tensor.T.__get__, Tensor.mT.__get__, remembered=True)  # type: ignore[attr-defined]  # fmt: skip
 def _ordered(func: Any, args: Any, kwargs: Any) -> Any:
     divided = args[0]
     if not is_divided(divided):
