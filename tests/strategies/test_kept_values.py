@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_parallel.strategies.logged.kept_merged import Merging, Part
-from lightning_parallel.strategies.logged.kept_values import KeptValues, keep
+from lightning_parallel.strategies.logged.kept.merged import Merging, Part
+from lightning_parallel.strategies.logged.kept.values import KeptValues, keep
 from lightning_parallel.strategies.logged.kind_watch import KindWatch
 from lightning_parallel.strategies.logged.kinds import Kind
 from lightning_parallel.values import map_leaves

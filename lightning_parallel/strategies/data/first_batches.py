@@ -22,7 +22,7 @@ from lightning_parallel.strategies.data.loaders import DividedLoader, undivided
 from lightning_parallel.strategies.data.randomness import RandomState, RankRandomness
 from lightning_parallel.strategies.data.samplers import DealtBatches, DividedSampler, checksum
 from lightning_parallel.strategies.data.unmoved import unmoved
-from lightning_parallel.strategies.logged.kept_values import KeptValues
+from lightning_parallel.strategies.logged.kept.values import KeptValues
 from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.strategies.trainer import lightnings
 from lightning_parallel.techniques.tools.microbatches import SEVERAL, Layout, layout_of

@@ -67,6 +67,11 @@ class WeightedUpdates:
         if _of_batch(value, weight, named):
             self._added.append((value, {name: getattr(self._metric, name) - held for name, held in before.items()}))
 
+    @property
+    def values(self) -> list[Any]:
+        """What it was given for the batch as a whole."""
+        return [value for value, _ in self._added]
+
     def count_by(self, samples: float, share: float, is_mean: Callable[[Tensor], bool]) -> None:
         """Lets the values count by their share of the batch; a sum only of those that are means over samples.
 

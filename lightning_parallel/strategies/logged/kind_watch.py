@@ -25,7 +25,9 @@ from lightning_parallel.strategies.logged.kinds import (
     ALIKE,
     MOST_DIMS,
     MOST_PARTS,
+    NEGATED,
     NUMBERS,
+    OF_MULTIPLES,
     OVER,
     PLUS,
     TIMES,
@@ -59,6 +61,9 @@ class KindWatch(TorchFunctionMode):
         self.samples: int | None = None
         self._known: dict[int, tuple[weakref.ref[Tensor], Kind]] = {}
         self._whose: dict[int, int] = {}
+        #: of tensors, and of numbers that were read of them, the means of which they are multiples
+        self._roots: dict[int, Tensor] = {}
+        self._roots_of_numbers: dict[float, Tensor] = {}
         self._numbers: dict[float, Kind | None] = {}
         self._counts = Counts()
         #: whether a mean was multiplied by a number that is like a count of samples, perhaps by chance
@@ -90,6 +95,7 @@ class KindWatch(TorchFunctionMode):
             self._know_of_one(name, {*before}, result, args, kwargs)
         elif not self._know_rows(name, before, result, args):
             self._know_result(func, name, before, result, args, kwargs)
+            self._know_root(name, result, (*tensors_of(args), *tensors_of(kwargs)))
         return result
 
     def _know_result(self, func: Any, name: str, before: list[Kind], result: Any, args: Any, kwargs: Any) -> None:
@@ -134,10 +140,38 @@ class KindWatch(TorchFunctionMode):
             return None if isinstance(value, (np.ndarray, np.generic)) else Kind.SAME
         return self._of_number(value)
 
+    def root_of(self, value: Any) -> Tensor | None:
+        """The mean of which a value is a multiple, perhaps itself; None where there is none, or several."""
+        if not isinstance(value, Tensor):
+            return self._roots_of_numbers.get(value) if isinstance(value, float) else None
+        kind = self._of_tensor(value)
+        if value.dim() or self._known.get(id(value)) is None:
+            return None
+        return self._roots.get(id(value), value if kind is Kind.MEAN else None)
+
+    def _know_root(self, name: str, result: Any, given: Sequence[Tensor]) -> None:
+        """Of what was made of means: a sum of multiples of one, and of what all samples share, counts as it does."""
+        roots = {id(root): root for root in map(self.root_of, given) if root is not None}
+        others = [each for each in given if self.root_of(each) is None and self._of_tensor(each) is not Kind.SAME]
+        if name not in OF_MULTIPLES or others or len(roots) != 1:
+            return
+        (root,) = roots.values()
+        if isinstance(result, float):
+            self._roots_of_numbers[result] = root
+        elif isinstance(result, Tensor) and not result.dim() and self._is_multiple(name, result, given):
+            self._roots[id(result)] = root
+
+    def _is_multiple(self, name: str, result: Tensor, given: Sequence[Tensor]) -> bool:
+        means = [each for each in given if self.root_of(each) is not None]
+        if name in PLUS:
+            return self._of_tensor(result) is Kind.MEAN or len(means) == 2
+        return len(means) == 1 and (name not in OVER or means[0] is given[0])
+
     # ---------------------------------------------------------------- what is known
 
     def _know(self, tensor: Tensor, kind: Kind) -> None:
         self._whose.pop(id(tensor), None)
+        self._roots.pop(id(tensor), None)
         if kind is Kind.SAMPLES:
             self._known.pop(id(tensor), None)
         else:
@@ -241,7 +275,7 @@ class KindWatch(TorchFunctionMode):
             upper, lower = (self.kind_of(arg) or Kind.OTHER for arg in args)
             counted = (upper, lower) == (Kind.SUM, Kind.SAME) and args[1] in self._counts
             return quotient_of(upper, Kind.SUM if counted else lower)
-        if name in ("neg", "__neg__"):
+        if name in NEGATED:
             (kind,) = kinds if len(kinds) == 1 else (Kind.OTHER,)
             return {Kind.MAX: Kind.MIN, Kind.MIN: Kind.MAX}.get(kind, kind)
         return Kind.OTHER

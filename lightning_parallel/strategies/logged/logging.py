@@ -26,11 +26,11 @@ from torchmetrics import MeanMetric, Metric
 from lightning_parallel.collectives.functional import Pending, packed
 from lightning_parallel.strategies.logged.averages import Shared
 from lightning_parallel.strategies.logged.first_losses import FirstLosses
-from lightning_parallel.strategies.logged.kept_values import KeptValues
+from lightning_parallel.strategies.logged.kept.values import KeptValues
 from lightning_parallel.strategies.logged.kind_watch import Kinds, KindWatch
 from lightning_parallel.strategies.logged.kinds import Kind
 from lightning_parallel.strategies.logged.metrics import Uncounted, at_most_on_step
-from lightning_parallel.strategies.logged.quotients import Quotients
+from lightning_parallel.strategies.logged.multiples import Multiples
 from lightning_parallel.strategies.logged.reductions import Reductions, SeenKind, is_compiled
 from lightning_parallel.strategies.logged.step_values import (
     StepValue,
@@ -42,7 +42,7 @@ from lightning_parallel.strategies.logged.step_values import (
     step_value,
     without_effect,
 )
-from lightning_parallel.strategies.logged.sums import OPERATIONS, BatchSums, scale_together, single_samples
+from lightning_parallel.strategies.logged.sums import OPERATIONS, BatchSums, OfMean, scale_together, single_samples
 from lightning_parallel.strategies.ranks.agreement import (
     BACKWARD,
     BEGUN,
@@ -53,7 +53,7 @@ from lightning_parallel.strategies.ranks.agreement import (
     Content,
 )
 from lightning_parallel.strategies.trainer.lightnings import require_reduction
-from lightning_parallel.techniques.tools.losses import unwatch_methods
+from lightning_parallel.techniques.tools.losses import unwatch_methods, unwatched
 from lightning_parallel.techniques.tools.means import Means
 from lightning_parallel.values import batch_size
 
@@ -91,9 +91,10 @@ class StepLog:
         self.kinds = Kinds()
         self._reductions = Reductions(self.kinds, host, self.tell)
         self._watch: KindWatch | None = None
-        self._seen: SeenKind | None = None
+        self._elsewhere: tuple[SeenKind, Sequence[OfMean]] | None = None
         self._told: set[str] = set()
-        self._quotients = Quotients()
+        #: which values count as means do
+        self.multiples = Multiples()
         self._may_leave = is_overridden("on_train_batch_start", module)  # by returning -1
         self._log = module.log
         self._metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
@@ -128,16 +129,14 @@ class StepLog:
         if self._divert is not None:
             require_reduction(name, options)
             return self._divert(name, value, options)
-        means = self.means if self._inside_step else None
-        parts: dict[int, Tensor] = {}
-        if means is not None and isinstance(value, Tensor) and not (parts := means.parts_of(value)):
-            value, parts = self._quotients.seen(self._module._current_fx_name or "", name, value, means, self._watch)
+        means = self.means if self._inside_step and self._elsewhere is None else None
+        value, parts = self.multiples.parts_of(self._module._current_fx_name or "", name, value, means, self._watch)
         before, own = self._before(name, options), value
         if self._share == 0.0:
             value, options = without_effect(value, options)
         self._inside_log = True
         try:
-            with nullcontext() if self._watch is None else self._watch.paused():
+            with unwatched(), nullcontext() if self._watch is None else self._watch.paused():
                 self._log(name, value, **options)
         finally:
             self._inside_log = False
@@ -146,13 +145,13 @@ class StepLog:
             self._take(key, result, own, parts, before)
         return None
 
-    def log_as(self, seen: SeenKind, name: str, value: Any, options: dict[str, Any]) -> None:
-        """Logs a value that was computed and seen elsewhere."""
-        self._seen = seen
+    def log_as(self, seen: SeenKind, own: Sequence[OfMean], name: str, value: Any, options: dict[str, Any]) -> None:
+        """Logs a value that was computed and seen elsewhere, and was made there of means of its own."""
+        self._elsewhere = seen, own
         try:
             self(name, value, **options)
         finally:
-            self._seen = None
+            self._elsewhere = None
 
     @property
     def defers(self) -> bool:
@@ -187,7 +186,8 @@ class StepLog:
                 result.value, [r for r in (self._module.trainer._results or {}).values() if not r.is_tensor]
             )
         if self._inside_step:
-            self._logged[key] = StepValue(result, value, parts, before, self._seen_of(result, value, parts))
+            seen, own = self._elsewhere or (self._seen_of(result, value, parts), ())
+            self._logged[key] = StepValue(result, value, parts, before, seen, own=own)
             return
         if has_step_value(result):
             weight = self._share / self._group.size() if result.meta.is_mean_reduction else 1.0
@@ -197,8 +197,8 @@ class StepLog:
             result.compute()  # now, while all ranks are here: callbacks may read it on one of them
 
     def _seen_of(self, result: _ResultMetric, value: Any, parts: dict[int, Tensor]) -> SeenKind:
-        if self._seen is not None or isinstance(value, Metric):
-            return self._seen or SeenKind(None)
+        if isinstance(value, Metric):
+            return SeenKind(None)
         kind = None if self._watch is None else self._watch.kind_of(value)
         if kind is None:
             kind = next((each.seen.kind for each in self._logged.values() if each.value is value), None)
@@ -302,8 +302,9 @@ class StepLog:
         if self._group.size() == 1 or not tensors:
             return logged
         hook = self._module._current_fx_name or ""
-        hows = self._reductions.agreed(hook, {each.result.meta.name: each.seen for each in tensors.values()})
-        return {**logged, **{key: each.by(hows[each.result.meta.name]) for key, each in tensors.items()}}
+        seen = {each.result.meta.name: (each.seen, len(each.own)) for each in tensors.values()}
+        found = self._reductions.agreed(hook, seen)
+        return {**logged, **{key: each.by(*found[each.result.meta.name]) for key, each in tensors.items()}}
 
     @contextmanager
     def around_backward(self, share: float, loss: Tensor, asked: bool) -> Iterator[None]:

@@ -20,17 +20,19 @@ from torchmetrics import Metric
 from typing_extensions import Self
 
 from lightning_parallel.strategies.logged.averages import WeightedUpdates, averages
-from lightning_parallel.strategies.logged.kept_buffers import BufferName, KeptBuffers
-from lightning_parallel.strategies.logged.kept_merged import Merging, Part
-from lightning_parallel.strategies.logged.kept_values import Change, KeptValues, Path, keep, names_of
+from lightning_parallel.strategies.logged.kept.buffers import BufferName, KeptBuffers
+from lightning_parallel.strategies.logged.kept.merged import Merging, Part
+from lightning_parallel.strategies.logged.kept.values import Change, KeptValues, Path, keep, names_of
 from lightning_parallel.strategies.logged.kinds import Kind
+from lightning_parallel.strategies.logged.logged_value import LoggedValue, combined
 from lightning_parallel.strategies.logged.logging import StepLog
 from lightning_parallel.strategies.logged.metrics import BatchMetric, UndoableMetric
-from lightning_parallel.strategies.logged.reductions import HOW, NOT_SEEN, UNSEEN, SeenKind, joined, name_of, reduced
+from lightning_parallel.strategies.logged.reductions import HOW, UNSEEN, SeenKind, name_of
+from lightning_parallel.strategies.logged.sums import OfMean
 from lightning_parallel.techniques.step import Run
 from lightning_parallel.techniques.tools.means import Means, Over, Scale, WatchedRun, is_among, scaled
 from lightning_parallel.techniques.tools.microbatches import Layout, samples_in
-from lightning_parallel.values import map_leaves
+from lightning_parallel.values import map_leaves, tensors_of
 
 T = TypeVar("T")
 RETURNED: Path = ("what the step returns",)
@@ -40,40 +42,6 @@ GUESSED = (
 )
 _Kinds = dict[Path, tuple[Kind | None, ...]]
 HOST = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class LoggedValue:
-    """One call of `self.log`; a metric is noted by its name in the module, also where its value was logged.
-
-    Attributes:
-        name: under which it was logged.
-        value: of the metric of which name.
-        options: those of the call.
-        samples: how many.
-        metric: the name of a metric whose value was logged.
-        origin: the tensor that was logged.
-        weight: what the value counts for in a mean.
-        over_targets: whether it is a mean over targets, if anything is.
-        seen: of what kind it is.
-    """
-
-    name: str
-    value: Tensor | str
-    options: dict[str, Any]
-    samples: float
-    metric: str | None = None
-    origin: Tensor | None = None
-    weight: float = 0.0
-    over_targets: bool = False
-    seen: SeenKind = NOT_SEEN
-
-    def counting(self, share: float, means: Sequence[Tensor]) -> LoggedValue:
-        """Its weight: `share` if it is one of the means, or else its samples."""
-        is_mean = self.origin is not None and is_among(self.origin, means)
-        unknown = self.seen.kind in (None, Kind.OTHER)
-        seen = SeenKind(Kind.MEAN) if is_mean and unknown else self.seen
-        return replace(self, weight=share if is_mean else self.samples, over_targets=is_mean, seen=seen)
 
 
 @dataclass(frozen=True)
@@ -110,6 +78,8 @@ class PartsRun(Run[T]):
         self._layout = layout
         self._module, self._log, self._rank = module, log, rank
         self._noted: list[list[LoggedValue]] = []  # of each call
+        self._means: list[Means | None] = []
+        self._multiples: list[list[Tensor]] = []
         self._before, self._kept = KeptValues(module), list[tuple[dict[Path, Change], _Kinds]]()
         self._buffers = KeptBuffers(module)
         self._hook = module._current_fx_name or ""
@@ -123,7 +93,7 @@ class PartsRun(Run[T]):
         self._names = {id(metric): name for name, metric in self._metrics.items()}
         self._called: dict[str, BatchMetric] = {}
         self.origin: int | None = None
-        self._excess = 1.0
+        self._over: Over | None = None
         self._alone = Scale()  # of a loss that is a sum over targets, where no other rank has targets
 
     @property
@@ -165,6 +135,9 @@ class PartsRun(Run[T]):
                 names_of(stay), "cannot be sent: what a step keeps in it stays on the rank of the last stage"
             )
             self._noted.append(noted)
+            self._means.append(Means.of_step())
+            made = [change.value for change in changes.values()]
+            self._multiples.append(_multiples_in([output, made, [average.values for average in given]]))
             self._returned.append(self._kinds_of(RETURNED, Change(output)))
             self._kept.append((changes, {path: self._kinds_of(path, change) for path, change in changes.items()}))
             self._given.append(given)
@@ -198,7 +171,6 @@ class PartsRun(Run[T]):
         if isinstance(value, Metric):
             return LoggedValue(name, self._names[id(value)], options, size)
         computed = [metric for metric, batch in self._called.items() if batch.value_of_batch is value]
-        kept = torch.as_tensor(value).detach().clone().reshape(())
         origin = value if isinstance(value, Tensor) else None
         seen = None if self._watch is None else [self._watch.kind_of(value)]
         (kind,) = self._log.kinds.of(self._hook, ("logged", name), [value], seen)
@@ -209,7 +181,11 @@ class PartsRun(Run[T]):
         if doubtful and kind is Kind.SUM and seen_as.kind is Kind.OTHER:  # in batches that nobody watches, too
             self._log.kinds.decide(self._hook, ("logged", name), (Kind.OTHER,))
         samples, metric = options.get("batch_size") or size, computed[0] if computed else None
-        return LoggedValue(name, kept, options, samples, metric, origin, seen=seen_as)
+        means = Means.of_step()
+        value, parts = self._log.multiples.parts_of(self._hook, name, value, means, self._watch)
+        of_means = {} if means is None else {k: OfMean(part, means.all[k].over) for k, part in parts.items()}
+        kept = torch.as_tensor(value).detach().clone().reshape(())
+        return LoggedValue(name, kept, options, samples, metric, origin, of_means, seen_as)
 
     def __enter__(self) -> Self:
         """Metrics that are called will tell their value for the whole batch in the end."""
@@ -228,14 +204,14 @@ class PartsRun(Run[T]):
     ) -> Notes:
         """See `Run.notes`."""
         by_name: dict[tuple[str, bool], list[LoggedValue]] = {}
-        for part, share, averaged in zip(self._noted, shares, means, strict=True):
-            for noted in (noted.counting(share * sum(self._sizes), averaged) for noted in part):
+        for part, of_part, averaged in zip(self._noted, self._means, means, strict=True):
+            for noted in (noted.counting(of_part, averaged) for noted in part):
                 by_name.setdefault((noted.name, noted.options.get("add_dataloader_idx", True)), []).append(noted)
         self._count_by(shares, means)
         everything = [noted for part in self._noted for noted in part]
         asked = {noted.metric or noted.value for noted in everything if noted.metric or isinstance(noted.value, str)}
         values = {name: _on_device(self._called[name].value(), HOST) for name in sorted(map(str, asked))}
-        logged = [_combined(same, values) for same in by_name.values()]
+        logged = [combined(same, values, self._log.alone) for same in by_name.values()]
         unseen = [noted.name for noted in logged if noted.seen.kind not in HOW and noted.origin is not None]
         self._log.tell(unseen if len(self._sizes) > 1 else [], UNSEEN)
         logged = [replace(noted, origin=None) for noted in logged]
@@ -243,8 +219,10 @@ class PartsRun(Run[T]):
 
     def _merged(self, shares: Sequence[float], means: Sequence[Sequence[Tensor]]) -> dict[Path, Change]:
         parts = [
-            Part(size, share, averaged, *kept, self._is_doubtful)
-            for size, share, averaged, kept in zip(self._sizes, shares, means, self._kept, strict=True)
+            Part(size, share, [*averaged, *multiples], *kept, self._is_doubtful)
+            for size, share, averaged, multiples, kept in zip(
+                self._sizes, shares, means, self._multiples, self._kept, strict=True
+            )
         ]
         merging = Merging(parts, self._log.kinds.adding)
         merged = merging.merged()
@@ -256,8 +234,10 @@ class PartsRun(Run[T]):
     ) -> Any:
         """See `Run.merged`."""
         parts = [
-            Part(size, share, averaged, {RETURNED: Change(output)}, {RETURNED: kinds}, self._is_doubtful)
-            for output, size, share, averaged, kinds in zip(outputs, sizes, shares, means, self._returned, strict=True)
+            Part(size, share, [*averaged, *multiples], {RETURNED: Change(output)}, {RETURNED: kinds}, self._is_doubtful)
+            for output, size, share, averaged, multiples, kinds in zip(
+                outputs, sizes, shares, means, self._multiples, self._returned, strict=True
+            )
         ]
         merging = Merging(parts, set())
         value = merging.value(RETURNED)
@@ -265,20 +245,20 @@ class PartsRun(Run[T]):
         return value
 
     def _count_by(self, shares: Sequence[float], means: Sequence[Sequence[Tensor]]) -> None:
-        for size, share, averaged, given in zip(self._sizes, shares, means, self._given, strict=True):
-            for metric in given if len(self._sizes) > 1 else ():
-                metric.count_by(size / sum(self._sizes), share, partial(is_among, means=averaged))
+        each = zip(self._sizes, shares, means, self._multiples, self._given, strict=True)
+        for size, share, averaged, multiples, given in each if len(self._sizes) > 1 else ():
+            for metric in given:
+                metric.count_by(size / sum(self._sizes), share, partial(is_among, means=[*averaged, *multiples]))
 
     def replay(self, notes: Notes) -> None:
         """See `Run.replay`."""
         self.origin, device = notes.rank, self._module.device
-        over = notes.targets
+        self._over = over = notes.targets
         self._alone = Scale() if over is None else Scale.to_mean(over.divisor, device)
-        self._excess = 1.0 if over is None else over.excess
         of_buffers = {path: change for path, change in notes.kept.items() if isinstance(path[0], BufferName)}
         keep(self._module, {path: change for path, change in notes.kept.items() if path not in of_buffers})
         self._buffers.keep(of_buffers)
-        means = self._log.means if over is not None else None
+        means = self._log.means
         if means is not None and over is not None:
             means.declare(over, device)
         for noted in notes.logged:
@@ -288,12 +268,7 @@ class PartsRun(Run[T]):
                 metric._forward_cache = _on_device(notes.metrics[value], metric.device)
                 self._log(noted.name, metric, **noted.options)
             else:
-                value = value.to(device)
-                if means is not None and noted.over_targets:
-                    means.also(value)
-                elif noted.over_targets:
-                    value = value * self._excess
-                self._log.log_as(noted.seen, noted.name, value, noted.options)
+                self._log.log_as(noted.seen, [*noted.of_means.values()], noted.name, value.to(device), noted.options)
 
     def scale(self, means: Means) -> None:
         """See `Run.scale`."""
@@ -301,30 +276,13 @@ class PartsRun(Run[T]):
 
     def counted(self, loss: Tensor, summed: bool) -> Tensor:
         """See `Run.counted`."""
-        means = self._log.means
-        if means is None or not means.all:
-            return scaled(loss, self._alone) * self._excess if summed else loss
+        means, over = self._log.means, self._over
+        if means is None or over is None:
+            return scaled(loss, self._alone) * (1.0 if over is None else over.excess) if summed else loss
         if summed:
             return means.scaled(loss)
         means.also(loss)
         return loss
-
-
-def _combined(same: Sequence[LoggedValue], metrics: dict[str, Any]) -> LoggedValue:
-    first = same[0]
-    options = dict(first.options)
-    if options.get("batch_size") is not None:
-        options["batch_size"] = int(sum(noted.samples for noted in same))
-    if first.metric is not None:
-        return LoggedValue(first.name, metrics[first.metric].detach(), options, first.samples)
-    values = [noted.value.cpu() for noted in same if isinstance(noted.value, Tensor)]
-    if not values:
-        return LoggedValue(first.name, first.value, options, first.samples)
-    seen = joined([noted.seen for noted in same])
-    how = HOW.get(seen.kind or Kind.OTHER, name_of(options.get("reduce_fx", "mean")))
-    value = reduced(values, [noted.weight for noted in same], how)
-    over_targets = how == "mean" and all(noted.over_targets for noted in same)
-    return LoggedValue(first.name, value, options, first.samples, origin=value, over_targets=over_targets, seen=seen)
 
 
 class SeenRun(WatchedRun[T]):
@@ -343,6 +301,13 @@ class SeenRun(WatchedRun[T]):
         """See `Run.__call__`."""
         with self._log.watching(args[:1]):
             return super().__call__(*args, **kwargs)
+
+
+def _multiples_in(value: Any) -> list[Tensor]:
+    """The numbers in a value that are sums of multiples of the step's means, and of nothing else that learns."""
+    means = Means.of_step()
+    learning = [tensor for tensor in tensors_of(value) if not tensor.dim() and tensor.requires_grad]
+    return [tensor.detach() for tensor in learning if means is not None and means.make_all_of(tensor)]
 
 
 def _on_device(value: Any, device: torch.device) -> Any:

@@ -84,22 +84,32 @@ class Reductions:
 
     def __init__(self, kinds: Kinds, host: dist.ProcessGroup, tell: Callable[[list[str], str], None]) -> None:
         self._kinds, self._host, self._tell = kinds, host, tell
-        self._decided: dict[tuple[str, str], Kind] = {}
+        self._decided: dict[tuple[str, str], tuple[Kind, int]] = {}
         self._asked = Counter[tuple[str, str]]()
         #: numbers that were 1 on all ranks where none had one sample: where one has, they count no samples either
         self._ones: set[tuple[str, str]] = set()
 
-    def agreed(self, hook: str, seen: Mapping[str, SeenKind]) -> dict[str, str | None]:
-        """The reduction of each name, None where `reduce_fx` is to say; all ranks come with the same names."""
+    def agreed(self, hook: str, seen: Mapping[str, tuple[SeenKind, int]]) -> dict[str, tuple[str | None, int]]:
+        """The reduction of each name, None where `reduce_fx` is to say; all ranks come with the same names.
+
+        Args:
+            hook: in which they were logged.
+            seen: of each name its kind, and how many means of their own contribute to its value.
+
+        Returns:
+            Beside each reduction, as how many means these count on all ranks: one, where ranks have other numbers.
+        """
         undecided = [name for name in seen if (hook, name) not in self._decided]
         found = {name: self._decided[hook, name] for name in seen if name not in undecided}
         if undecided:
             said = gather_objects([seen[name] for name in undecided], self._host)
             for name, *of_ranks in zip(undecided, *said, strict=True):
-                found[name] = self._decide(hook, name, of_ranks)
-        return {name: HOW.get(kind) for name, kind in found.items()}
+                numbers = {number for _, number in of_ranks}
+                own = numbers.pop() if len(numbers) == 1 else 1
+                found[name] = self._decide(hook, name, [each for each, _ in of_ranks], own), own
+        return {name: (HOW.get(kind), own) for name, (kind, own) in found.items()}
 
-    def _decide(self, hook: str, name: str, of_ranks: Sequence[SeenKind]) -> Kind:
+    def _decide(self, hook: str, name: str, of_ranks: Sequence[SeenKind], own: int) -> Kind:
         if all(seen == SeenKind(None, 1.0) for seen in of_ranks):
             self._ones.add((hook, name))
         if (hook, name) in self._ones:
@@ -108,7 +118,7 @@ class Reductions:
         kind = joined(of_ranks).kind or Kind.OTHER
         self._asked[hook, name] += 1
         if sure is not None or self._asked[hook, name] == PATIENCE:
-            self._decided[hook, name] = kind
+            self._decided[hook, name] = kind, own
             self._kinds.decide(hook, ("logged", name), (kind,))
         if kind not in HOW and dist.get_rank() == 0:
             self._tell([name], UNSEEN)

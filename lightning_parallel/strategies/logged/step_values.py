@@ -14,7 +14,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_parallel.strategies.logged.reductions import SeenKind, name_of
-from lightning_parallel.strategies.logged.sums import Summed
+from lightning_parallel.strategies.logged.sums import OfMean, Summed, as_many
 from lightning_parallel.techniques.tools.means import Means
 
 NOTHING = {"mean": None, "avg": None, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
@@ -35,6 +35,7 @@ class StepValue:
         before: the epoch's value and samples before it; None at their beginning.
         seen: of what kind it is.
         how: how ranks put it together.
+        own: what means of its own contribute to it, where the step ran on parts of the batch.
     """
 
     result: _ResultMetric
@@ -43,24 +44,27 @@ class StepValue:
     before: tuple[Any, Any] | None
     seen: SeenKind
     how: str = ""
+    own: Sequence[OfMean] = ()
 
-    def by(self, how: str | None) -> StepValue:
-        """This value, to be put together so, or as `reduce_fx` says."""
-        return replace(self, how=how or reduction_of(self.result))
+    def by(self, how: str | None, own: int) -> StepValue:
+        """This value, to be put together so, or as `reduce_fx` says, and its own means to count as so many."""
+        return replace(self, how=how or reduction_of(self.result), own=as_many(self.own, own))
 
     def moves(self, means: Means) -> bool:
         """Whether other ranks need it now: for the value of the step, or that of the whole batch for the epoch's."""
         return self.result.is_tensor and (has_step_value(self.result) or self._is_redone(means))
 
     def _is_redone(self, means: Means) -> bool:
-        of_means = self.how == "mean" and bool(means.all)
+        of_means = self.how == "mean" and bool(means.all or self.own)
         return bool(self.result.meta.on_epoch) and (of_means or self.how != reduction_of(self.result))
 
     def summed(self, share: float, ranks: int) -> Summed:
         """This rank's part of the value."""
         # a number of Python's has more digits than the dtype that it would get here
         value = torch.as_tensor(self.value, dtype=torch.float64 if isinstance(self.value, float) else None)
-        return Summed(value, float(share != 0.0), {}) if self.how == "sum" else Summed(value, share / ranks, self.parts)
+        if self.how == "sum":
+            return Summed(value, float(share != 0.0), {})
+        return Summed(value, share / ranks, self.parts, self.own)
 
     def extreme(self, share: float) -> Tensor:
         """Its value, or one that leaves the others as they are."""

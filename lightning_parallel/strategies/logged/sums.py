@@ -9,13 +9,15 @@ much, but where a step divides nothing by another number. For the whole batch th
 and its gradient is that of each rank, times w_r, averaged, where that of mean k is multiplied by
 
     scale_kr = d_kr R / sum_r c_kr / w_r
+
+A value that a rank has put together of parts of its batch comes with means of its own, which no other value is made of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -45,6 +47,29 @@ def reduce_tensor(tensor: Tensor, group: dist.ProcessGroup, operation: object) -
     return (result / group.size() if mean else result).to(tensor.device)
 
 
+class OfMean(NamedTuple):
+    """What a mean contributes to a value, and over how much it is."""
+
+    part: Tensor
+    over: Over
+
+
+NOTHING = OfMean(torch.zeros((), dtype=torch.float64), Over(0.0, 0.0))
+"""Where no mean contributes."""
+
+
+def as_one(means: Sequence[OfMean]) -> OfMean:
+    """What several means contribute, as if they were one over all that they count."""
+    return OfMean(sum((each.part for each in means[1:]), means[0].part), Over.of_all([each.over for each in means]))
+
+
+def as_many(means: Sequence[OfMean], number: int) -> Sequence[OfMean]:
+    """What means contribute, where they are to count as so many."""
+    if len(means) == number or not number:
+        return means[:number]
+    return [as_one(means) if means else NOTHING, *[NOTHING] * (number - 1)]
+
+
 @dataclass(frozen=True)
 class Summed:
     """A rank's part of a value.
@@ -53,11 +78,13 @@ class Summed:
         value: a number.
         weight: of what no mean contributes to it.
         parts: what means contribute, by their numbers.
+        own: what means contribute that no other value is made of: as many on all ranks, some of them `NOTHING`.
     """
 
     value: Tensor
     weight: float
     parts: Mapping[int, Tensor]
+    own: Sequence[OfMean] = ()
 
 
 class BatchSums:
@@ -85,18 +112,22 @@ class BatchSums:
         known = range(len(self._overs))  # none where ranks computed other numbers of means: all is rest then
         parts = {number: part.detach().double() for number, part in summed.parts.items() if number in known}
         rest = value - sum(parts.values()) if parts else value
-        return [rest * summed.weight, *(parts.get(k, zero) * over.divisor for k, over in enumerate(self._overs))]
+        numbers = [parts.get(k, zero) * over.divisor for k, over in enumerate(self._overs)]
+        counts = float(self._share != 0.0)
+        for part, over in summed.own:
+            rest = rest - part
+            numbers += [zero + part * (over.divisor * counts), zero + over.count * counts]
+        return [rest * summed.weight, *numbers]
 
     def values(self) -> list[Tensor]:
         """The values of the whole batch; the scales of the means are filled in, too."""
         if self._values is None:
             self._work.wait()
-            counts = len(self._overs)
-            numbers = list(self._packed.unbind())
-            counted = numbers[len(numbers) - counts :]
+            numbers = self._packed.unbind()
+            counted = numbers[len(numbers) - len(self._overs) :]
             totals = [_floored(total, over) for total, over in zip(counted, self._overs, strict=True)]
-            rows = [numbers[start : start + counts + 1] for start in range(0, len(numbers) - counts, counts + 1)]
-            self._values = [_whole(row, totals, summed) for row, summed in zip(rows, self._summed, strict=True)]
+            told = iter(numbers)
+            self._values = [_whole(told, totals, summed) for summed in self._summed]
             for mean, over, total in zip(self._means.all, self._overs, totals, strict=True):
                 total = total.to(over.divisor.device)
                 mean.scale.factor = _scale(over.divisor, total, self._ranks, self._share)
@@ -132,12 +163,19 @@ def _scale(divisor: Tensor, total: Tensor, ranks: int, share: float) -> Tensor:
     return torch.where(total == 0, 0.0, scale)
 
 
-def _whole(row: Sequence[Tensor], totals: Sequence[Tensor], summed: Summed) -> Tensor:
-    whole, *parts = row
-    for number, (part, total) in enumerate(zip(parts, totals, strict=True)):
-        mean = part / total  # over nothing at all it is 0 / 0, as on one device
-        whole = whole + (mean if number in summed.parts else torch.where(total == 0, 0.0, mean))
+def _whole(numbers: Iterator[Tensor], totals: Sequence[Tensor], summed: Summed) -> Tensor:
+    whole = next(numbers)
+    for number, total in enumerate(totals):
+        whole = whole + _mean(next(numbers), total, number in summed.parts)
+    for own in summed.own:
+        part, count = next(numbers), next(numbers)
+        whole = whole + _mean(part, _floored(count, own.over), own is not NOTHING)
     return whole
+
+
+def _mean(part: Tensor, total: Tensor, contributes: bool) -> Tensor:
+    mean = part / total  # over nothing at all it is 0 / 0, as on one device
+    return mean if contributes else torch.where(total == 0, 0.0, mean)
 
 
 def _over(over: Over, share: float, of_one_sample: bool) -> Over:

@@ -19,7 +19,7 @@ from torchmetrics import Metric
 from lightning_parallel.strategies.data.batches import length_of
 from lightning_parallel.strategies.data.first_batches import HOST, first_batch, untouched
 from lightning_parallel.strategies.data.layouts import Layouts
-from lightning_parallel.strategies.logged.kept_values import KeptValues
+from lightning_parallel.strategies.logged.kept.values import KeptValues
 from lightning_parallel.strategies.logged.step_values import options_of
 from lightning_parallel.strategies.ranks.agreement import gather_objects, together
 from lightning_parallel.strategies.trainer import lightnings

@@ -128,9 +128,10 @@ def _divided(means: Means, function: Callable[..., Tensor], args: Any, kwargs: A
         return function(*args, **kwargs)
     total, divisor = args
     if not _counts(means, total, divisor):
-        result = function(total, divisor)
-        if means.elements and _is_number(divisor) and not result.requires_grad:
-            means.divided(result, total, divisor)
+        with unwatched():  # where operations are watched, too, this one comes here again
+            result = function(total, divisor)
+        if _is_number(divisor) and not result.requires_grad:
+            means.quotients.append((result, total, divisor))
         return result
     if (floored := means.floor_of(divisor)) is not None:
         with unwatched():

@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from typing_extensions import Self
 
 from lightning_parallel.techniques.step import Run
-from lightning_parallel.techniques.tools.losses import Watched, unwatch, watch
+from lightning_parallel.techniques.tools.losses import WATCHING, Watched, unwatch, watch
 from lightning_parallel.techniques.tools.reach import is_made_of, linear_nodes, multiples_in
 from lightning_parallel.values import children_of, holds_alike, tensors_of
 
@@ -86,6 +86,14 @@ class Over(NamedTuple):
     divisor: Any
     floor: float = 0.0
 
+    @classmethod
+    def of_all(cls, overs: Sequence[Over]) -> Over:
+        """Over how much several means of one part are together."""
+        counts, divisors, floors = zip(*overs, strict=True)
+        if len(overs) > 1 and any(floors):  # no floor is that of all: parts weigh as much as they were divided by
+            counts, floors = divisors, (0.0,)
+        return cls(sum(counts), sum(divisors), max(floors))
+
     @property
     def excess(self) -> float:
         """How much larger than its mean that of the batch is, in numbers, where pieces were divided by a floor each."""
@@ -133,10 +141,11 @@ class Means:
     elements: bool = True
     batch: Any = None
     all: list[Mean] = field(default_factory=list)
+    #: numbers without gradient, each with what was divided by what; whether these are means is not known here
+    quotients: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
     _others: list[tuple[Tensor, int]] = field(default_factory=list)
     _kept: list[tuple[GradientEdge, dict[int, Tensor]]] = field(default_factory=list)
     _floors: list[tuple[Tensor, Tensor, float]] = field(default_factory=list)
-    _divided: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
     _watched: list[Watched] = field(default_factory=list)
 
     # ---------------------------------------------------------------- watching
@@ -183,18 +192,14 @@ class Means:
         """The number that a divisor is without its floor, and the floor; None without one."""
         return next(((number, floor) for number, result, floor in self._floors if result is divisor), None)
 
-    def divided(self, result: Tensor, total: Tensor, divisor: Tensor) -> None:
-        """A number without gradient was divided by another one; whether that makes a mean is not known here."""
-        self._divided.append((result, total, divisor))
-
-    def quotient(self, value: Tensor) -> tuple[Tensor, Tensor] | None:
-        """What was divided by what to make a value, as far as `divided` was told."""
-        made = ((total, divisor) for result, total, divisor in self._divided if result.data_ptr() == value.data_ptr())
-        return next(made, None)
-
     def also(self, value: Tensor, number: int = 0) -> None:
         """A value is a mean over the same as mean `number`."""
         self._others.append((value, number))
+
+    @staticmethod
+    def of_step() -> Means | None:
+        """What notes the means of the step that runs in this thread."""
+        return WATCHING.get()
 
     def declare(self, over: Over, device: torch.device) -> None:
         """A mean over so much was computed elsewhere; values of it are given to `also` and `scaled`."""
@@ -238,12 +243,7 @@ class Means:
     def over(self) -> Over | None:
         """Over how much all means are by which a loss counts, None where there is none."""
         chosen = self.counting
-        if not chosen:
-            return None
-        counts, divisors, floors = zip(*[mean.over for mean in chosen], strict=True)
-        if len(chosen) > 1 and any(floors):  # no floor is that of all: parts weigh as much as they were divided by
-            counts, floors = divisors, (0.0,)
-        return Over(torch.stack(counts).sum(), torch.stack(divisors).sum(), max(floors))
+        return Over.of_all([mean.over for mean in chosen]) if chosen else None
 
     @property
     def values(self) -> list[Tensor]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_parallel.strategies.logged.kept_values import Change, Path, Sent
+from lightning_parallel.strategies.logged.kept.values import Change, Path, Sent
 from lightning_parallel.strategies.logged.kinds import Kind, common
 from lightning_parallel.techniques.tools.microbatches import weighted_mean
 from lightning_parallel.values import children_of, map_leaves, rebuilt

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_parallel.collectives.made_of import version
-from lightning_parallel.strategies.logged.kept_values import Change, Path, Sent
+from lightning_parallel.strategies.logged.kept.values import Change, Path, Sent
 
 
 class BufferName(str):

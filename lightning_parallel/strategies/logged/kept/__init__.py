@@ -1,0 +1,1 @@
+"""What a step keeps on its module for a batch that runs in parts."""

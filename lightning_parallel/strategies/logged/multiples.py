@@ -1,0 +1,87 @@
+"""What means over targets contribute to the values that a step logs."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_parallel.strategies.logged.kind_watch import KindWatch
+from lightning_parallel.strategies.logged.kinds import Kind
+from lightning_parallel.techniques.tools.means import Means
+
+
+class _Made(NamedTuple):
+    """How a value was made: of the mean, or else of the quotient, of this number, where so many of both were known."""
+
+    of_quotient: bool
+    number: int
+    known: tuple[int, int]
+
+
+class Multiples:
+    """Tells what means contribute to logged values.
+
+    A value with a graph tells by itself what it is a sum of. One without, as in an evaluation, may be a multiple of a
+    mean: the first batches of a hook tell, by name, for there what a step computes is watched. Such a mean is one that
+    the step's `Means` noted, or one sum over samples divided by another.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[str, str], _Made | None] = {}
+
+    def parts_of(
+        self, hook: str, name: str, value: Any, means: Means | None, watch: KindWatch | None
+    ) -> tuple[Any, dict[int, Tensor]]:
+        """A logged value, and what means contribute to it, by their numbers.
+
+        A quotient is noted as a mean of its own; over nothing it is 0: other ranks may have some.
+
+        Args:
+            hook: in which it is logged.
+            name: under which.
+            value: a tensor or a number, as it was logged.
+            means: of the step, if it is known to be made of any.
+            watch: sees what the step computes; None after the first batches.
+        """
+        if means is None:
+            return value, {}
+        if isinstance(value, Tensor) and (parts := means.parts_of(value)):
+            return value, parts
+        return self._without_graph((hook, name), value, means, watch)
+
+    def _without_graph(
+        self, key: tuple[str, str], value: Any, means: Means, watch: KindWatch | None
+    ) -> tuple[Any, dict[int, Tensor]]:
+        known = len(means.all), len(means.quotients)
+        if watch is not None:
+            made = _made_of(value, means, watch)
+            self._made[key] = made if self._made.get(key, made) == made else None
+        made = self._made.get(key)
+        if made is None or made.known != known:
+            return value, {}
+        part = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64).detach()
+        if not made.of_quotient:
+            return value, {made.number: part}
+        _, _, divisor = means.quotients[made.number]
+        mean = torch.where(divisor == 0, torch.zeros_like(part), part)
+        count, floor = means.floor_of(divisor) or (divisor, 0.0)
+        means.note(mean, count, divisor=divisor, floor=floor)
+        means.all[-1].scale.rests = True  # no loss counts by it
+        return mean, {len(means.all) - 1: mean}
+
+
+def _made_of(value: Any, means: Means, watch: KindWatch) -> _Made | None:
+    root = watch.root_of(value)
+    ends = {each.data_ptr() for each in (value, root) if isinstance(each, Tensor)}
+    known = len(means.all), len(means.quotients)
+    for number, mean in enumerate(means.all):
+        if mean.given.data_ptr() in ends:
+            return _Made(False, number, known)
+    for number, (result, total, divisor) in enumerate(means.quotients):
+        if result.data_ptr() in ends:
+            count, _ = means.floor_of(divisor) or (divisor, 0.0)
+            is_mean = watch.kind_of(total) is watch.kind_of(count) is Kind.SUM
+            return _Made(True, number, known) if is_mean else None
+    return None

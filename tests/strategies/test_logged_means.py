@@ -1,0 +1,140 @@
+"""Values that a step makes of means over targets and logs, where parts of a batch have unlike numbers of targets."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
+
+from lightning_parallel import (
+    DataParallel,
+    DataParallelStrategy,
+    HybridStrategy,
+    PipelineParallel,
+    PipelineParallelStrategy,
+    ZeroStrategy,
+)
+from tests.ranks import begun_on_one, run_on_ranks
+from tests.strategies.one_and_two import MakeStrategy, made
+from tests.trainers import trainer
+
+WIDTH, LENGTH, CLASSES, IGNORED = 6, 5, 4, -100
+
+
+class Words(LightningModule):
+    """Learns the targets of one head; two heads have targets of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, CLASSES) for _ in range(2))
+        self.average = MeanMetric()
+        self.returned: list[Tensor] = []
+
+    def losses(self, batch: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        x, first, second = batch
+        for layer in self.layers:
+            x = x + layer(x)
+        logits = [head(x).transpose(1, 2) for head in self.heads]
+        hits = ((logits[0].argmax(1) == first) & (first != IGNORED)).sum() / (first != IGNORED).sum()
+        return F.cross_entropy(logits[0], first), F.cross_entropy(logits[1], second), hits
+
+    def step(self, stage: str, batch: list[Tensor]) -> Tensor:
+        loss, other, hits = self.losses(batch)
+        bits = loss / math.log(2)
+        values = {
+            "loss": loss,
+            "other": other,
+            "twice": loss * 2,
+            "negative": -loss,
+            "bits": bits,
+            "bits_detached": bits.detach(),
+            "detached_twice": 2 * loss.detach(),
+            "shared": loss + 3 * loss,
+            "number": loss.item(),
+            "number_of_bits": bits.item(),
+            "other_third": other / 3,
+            "hits": hits,
+            "misses": hits * -1,
+        }
+        if loss.requires_grad:  # which tells what a sum was made of
+            values |= {"both": loss + 0.5 * other, "beside": loss + 0.1 * batch[0].square().mean()}
+        self.log_dict({f"{stage}_{name}": value for name, value in values.items()}, on_step=True, on_epoch=True)
+        return loss
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
+        loss = self.step("train", batch)
+        self.average(loss / math.log(2))
+        return {"loss": loss, "bits": loss / math.log(2)}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.returned.append(outputs["bits"].detach().clone())
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.step("val", batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Seen(Callback):
+    def __init__(self) -> None:
+        self.values: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.values.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.on_train_batch_end(trainer)
+
+
+def targets(random: torch.Generator) -> Tensor:
+    """Ever fewer of them in a sample, unlike in each batch."""
+    drawn = torch.randint(CLASSES, (24, LENGTH), generator=random)
+    return drawn.masked_fill(torch.rand(24, LENGTH, generator=random) < torch.linspace(0, 0.9, 24)[:, None], IGNORED)
+
+
+class Run(NamedTuple):
+    values: list[dict[str, float]]
+    returned: list[float]
+    average: float
+
+
+def logged(strategy: MakeStrategy | None, readers: int) -> Run:
+    random, seen, model = torch.Generator().manual_seed(1), Seen(), Words()
+    data = TensorDataset(torch.randn(24, LENGTH, WIDTH, generator=random).double(), targets(random), targets(random))
+    loader = partial(DataLoader, data, 8 // readers)
+    trainer(made(strategy), precision="64-true", max_epochs=2, callbacks=[seen]).fit(model, loader(), loader())
+    return Run(seen.values, list(map(float, model.returned)), float(model.average.compute()))
+
+
+LAYOUTS: list[tuple[int, int, Any]] = [
+    (2, 1, partial(PipelineParallelStrategy, 2, microbatches=4)),
+    (2, 1, partial(PipelineParallelStrategy, 2, microbatches=3)),
+    (2, 1, partial(PipelineParallelStrategy, 2, microbatches=4, loss_over="batch")),
+    (2, 2, DataParallelStrategy),
+    (2, 2, partial(ZeroStrategy, stage=3)),
+    (4, 2, partial(HybridStrategy, DataParallel(2), PipelineParallel(2, microbatches=2))),
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_made_of_means_are_those_of_one_device(layout: tuple[int, int, Any]) -> None:
+    ranks, readers, strategy = layout
+    begun = begun_on_one(logged, None, 1)
+    for found in run_on_ranks(ranks, logged, strategy, readers):
+        expected = begun.result()
+        for number, (wanted, got) in enumerate(zip(expected.values, found.values, strict=True)):
+            assert got == pytest.approx(wanted, rel=1e-9), f"step {number}"
+        if readers == 1:  # what a step returns, or counts in a metric, is this rank's
+            assert found.returned == pytest.approx(expected.returned, rel=1e-9)
+            assert found.average == pytest.approx(expected.average, rel=1e-9)
