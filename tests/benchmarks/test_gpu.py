@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.launched
+@pytest.mark.exhaustive
 def test_it_runs_in_small_on_the_cpu(tmp_path: Path) -> None:
     results, profile = tmp_path / "gpu.json", tmp_path / "profile.txt"
     few = ["--minutes", "0.01", "--rounds", "1", "--host-steps", "1", "--backend", "eager"]

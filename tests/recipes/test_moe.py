@@ -381,7 +381,7 @@ WHOLE = {  # in which a batch is not divided, nor the loss that balances experts
 }
 
 
-@covering(keep=3, layout=LAYOUTS, column=("moe bias", "moe"))
+@covering(keep=2, layout=LAYOUTS, column=("moe bias", "moe"))
 def test_experts_train_as_in_one_process(column, layout):
     ranks, readers, strategy = LAYOUTS[layout]
     check_parity(column, ranks, strategy, data_ranks=readers, rtol=1e-6, max_epochs=1, precision="64-true")

@@ -120,7 +120,7 @@ def fit(out, texts, steps, *overrides, **resume):
 
 
 @sampled(
-    2,
+    1,
     ("strategy", "validate_every"),  # resumed at the step after a validation, or at the one at which it happens
     [("zero", 2), ("zero", 3), ("pipeline_parallel", 3)],
 )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_parallel.strategies.build import beside, within
 from tests.strategies.test_orders_of_steps import Chain, check
+from tests.tiers import sampled
 
 
 class Average:
@@ -100,7 +101,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "layout"), CASES)
+@sampled(6, ("kind", "layout"), CASES)
 def test_they_are_those_that_ranks_compute_with(kind: type[Chain], layout: str) -> None:
     check(kind, layout)
 

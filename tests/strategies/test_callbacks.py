@@ -44,7 +44,7 @@ AVERAGING = {
 }
 
 
-@covering(kind=AVERAGING, strategy=WHOLE)
+@covering(keep=2, kind=AVERAGING, strategy=WHOLE)
 def test_callbacks_that_write_parameters_work_where_these_are_whole(kind, strategy):
     expected = on_device(fit_with, 4, kind, AVERAGING[kind])
     for run in on_ranks(2, fit_with, strategy, 2, kind, AVERAGING[kind]):

@@ -29,7 +29,7 @@ def evaluate(strategy: Any, batch_size: int, sizes: list[int]) -> Any:
     return module.saw, results
 
 
-@covering(strategy=STRATEGIES, n=(2, 4))
+@covering(keep=2, strategy=STRATEGIES, n=(2, 4))
 def test_evaluation_counts_every_sample_once(strategy, n):
     sizes = list(range(1, 10)) if strategy is DataParallelStrategy else [1, 5]
     saw, results = on_device(evaluate, 2 * n, sizes)

@@ -260,7 +260,7 @@ def looking_anywhere(strategy: Any, batch_size: int, **options: Any) -> Any:
     return got, model.seen, once.seen or None
 
 
-@sampled(3, "layout", LAYOUTS)
+@sampled(2, "layout", LAYOUTS)
 def test_gradients_look_whole_in_all_hooks(layout: str) -> None:
     n, data_ranks, strategy = LAYOUTS[layout]
     expected, *others = begun_on_one(looking_anywhere, None, 8).result()
@@ -269,7 +269,7 @@ def test_gradients_look_whole_in_all_hooks(layout: str) -> None:
         require_like(others, [seen, others[1] if once is None else once])
 
 
-@sampled(2, "layout", LAYOUTS)
+@sampled(1, "layout", LAYOUTS)
 def test_so_they_look_while_they_accumulate_in_all_hooks(layout: str) -> None:
     n, data_ranks, strategy = LAYOUTS[layout]
     expected, *others = begun_on_one(looking_anywhere, None, 8, accumulate_grad_batches=2).result()

@@ -128,7 +128,7 @@ def grouped(strategy: Any, batch_size: int) -> Any:
     return held, {name: value.clone() for name, value in module.state_dict().items()}
 
 
-@sampled(2, "layout", LAYOUTS)
+@sampled(1, "layout", LAYOUTS)
 def test_hooks_find_and_add_the_parameters_of_one_device_in_groups(layout: str) -> None:
     require_as_on_one(grouped, layout)
 

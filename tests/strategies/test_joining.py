@@ -24,6 +24,7 @@ from lightning_parallel.strategies import rank_strategy
 from lightning_parallel.strategies.ranks import roll_call
 from tests.ranks import POOL, free_port
 from tests.strategies.joining import dies, nothing, raises
+from tests.tiers import sampled
 
 pytestmark = pytest.mark.launched
 
@@ -122,7 +123,7 @@ def ended(ranks: list[BaseProcess], folder: Path) -> list[str]:
             each.kill()
 
 
-@pytest.mark.parametrize("event", [nothing, comes_late])
+@sampled(1, "event", [comes_late, nothing])
 def test_ranks_that_come_sooner_or_later_train(event: Callable[[], Any], tmp_path: Path) -> None:
     ranks = started(event, 1, tmp_path)
     said = ended(ranks, tmp_path)
@@ -130,7 +131,7 @@ def test_ranks_that_come_sooner_or_later_train(event: Callable[[], Any], tmp_pat
     assert ("rank 1 of 3 did not come to 127.0.0.1:" in said[0]) == (event is comes_late)
 
 
-@pytest.mark.parametrize("chosen", [0, 1])
+@sampled(1, "chosen", [0, 1])
 def test_a_rank_that_raises_before_it_joins_is_named_with_its_error(chosen: int, tmp_path: Path) -> None:
     said = ended(started(raises, chosen, tmp_path), tmp_path)
     told = f"RuntimeError: rank {chosen} failed before it could join the others: ValueError: a file of this rank"
@@ -146,7 +147,7 @@ def test_a_rank_that_comes_late_hears_of_one_that_raised(tmp_path: Path) -> None
     assert [told in each for each in said] == [True, False, True], said
 
 
-@pytest.mark.parametrize("chosen", [0, 1])
+@sampled(1, "chosen", [1, 0])
 def test_a_rank_that_is_killed_while_it_waits_is_named(chosen: int, tmp_path: Path) -> None:
     """Both wait for a third."""
     ranks = started(dies_when_it_has_come, chosen, tmp_path, without=2)

@@ -51,6 +51,7 @@ def test_ranks_of_torchrun_join_and_train(tmp_path: Path) -> None:
     assert "rank 1 finished after step 3" in said
 
 
+@pytest.mark.exhaustive
 def test_one_that_raises_before_it_joins_is_named_by_the_others(tmp_path: Path) -> None:
     run = started("raises", tmp_path, "--standalone", "--nproc-per-node", "2")
     said = said_by(run)

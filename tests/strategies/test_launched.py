@@ -88,18 +88,9 @@ def require_nobody_left(folder: Path) -> None:
     assert left_behind(folder) == []
 
 
-@after(Launch("spawn"))
-def test_every_way_to_start_gives_the_whole_model_back(ended):
-    require_the_whole_model(ended)
-
-
 @pytest.mark.exhaustive
-@after(Launch("popen"), Launch("fork"))
-def test_so_it_is_where_the_script_itself_is_rank_zero_and_where_it_forks(ended):
-    require_the_whole_model(ended)
-
-
-def require_the_whole_model(ended: Ended) -> None:
+@after(Launch("spawn"), Launch("popen"), Launch("fork"))
+def test_every_way_to_start_gives_the_whole_model_back(ended):
     assert ended.code == 0, ended.output
     assert "finished with Parameter (8, 8)" in ended.output
 

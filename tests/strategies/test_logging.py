@@ -160,7 +160,7 @@ def plain(metrics: dict[str, float]) -> dict[str, float]:
 
 
 @sampled(
-    2,
+    1,
     ("strategy", "n", "size", "val_sizes"),
     [
         (DataParallelStrategy, 2, 11, (5,)),

@@ -87,7 +87,7 @@ def data_of(layout: str, bad: bool = True) -> DataLoader[Any]:
     return data if readers(layout) == 2 else DataLoader(data.dataset, 4)
 
 
-@covering(keep=3, layout=LAYOUTS, fault=FAULTS)
+@covering(keep=2, layout=LAYOUTS, fault=FAULTS)
 def test_all_ranks_stop_before_the_step(layout: str, fault: str) -> None:
     data, manual = data_of(layout), layout == "zero_2"
     ends = run_on_ranks(2, stopped, LAYOUTS[layout], fault, data, manual)
@@ -104,7 +104,7 @@ def test_all_ranks_stop_before_the_step(layout: str, fault: str) -> None:
             assert f"{where}the loss is {'nan' if fault == 'loss' else 'inf'}" in said
 
 
-@covering(keep=3, layout=LAYOUTS, fault=FAULTS)
+@covering(keep=2, layout=LAYOUTS, fault=FAULTS)
 def test_a_step_is_left_out(layout: str, fault: str) -> None:
     """As if the batch had not been there."""
     data, make = data_of(layout), partial(LAYOUTS[layout], nonfinite="skip")

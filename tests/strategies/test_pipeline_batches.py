@@ -142,7 +142,7 @@ def lines(
     return model.trained, model.validated
 
 
-@covering(anew=[True, False], workers=[0, 1], divides=[True, False])
+@covering(keep=4, anew=[True, False], workers=[0, 1], divides=[True, False])
 def test_a_look_at_a_stream_takes_no_samples_from_it(tmp_path: Path, anew: bool, workers: int, divides: bool) -> None:
     path = tmp_path / "lines"
     path.write_text("".join(f"{number}\n" for number in range(8)))

@@ -165,7 +165,7 @@ def test_resumed_runs_are_identical_where_loaders_were_made_early(layout: str) -
     run_on_ranks(n, stop_and_go_on, make, 1, 0, [2, 6, 9], Counting)
 
 
-@sampled(2, "module", [Validated, ValidatedAtTheEnd, ValidatedUnevenly])
+@sampled(1, "module", [Validated, ValidatedAtTheEnd, ValidatedUnevenly])
 def test_so_are_those_that_leave_a_validation_out(module: type[Validated]) -> None:
     """Lightning does not make up for one that followed the checkpoint; what its loaders drew is drawn all the same."""
     run_on_ranks(2, stop_and_go_on, LAYOUTS["data_parallel"][1], 1, 0, [2, 4, 6, 8], module)
@@ -238,6 +238,6 @@ def stop_models_and_go_on(layout: str, accumulate: int) -> None:
         assert not differ, f"after step {stop}: {differ}"
 
 
-@covering(keep=2, layout=MODELS, accumulate=(2, 1))
+@covering(keep=1, layout=MODELS, accumulate=(2, 1))
 def test_resumed_runs_of_divided_models_are_identical(layout: str, accumulate: int) -> None:
     run_on_ranks(MODELS[layout][0], stop_models_and_go_on, layout, accumulate)

@@ -245,12 +245,12 @@ def require_alike(layout: str, kind: type[Model], **run: Any) -> None:
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
-@covering(keep=4, layout=LAYOUTS, kind=KINDS)
+@covering(keep=2, layout=LAYOUTS, kind=KINDS)
 def test_two_passes_train_as_on_one_device(layout: str, kind: type[Model]) -> None:
     require_alike(layout, kind)
 
 
-@covering(keep=2, layout=["zero 2", "tensor", "tensor and zero 3", "zero 1"], kind=KINDS[:3])
+@covering(keep=1, layout=["zero 2", "tensor", "tensor and zero 3", "zero 1"], kind=KINDS[:3])
 def test_so_they_do_with_accumulation_and_clipping(layout: str, kind: type[Model]) -> None:
     require_alike(layout, kind, accumulate_grad_batches=2, gradient_clip_val=0.3)
 

@@ -172,7 +172,7 @@ def compared(model: str, layout: str, n: int = 2, data_ranks: int = 1, **run: An
         require_like(expected.result(), found)
 
 
-@sampled(3, "model", MODELS)
+@sampled(2, "model", MODELS)
 def test_a_pipeline_trains_them_as_one_device_does(model: str) -> None:
     compared(model, "recomputed" if model == "recomputed" else "1f1b")
 

@@ -153,7 +153,7 @@ def said_of_breaks(blocks: Any, *techniques: Any) -> list[str]:
     return [line for line in lines if "runs as it is" in line]
 
 
-@pytest.mark.parametrize("others", [(), (COMPILED,)], ids=["alone", "in compiled blocks"])
+@sampled(1, "others", [(COMPILED,), ()], ids=["in compiled blocks", "alone"])
 def test_what_the_user_compiled_runs_as_it_is_on_divided_tensors(others: Any) -> None:
     expected = begun_on_one(trained, (Activates, Activates))
     for rank, (lines, got) in enumerate(run_on_ranks(2, said_of_activated, TensorParallel(2), *others)):
@@ -167,7 +167,7 @@ def said_of_activated(*techniques: Any) -> tuple[list[str], dict[str, Tensor]]:
     return [line for line in lines if "activated, compiled by torch.compile, runs as it is" in line], weights
 
 
-@pytest.mark.parametrize("kinds", [(Gated, Gated), (Breaks, Breaks)], ids=["in one piece", "as they are"])
+@sampled(1, "kinds", [(Gated, Gated), (Breaks, Breaks)], ids=["in one piece", "as they are"])
 def test_stages_are_watched_while_blocks_are_compiled_for_changing_lengths(kinds: Any) -> None:
     expected = begun_on_one(trained, kinds)
     dynamic = Compile(backend="aot_eager", dynamic=True)
@@ -215,7 +215,7 @@ def compiled_forward(block: nn.Module) -> CompiledForward:
 
 
 @pytest.mark.parametrize("world", [(2, 0)], indirect=True)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@sampled(1, "sequence_parallel", [True, False])
 def test_graphs_wait_once_for_each_message(world: None, sequence_parallel: bool) -> None:
     torch._dynamo.reset()
     model = divided(mesh_of_ranks(), [Block()], COMPILED, sequence_parallel=sequence_parallel)
@@ -230,7 +230,7 @@ def test_graphs_wait_once_for_each_message(world: None, sequence_parallel: bool)
 
 
 @pytest.mark.parametrize("world", [(2, 0)], indirect=True)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@sampled(1, "sequence_parallel", [True, False])
 def test_graphs_are_shared_by_blocks_and_steps_of_a_run(world: None, sequence_parallel: bool) -> None:
     torch._dynamo.reset()
     model = divided(mesh_of_ranks(), [Block() for _ in range(3)], COMPILED, sequence_parallel=sequence_parallel)

@@ -73,7 +73,7 @@ def twice(operation: Operation) -> Operation:
     return lambda x, w: operation(x, w) + operation(x, w)
 
 
-@sampled(3, "division", DIVISIONS)
+@sampled(2, "division", DIVISIONS)
 @ranks(2)
 def test_values_and_gradients_are_those_of_the_whole(division: str) -> None:
     failed = []

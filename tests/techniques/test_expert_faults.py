@@ -21,6 +21,7 @@ from lightning_parallel.techniques.tools.telling import log
 from tests.curves import train
 from tests.ranks import ranks, run_on_ranks
 from tests.techniques.tensor_layouts import check, hybrid
+from tests.tiers import sampled
 
 ODD = ("followed_experts", "tied_experts", "sharing_experts", "slots_experts", "masked_experts")
 REFUSED = {
@@ -32,7 +33,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("column", ODD)
+@sampled(3, "column", ODD)
 def test_calls_of_experts_that_one_process_takes(column: str) -> None:
     check(column, 2, partial(ExpertParallelStrategy, 2), 2, max_epochs=1, precision="64-true", rtol=1e-9)
 
@@ -74,7 +75,7 @@ def test_a_call_with_numbers_alone() -> None:
     assert stacked.wrap(module.forward)(numbers, numbers, numbers) is numbers
 
 
-@pytest.mark.parametrize("column", ["skipping_experts", "skipping_banks", "skipping_mixing"])
+@sampled(1, "column", ["skipping_experts", "skipping_banks", "skipping_mixing"])
 def test_a_rank_that_leaves_a_call_out(column: str) -> None:
     told = r"calls network.blocks.1.mixture.experts, and rank 1 no experts any more"
     with pytest.raises(AssertionError, match=told):

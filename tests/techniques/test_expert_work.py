@@ -272,7 +272,7 @@ CAPPED_CELLS = [
 ]
 
 
-@sampled(2, ("layout", "column"), CAPPED_CELLS)
+@sampled(1, ("layout", "column"), CAPPED_CELLS)
 def test_with_a_capacity_ranks_train_as_one_does(layout: str, column: str) -> None:
     count, strategy, readers = CAPPED[layout]
     run = {"max_epochs": 1, "precision": "64-true", "data": SHORT}

@@ -326,7 +326,7 @@ def expected() -> dict[str, Any]:
     return run_on_ranks(1, fit_all, KINDS)[0]
 
 
-@sampled(2, "layout", LAYOUTS)
+@sampled(1, "layout", LAYOUTS)
 def test_all_kinds_of_steps(layout: str, expected: dict[str, Any]) -> None:
     kinds = BESIDE_OFFLOAD if layout in ("offload_1", "offload_2") else KINDS
     for rank, found in enumerate(run_on_ranks(2, fit_all, kinds, LAYOUTS[layout], 2)):

@@ -149,7 +149,7 @@ def expected(name: str) -> Curve:
     return curve
 
 
-@sampled(2, "layout", LAYOUTS)
+@sampled(1, "layout", LAYOUTS)
 def test_optimizers_of_each_kind_train_as_on_one_device(layout: str) -> None:
     check_all(COVERED[layout], layout)
 

@@ -114,7 +114,7 @@ def compare(names: Sequence[str], block: type[nn.Module], make: Callable[[], Any
         compare_weights(expected.result(), got, 1e-9)
 
 
-@covering(what=PENALISED, sequence_parallel=(True, False))
+@covering(keep=3, what=PENALISED, sequence_parallel=(True, False))
 def test_penalties_on_divided_layers_of_the_first_stage(what: str, sequence_parallel: bool) -> None:
     compare(PENALISED[what], Block, partial(beside_a_pipeline, partial(tensor, sequence_parallel)))
 

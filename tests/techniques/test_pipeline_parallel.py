@@ -82,7 +82,7 @@ def test_losses_of_routers_on_other_stages(name):
     check_parity(name, 2, strategy, rtol=1e-6, precision="64-true", **SHORT)
 
 
-@sampled(4, "name", handwritten.MODELS)
+@sampled(3, "name", handwritten.MODELS)
 def test_models_written_by_hand(name):
     """With the blocks of one rank not beside each other, and its backwards in halves."""
     strategy = partial(PipelineParallelStrategy, 2, schedule="zbv", microbatches=4)

@@ -159,7 +159,7 @@ def single() -> str:
     return "auto"
 
 
-@sampled(2, "schedule", ["1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"])
+@sampled(1, "schedule", ["1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"])
 def test_halves_of_a_backward_are_as_much_work_as_a_whole_one(schedule: str) -> None:
     [(expected, _)] = run_on_ranks(1, worked, single, 1)
     found = run_on_ranks(2, worked, partial(PipelineParallelStrategy, 2, schedule=schedule, microbatches=4), 4)
@@ -235,7 +235,7 @@ def most_live(technique: DataParallel | Zero | None, accumulate: int) -> list[fl
 LIVE = {"alone": (2, None), "data": (4, DataParallel(2, bucket_mb=0.25)), "zero 2": (4, Zero(2, stage=2))}
 
 
-@sampled(2, "name", LIVE)
+@sampled(1, "name", LIVE)
 def test_a_batch_leaves_no_gradients_behind_when_they_were_handed_over(name: str) -> None:
     """Nor a circle that only the garbage collector would find: with it off, later batches take no more memory."""
     size, technique = LIVE[name]

@@ -83,7 +83,7 @@ def compared(operation: Any, division: dict[int, Any], way: str) -> None:
     require_gradient(mine, w, way, rtol=1e-9, atol=1e-11)
 
 
-@sampled(3, "division", DIVISIONS)
+@sampled(2, "division", DIVISIONS)
 @ranks(2)
 def test_of_operations(division):
     failed = []

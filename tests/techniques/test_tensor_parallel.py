@@ -60,7 +60,7 @@ def compiled() -> HybridStrategy:
 
 
 @sampled(
-    3,
+    2,
     ("column", "n", "strategy", "data_ranks"),
     [
         ("gpt2", 4, hybrid(Zero(2), TensorParallel(2)), 2),
