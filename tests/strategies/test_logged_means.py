@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
@@ -24,6 +24,7 @@ from lightning_parallel import (
 )
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import MakeStrategy, made
+from tests.techniques.test_means import Logged
 from tests.trainers import trainer
 
 WIDTH, LENGTH, CLASSES, IGNORED = 6, 5, 4, -100
@@ -86,17 +87,6 @@ class Words(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class Seen(Callback):
-    def __init__(self) -> None:
-        self.values: list[dict[str, float]] = []
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self.values.append({name: float(value) for name, value in trainer.callback_metrics.items()})
-
-    def on_train_epoch_end(self, trainer: Trainer, *_: Any) -> None:
-        self.on_train_batch_end(trainer)
-
-
 def targets(random: torch.Generator) -> Tensor:
     """Ever fewer of them in a sample, unlike in each batch."""
     drawn = torch.randint(CLASSES, (24, LENGTH), generator=random)
@@ -110,7 +100,7 @@ class Run(NamedTuple):
 
 
 def logged(strategy: MakeStrategy | None, readers: int) -> Run:
-    random, seen, model = torch.Generator().manual_seed(1), Seen(), Words()
+    random, seen, model = torch.Generator().manual_seed(1), Logged(), Words()
     data = TensorDataset(torch.randn(24, LENGTH, WIDTH, generator=random).double(), targets(random), targets(random))
     loader = partial(DataLoader, data, 8 // readers)
     trainer(made(strategy), precision="64-true", max_epochs=2, callbacks=[seen]).fit(model, loader(), loader())
