@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -83,10 +84,18 @@ def _chosen(divided: Divided, index: list[Any]) -> Any:
 
 
 def _span(each: Any, size: int) -> tuple[int, int] | None:
-    if not isinstance(each, slice):
+    if not isinstance(each, slice) or each.step not in (None, 1):
         return None
-    start, stop, step = each.indices(size)
-    return (start, max(start, stop)) if step == 1 else None
+    start, stop = _end(each.start, 0, size), _end(each.stop, size, size)
+    return start, max(start, stop)
+
+
+def _end(given: Any, otherwise: int, size: int) -> int:
+    """One of those that `slice.indices` gives, which torch 2.11 does not compile."""
+    if given is None:
+        return otherwise
+    place: int = given if isinstance(given, int) else operator.index(given)
+    return max(place + size, 0) if place < 0 else min(place, size)
 
 
 def _by_tensor(divided: Divided, index: list[Any]) -> Any:
