@@ -61,7 +61,7 @@ class SecondStep(Callback):
 
 def counted(module: LightningModule, **options: Any) -> Counts:
     second = SecondStep()
-    strategy = HybridStrategy(TensorParallel(T, **options), process_group_backend="fake")
+    strategy = HybridStrategy(TensorParallel(T, **options), process_group_backend="fake", nonfinite="continue")
     data = loaders("gpt", BATCH, samples=2 * BATCH, length=SEQUENCE)
     trainer(strategy, max_epochs=1, limit_val_batches=0, callbacks=[second]).fit(module, *data)
     return second.counts
@@ -179,7 +179,7 @@ def kept_by_a_block(**options: Any) -> float:
     kept = []
     for blocks in (3, 2):
         module = Blocks(blocks)
-        strategy = HybridStrategy(TensorParallel(T, **options), process_group_backend="fake")
+        strategy = HybridStrategy(TensorParallel(T, **options), process_group_backend="fake", nonfinite="continue")
         trainer(strategy, max_steps=1).fit(module, torch.utils.data.DataLoader(torch.zeros(1)))
         kept.append(module.kept)
     return (kept[0] - kept[1]) / HIDDEN
