@@ -9,10 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.func import vmap
 
 from lightning_parallel.techniques.pipeline_parallel.gradients import Gradients, save
-from lightning_parallel.techniques.pipeline_parallel.halves import halves_are_apart
+from lightning_parallel.techniques.pipeline_parallel.halves import Halves
 
 
 class Maps(nn.Module):
@@ -66,8 +67,8 @@ def test_halves_are_a_whole_backward(name: str) -> None:
     parameters = list(maps.parameters())
     expected = torch.autograd.grad(forward(maps, x), [x, *parameters], seed)
     output = forward(maps, x)
-    assert halves_are_apart([output], [x], parameters) is apart
-    gradients, saved = Gradients(parameters), save([x], [output], splits=True)
+    assert Halves([get_gradient_edge(output)], [x], parameters).are_apart is apart
+    gradients, saved = Gradients(parameters), save([x], [output])
     found = gradients.of_inputs(saved, [seed])
     gradients.of_weights(saved)
     for wanted, got in zip(expected, [*found, *gradients.take()], strict=True):
@@ -80,7 +81,7 @@ def test_a_function_that_runs_a_backward_pass_of_its_own_runs_once() -> None:
     maps, x, seed = Maps(), torch.randn(2, 3, 4, requires_grad=True), torch.randn(2, 3, 4)
     parameters = list(maps.parameters())
     expected = torch.autograd.grad(x + maps(x), [x, *parameters], seed)
-    gradients, saved = Gradients(parameters), save([x], [by_function(maps, x)], splits=True)
+    gradients, saved = Gradients(parameters), save([x], [by_function(maps, x)])
     found = gradients.of_inputs(saved, [seed])
     gradients.of_weights(saved)
     assert [parameter.grad for parameter in parameters] == [None] * 4
@@ -98,9 +99,41 @@ def test_what_a_stage_returns_may_be_what_its_layers_read() -> None:
         return [inner, maps.down(inner)]  # which keeps what it read, for the gradient of its weight
 
     expected = torch.autograd.grad(outputs(), [x, *parameters], seeds)
-    gradients, saved = Gradients(parameters), save([x], outputs(), splits=True)
+    gradients, saved = Gradients(parameters), save([x], outputs())
     found = gradients.of_inputs(saved, seeds)
     assert not saved.done
     gradients.of_weights(saved)
     for wanted, got in zip(expected, [*found, *gradients.take()], strict=True):
         torch.testing.assert_close(got, wanted)
+
+
+def test_an_input_may_be_one_that_nothing_depends_on() -> None:
+    torch.manual_seed(0)
+    maps, x, unused, seed = (
+        Maps(),
+        torch.randn(3, 4, requires_grad=True),
+        torch.ones(2, requires_grad=True),
+        torch.ones(3, 4),
+    )
+    parameters = list(maps.parameters())
+    expected = torch.autograd.grad(maps(x), [x, *parameters], seed)
+    gradients, saved = Gradients(parameters), save([x, unused], [maps(x)])
+    of_x, of_unused = gradients.of_inputs(saved, [seed])
+    assert of_unused is None
+    assert not saved.done
+    gradients.of_weights(saved)
+    for wanted, got in zip(expected, [of_x, *gradients.take()], strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_a_gradient_that_is_sent_back_does_not_grow_with_those_of_weights() -> None:
+    x, weight, seed = torch.ones(3, requires_grad=True), nn.Parameter(torch.ones(3)), torch.ones(3)
+    gradients = Gradients([weight])
+    first, second = (save([x], [x + weight]) for _ in range(2))
+    (sent,) = gradients.of_inputs(first, [seed])
+    gradients.of_weights(first)
+    gradients.of_inputs(second, [seed.clone()])
+    gradients.of_weights(second)
+    assert sent is not None
+    assert sent.tolist() == [1, 1, 1]
+    assert gradients.take()[0].tolist() == [2, 2, 2]  # type: ignore[union-attr]

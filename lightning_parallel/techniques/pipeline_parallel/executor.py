@@ -97,12 +97,11 @@ class Executor:
     Args:
         stages: the model.
         exchange: the messages.
-        splits: whether backwards may run in two halves.
         work: the batch.
     """
 
-    def __init__(self, stages: Stages, exchange: Exchange, splits: bool, work: Work) -> None:
-        self._stages, self._exchange, self._splits, self._work = stages, exchange, splits, work
+    def __init__(self, stages: Stages, exchange: Exchange, work: Work) -> None:
+        self._stages, self._exchange, self._work = stages, exchange, work
         self._last = stages.cut.stages - 1
         self._arriving: dict[Place, tuple[Structure, list[Arriving]]] = {}
         self._arriving_back: dict[Place, list[Arriving]] = {}
@@ -212,7 +211,7 @@ class Executor:
         outputs = floating(value)
         if self._work.backward:
             self._shapes[place] = [TensorSpec.of(tensor) for tensor in outputs]
-            self._saved[place] = save(inputs, outputs, self._splits)
+            self._saved[place] = save(inputs, outputs)
         if self._is_here(stage + 1):
             self._handed[stage + 1, microbatch] = value
         else:
@@ -223,7 +222,7 @@ class Executor:
         self._work.outputs[microbatch] = _detached(output)
         if self._work.backward:
             loss = self._work.loss_of(output)
-            self._saved[place] = save(inputs, [] if loss is None else [loss], self._splits)
+            self._saved[place] = save(inputs, [] if loss is None else [loss])
 
     def _is_here(self, stage: int) -> bool:
         return stage in self._work.gradients

@@ -2,7 +2,6 @@
 
 Gradients are computed without touching the parameters' own `grad`, and so without any hook on them, and summed here
 over the microbatches. `HandOver` gives them to the parameters when the strategy runs its backward.
-Source of the two halves: P. Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_parallel.collectives.functional import by_kind
 from lightning_parallel.techniques.gradients.asked import OWN
-from lightning_parallel.techniques.pipeline_parallel.halves import halves_are_apart
+from lightning_parallel.techniques.pipeline_parallel.halves import Halves
 from lightning_parallel.techniques.step import EarlyReduction
 from lightning_parallel.techniques.tools.leaves import leaf_of
 
@@ -31,35 +30,24 @@ class Saved:
 
     Attributes:
         inputs: what was received, as leaves that require gradients.
-        outputs: what was returned and depends on parameters or inputs: the tensors themselves, or where they came
-            from in the graph, which does not keep their values.
+        outputs: where what was returned came from in the graph, if it depends on parameters or inputs.
     """
 
     inputs: list[Tensor]
-    outputs: list[Tensor | GradientEdge | None]
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    seeds: list[Tensor] = field(default_factory=list)
+    outputs: list[GradientEdge | None]
+    halves: Halves | None = None
+    seeds: list[Tensor | None] = field(default_factory=list)
     done: bool = False
 
 
-def save(inputs: list[Tensor], outputs: Sequence[Tensor], splits: bool) -> Saved:
+def save(inputs: list[Tensor], outputs: Sequence[Tensor]) -> Saved:
     """Keeps what backward needs.
 
     Args:
         inputs: leaves.
         outputs: floating tensors that the stage returned, in their order.
-        splits: whether the backward may run in two halves.
     """
-    kept: list[Tensor | GradientEdge | None] = []
-    for output in outputs:
-        if not output.requires_grad:
-            kept.append(None)
-        elif splits:
-            # Torch detaches it in place: no view, nor what an operation keeps, but the same memory.
-            kept.append(torch.ops.aten._unsafe_view(output, output.shape))
-        else:
-            kept.append(get_gradient_edge(output))
-    return Saved(inputs, kept)
+    return Saved(inputs, [get_gradient_edge(output) if output.requires_grad else None for output in outputs])
 
 
 class Final:
@@ -140,25 +128,21 @@ class Gradients:
         A first stage has none: its second half does it all. Where the halves share work, it is all done now.
         """
         if not saved.inputs:
-            saved.seeds = list(seeds)  # type: ignore[arg-type]
+            saved.seeds = list(seeds)
             return []
         outputs, given = _with_seeds(saved, seeds)
         if not outputs:
             saved.outputs = []
             return [None] * len(saved.inputs)
+        halves = Halves(outputs, saved.inputs, self._leaves)
         if self._apart is None:
-            self._apart = halves_are_apart(outputs, saved.inputs, self._leaves)
+            self._apart = halves.are_apart
         if not self._apart:
             saved.done = True
             return self.full(saved, seeds)
-        from torch.distributed.pipelining._backward import stage_backward_input  # not before a schedule needs halves
-
+        saved.halves, saved.outputs = halves, []
         with self._set_aside():
-            made, saved.groups = stage_backward_input(outputs, given, list(saved.inputs), iter(self._leaves))
-        for tensor in saved.inputs:
-            tensor.grad = None
-        saved.outputs = []
-        return list(made)
+            return halves.of_inputs(given)
 
     def of_weights(self, saved: Saved, final: Final | None = None) -> None:
         """The second half: gradients of the parameters. See `full`."""
@@ -166,11 +150,11 @@ class Gradients:
             return
         if not saved.inputs:
             self.full(saved, saved.seeds, final)
-            return
-        from torch.distributed.pipelining._backward import stage_backward_weight
-
-        with self._set_aside():
-            stage_backward_weight(iter(self._leaves), saved.groups)
+        elif saved.halves is not None:
+            came = saved.halves.came
+            with self._set_aside():
+                made = saved.halves.of_parameters()
+            self._add(made, came)  # which may be what is under way to the stage before
 
     def give(self, final: Final) -> None:
         """After the last backward: gives away what did not go as it arrived."""
@@ -183,8 +167,8 @@ class Gradients:
     def _set_aside(self) -> Iterator[None]:
         """Inside, leaves have no gradients and no hooks, which run when the sums are handed over, and would twice.
 
-        What leaves have afterwards is added to the sums: the second half leaves it there, and functions of autograd
-        that run a backward pass within their own, as those of reversible layers do.
+        What leaves have afterwards is added to the sums: functions of autograd leave it there that run a backward pass
+        within their own, as those of reversible layers do.
         """
         before: list[Tensor | None] = []
         hooked: list[tuple[Any, dict[int, Any]]] = []
@@ -210,7 +194,7 @@ class Gradients:
             self._add(made, [])
 
     @contextmanager
-    def _giving(self, final: Final | None, outputs: Sequence[Tensor | GradientEdge]) -> Iterator[None]:
+    def _giving(self, final: Final | None, outputs: Sequence[GradientEdge]) -> Iterator[None]:
         """Inside, gradients of a backward from outputs go as they arrive, with the sums of those before.
 
         A function of autograd may run a backward of its own within it, to parameters too: what arrives there is no
@@ -219,9 +203,9 @@ class Gradients:
         handles: list[RemovableHandle] = []
         own: list[int] = []
         if final is not None:
-            nodes = {each.node if isinstance(each, GradientEdge) else get_gradient_edge(each).node for each in outputs}
             handles += [
-                node.register_prehook(lambda *_: own.append(torch._C._current_graph_task_id())) for node in nodes
+                node.register_prehook(lambda *_: own.append(torch._C._current_graph_task_id()))
+                for node in {output.node for output in outputs}
             ]
         for index, (parameter, leaf) in enumerate(zip(self.parameters, self._leaves, strict=True)):
             if final is not None and final.taker(parameter) is not None:
@@ -270,7 +254,7 @@ def _owned(gradient: Tensor, shared: set[int]) -> Tensor:
     return gradient if alone else gradient.clone(memory_format=torch.contiguous_format)
 
 
-def _with_seeds(saved: Saved, seeds: Sequence[Tensor | None]) -> tuple[list[Any], list[Tensor]]:
+def _with_seeds(saved: Saved, seeds: Sequence[Tensor | None]) -> tuple[list[GradientEdge], list[Tensor]]:
     pairs = [(o, s) for o, s in zip(saved.outputs, seeds, strict=True) if o is not None and s is not None]
     return [output for output, _ in pairs], [seed for _, seed in pairs]
 

@@ -1,40 +1,87 @@
-"""Whether the gradients of a stage's inputs and of its parameters can be computed one after the other.
+"""The backward of a stage on a microbatch in two halves: gradients of its inputs now, those of its parameters later.
 
-A parameter's gradient starts at the operations that read both it and something that depends on the inputs. It can wait
-if no way from such an operation, back along what depends on the inputs, leads to another one of the same parameter:
-that way would be gone over twice. Nor is a function of autograd that is written in Python, and reads parameters: it may
-do anything, such as a backward pass of its own. And operations that read one parameter together read all their
-parameters together: torch's second half takes them in groups, and a parameter in two of them would be differentiated
-in each.
+A parameter's gradient starts at the operations that read both it and something that depends on the inputs: the first
+half passes them, and keeps what came in. It can wait if no way from such an operation, back along what depends on the
+inputs, leads to another one of the same parameter: that way would be gone over twice. Nor may it be a function of
+autograd that is written in Python, and reads parameters: it may do anything, such as a backward pass of its own. And
+operations that read one parameter together read all their parameters together: the second half takes them in groups,
+and a parameter in two of them would be differentiated in each.
+
+Source: P. Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024. `torch.distributed.pipelining` has such halves, too;
+those of torch 2.11 refuse inputs that nothing depends on, and add up gradients of what one operation returned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
+from functools import partial
 
+import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 
-def halves_are_apart(outputs: Iterable[Tensor], inputs: Iterable[Tensor], parameters: Iterable[Tensor]) -> bool:
-    """Looks at the graph of one microbatch.
+class Halves:
+    """The halves of one microbatch's backward.
 
     Args:
-        outputs: what the stage returned; each requires gradients.
+        outputs: where what the stage returned came from.
         inputs: its inputs, leaves.
         parameters: leaves.
     """
-    roots = [get_gradient_edge(output).node for output in outputs]
-    order = _leaves_first(roots)
-    of_inputs = _reaching(order, {_node_of(leaf) for leaf in inputs if leaf.requires_grad})
-    wanted = {_node_of(leaf) for leaf in parameters if leaf.requires_grad}
-    if any(root not in of_inputs for root in roots if wanted & _below(root)):
-        return False
-    read = {node: _read(node, of_inputs, wanted) for node in order if node in of_inputs}
-    if any(isinstance(node, BackwardCFunction) for node, parameters in read.items() if parameters):
-        return False
-    return _are_in_groups(read) and not _meets_twice(read)
+
+    def __init__(self, outputs: Sequence[GradientEdge], inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+        self._outputs, self._inputs = outputs, inputs
+        order = _leaves_first([output.node for output in outputs])
+        self._wanted = {_node_of(leaf): k for k, leaf in enumerate(parameters) if leaf.requires_grad}
+        of_inputs = _reaching(order, {_node_of(leaf) for leaf in inputs if leaf.requires_grad})
+        #: by each operation that depends on inputs, from these on: the parameters that it reads
+        self._read = {node: _read(node, of_inputs, self._wanted.keys()) for node in order if node in of_inputs}
+        self._came: dict[Node, Sequence[Tensor | None]] = {}
+
+    @property
+    def are_apart(self) -> bool:
+        """Whether one can be computed after the other."""
+        roots = [output.node for output in self._outputs if output.node not in self._read]
+        if any(self._wanted.keys() & _below(root) for root in roots):
+            return False
+        if any(isinstance(node, BackwardCFunction) for node, parameters in self._read.items() if parameters):
+            return False
+        return _are_in_groups(self._read) and not _meets_twice(self._read)
+
+    @property
+    def came(self) -> list[Tensor | None]:
+        """Between the halves: the gradients with which the second one begins."""
+        return [gradient for gradients in self._came.values() for gradient in gradients]
+
+    def of_inputs(self, seeds: Sequence[Tensor]) -> list[Tensor | None]:
+        """The first half: gradients of the inputs, of those of the outputs."""
+        reading = [node for node, parameters in self._read.items() if parameters]
+        self._read = {node: self._read[node] for node in reading}
+        handles = [node.register_prehook(partial(self._came.__setitem__, node)) for node in reading]
+        try:
+            outputs, self._outputs = self._outputs, ()
+            made = torch.autograd.grad(outputs, self._inputs, seeds, retain_graph=True, allow_unused=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return list(made)
+
+    def of_parameters(self) -> list[Tensor | None]:
+        """The second half: gradients of the parameters, in their order."""
+        groups: dict[frozenset[Node], list[Node]] = {}
+        for node in self._came:
+            groups.setdefault(self._read[node], []).append(node)
+        found: list[Tensor | None] = [None] * (1 + max(self._wanted.values(), default=-1))
+        for parameters, nodes in groups.items():
+            came = [(GradientEdge(node, k), each) for node in nodes for k, each in enumerate(self._came[node])]
+            edges, seeds = zip(*[(edge, each) for edge, each in came if each is not None], strict=True)
+            wanted = [GradientEdge(node, 0) for node in parameters]
+            made = torch.autograd.grad(edges, wanted, seeds, allow_unused=True)
+            for node, gradient in zip(parameters, made, strict=True):
+                found[self._wanted[node]] = gradient
+        return found
 
 
 def _are_in_groups(read: Mapping[Node, frozenset[Node]]) -> bool:
@@ -58,7 +105,7 @@ def _meets_twice(own: Mapping[Node, frozenset[Node]]) -> bool:
     return False
 
 
-def _read(node: Node, of_inputs: set[Node], wanted: set[Node]) -> frozenset[Node]:
+def _read(node: Node, of_inputs: set[Node], wanted: Set[Node]) -> frozenset[Node]:
     sides = [_below(next_) for next_ in _next(node) if next_ not in of_inputs]
     return frozenset().union(*(side & wanted for side in sides))
 

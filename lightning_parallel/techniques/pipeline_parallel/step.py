@@ -129,9 +129,7 @@ class PipelineStep(WrappedStep):
         schedule = self._schedule.only(count) if count < self._schedule.microbatches else self._schedule
         self._stages.draws.begin(run.batches_before)
         with work.old:
-            Executor(self._stages, self._exchange, schedule.splits_backward, work).run(
-                schedule.with_communication()[self._rank]
-            )
+            Executor(self._stages, self._exchange, work).run(schedule.with_communication()[self._rank])
         last = self._shared(work, run)
         self._looks_left -= self._looks_left > 0 and work.backward
         self._tell(last.mixes)
