@@ -76,8 +76,8 @@ def counts(make_strategy: Callable[[], Strategy], layers: int, batch: int = 4) -
     return found.of
 
 
-# Messages of a step; calls more than with DDP, by four parameters and by each one more, of ours and of all in Python. With
-# torch 2.13 these are 5 fewer than with 2.11.
+# Messages of a step; calls more than with DDP, by four parameters and by each one more, of ours and of all in Python.
+# With torch 2.13 these are 5 fewer than with 2.11.
 UNSEEN = GROUP | {"nonfinite": "continue"}  # without the look at gradients before each step, which costs the difference
 MOST: dict[str, tuple[Callable[[], Strategy], int, int, int]] = {
     "data parallel": (lambda: DataParallelStrategy(**UNSEEN), 3, 165, 8),

@@ -128,3 +128,29 @@ def test_values_made_of_means_are_those_of_one_device(layout: tuple[int, int, An
         if readers == 1:  # what a step returns, or counts in a metric, is this rank's
             assert found.returned == pytest.approx(expected.returned, rel=1e-9)
             assert found.average == pytest.approx(expected.average, rel=1e-9)
+
+
+class CountsLater(Words):
+    """Logs how many samples there are, from a step on in which nobody watches any more."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
+        if self.global_step:
+            self.log("samples", float(len(batch[0])), reduce_fx="sum", on_step=True, on_epoch=True)
+        return self.losses(batch)[0]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.returned.append(self.trainer.callback_metrics.get("samples_step", torch.zeros(())))
+
+
+def counted(strategy: MakeStrategy, readers: int) -> list[float]:
+    random, model = torch.Generator().manual_seed(1), CountsLater()
+    data = TensorDataset(torch.randn(24, LENGTH, WIDTH, generator=random).double(), targets(random), targets(random))
+    loader = partial(DataLoader, data, 8 // readers)
+    trainer(strategy(), precision="64-true", max_epochs=2).fit(model, loader(), loader())
+    return list(map(float, model.returned))
+
+
+def test_what_is_first_logged_where_nobody_watches_is_not_decided_by_that() -> None:
+    ranks, readers, strategy = LAYOUTS[-1]
+    for samples in run_on_ranks(ranks, counted, strategy, readers):
+        assert samples[2:] == [8] * 4

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_parallel.strategies.logged.kinds import Kind
+from lightning_parallel.strategies.logged.kinds import Kind, common
 from lightning_parallel.strategies.logged.reductions import HOW, NOT_SEEN, SeenKind, joined, name_of, reduced
 from lightning_parallel.strategies.logged.sums import OfMean, as_one
 from lightning_parallel.techniques.tools.means import Means, Over, is_among
@@ -82,8 +82,10 @@ def combined(same: Sequence[LoggedValue], metrics: Mapping[str, Any], alone: boo
     values = [noted.value.cpu() for noted in same if isinstance(noted.value, Tensor)]
     if not values:
         return LoggedValue(first.name, first.value, options, first.samples)
-    seen = joined([noted.seen for noted in same])
-    how = HOW.get(seen.kind or Kind.OTHER, name_of(options.get("reduce_fx", "mean")))
+    kind, number = joined([noted.seen for noted in same]).kind or Kind.OTHER, first.seen.number
+    how = HOW.get(kind, name_of(options.get("reduce_fx", "mean")))
+    # numbers that are only like each other are no news for other ranks
+    seen = SeenKind(common((noted.seen.kind for noted in same), number is not None), number)
     samples = [noted.samples for noted in same]
     if how != "mean" or not all(noted.of_means for noted in same):
         value = reduced(values, samples, how)

@@ -42,7 +42,7 @@ from lightning_parallel.strategies.logged.step_values import (
     step_value,
     without_effect,
 )
-from lightning_parallel.strategies.logged.sums import OPERATIONS, BatchSums, OfMean, scale_together, single_samples
+from lightning_parallel.strategies.logged.sums import OPERATIONS, BatchSums, OfMean, number_of, scale_together
 from lightning_parallel.strategies.ranks.agreement import (
     BACKWARD,
     BEGUN,
@@ -93,6 +93,7 @@ class StepLog:
         self._watch: KindWatch | None = None
         self._elsewhere: tuple[SeenKind, Sequence[OfMean]] | None = None
         self._told: set[str] = set()
+        self._names: dict[int, str] = {}  # of parameters, by their ids
         #: which values count as means do
         self.multiples = Multiples()
         self._may_leave = is_overridden("on_train_batch_start", module)  # by returning -1
@@ -356,18 +357,24 @@ class StepLog:
             finish()
 
     def _agree(self, what: int, more: int, said: str, names: list[str]) -> Means:
-        """The means of the step, if all ranks computed as many; else none, and losses count by samples."""
+        """The means of the step, if all ranks computed the same; else those that learn, or none.
+
+        What is made of others counts by samples, losses too.
+        """
         means = self.means or Means()
-        numbers = (len(means.all) << 16) + len(single_samples(means))
+        learning = means.that_learn
+        self._names = self._names or {id(parameter): name for name, parameter in self._module.named_parameters()}
+        number = number_of(means, self._names)
+        numbers = number if learning is means else number_of(learning, self._names), number
         mark = (what, more, 0, zlib.crc32("\n".join(names).encode()))
         comparison = Comparison(mark, NOTHING, self._host, self._content, means=numbers)
         comparison.finish(lambda: said, lambda: ", ".join(names))
-        if comparison.same_means:
-            return means
+        if any(comparison.same_means):
+            return means if all(comparison.same_means) else learning
         if not self._differed and dist.get_rank() == 0:
             log.warning(
-                "ranks computed different numbers of losses in one step (here %d), so these count by samples, not by "
-                "targets, in the mean over ranks",
+                "ranks computed different numbers of losses in one step (here %d), or losses of other parts of the "
+                "model, so these count by samples, not by targets, in the mean over ranks",
                 len(means.all),
             )
         self._differed = True

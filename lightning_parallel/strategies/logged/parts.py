@@ -30,6 +30,7 @@ from lightning_parallel.strategies.logged.metrics import BatchMetric, UndoableMe
 from lightning_parallel.strategies.logged.reductions import HOW, UNSEEN, SeenKind, name_of
 from lightning_parallel.strategies.logged.sums import OfMean
 from lightning_parallel.techniques.step import Run
+from lightning_parallel.techniques.tools.losses import WATCHING
 from lightning_parallel.techniques.tools.means import Means, Over, Scale, WatchedRun, is_among, scaled
 from lightning_parallel.techniques.tools.microbatches import Layout, samples_in
 from lightning_parallel.values import map_leaves, tensors_of
@@ -135,7 +136,7 @@ class PartsRun(Run[T]):
                 names_of(stay), "cannot be sent: what a step keeps in it stays on the rank of the last stage"
             )
             self._noted.append(noted)
-            self._means.append(Means.of_step())
+            self._means.append(WATCHING.get())
             made = [change.value for change in changes.values()]
             self._multiples.append(_multiples_in([output, made, [average.values for average in given]]))
             self._returned.append(self._kinds_of(RETURNED, Change(output)))
@@ -181,7 +182,7 @@ class PartsRun(Run[T]):
         if doubtful and kind is Kind.SUM and seen_as.kind is Kind.OTHER:  # in batches that nobody watches, too
             self._log.kinds.decide(self._hook, ("logged", name), (Kind.OTHER,))
         samples, metric = options.get("batch_size") or size, computed[0] if computed else None
-        means = Means.of_step()
+        means = WATCHING.get()
         value, parts = self._log.multiples.parts_of(self._hook, name, value, means, self._watch)
         of_means = {} if means is None else {k: OfMean(part, means.all[k].over) for k, part in parts.items()}
         kept = torch.as_tensor(value).detach().clone().reshape(())
@@ -305,7 +306,7 @@ class SeenRun(WatchedRun[T]):
 
 def _multiples_in(value: Any) -> list[Tensor]:
     """The numbers in a value that are sums of multiples of the step's means, and of nothing else that learns."""
-    means = Means.of_step()
+    means = WATCHING.get()
     learning = [tensor for tensor in tensors_of(value) if not tensor.dim() and tensor.requires_grad]
     return [tensor.detach() for tensor in learning if means is not None and means.make_all_of(tensor)]
 

@@ -15,6 +15,7 @@ A value that a rank has put together of parts of its batch comes with means of i
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ from torch import Tensor
 
 from lightning_parallel.collectives.functional import Pending, packed, within_reach
 from lightning_parallel.techniques.tools.means import Means, Over
+from lightning_parallel.techniques.tools.reach import leaf_near
 from lightning_parallel.values import batch_size
 
 OPERATIONS: dict[str, Any] = {
@@ -109,10 +111,10 @@ class BatchSums:
 
     def _numbers_of(self, summed: Summed) -> list[Tensor]:
         value, zero = summed.value.detach().double(), torch.zeros((), dtype=torch.float64, device=summed.value.device)
-        known = range(len(self._overs))  # none where ranks computed other numbers of means: all is rest then
+        known = self._means.numbers  # none where ranks computed other numbers of means: all is rest then
         parts = {number: part.detach().double() for number, part in summed.parts.items() if number in known}
         rest = value - sum(parts.values()) if parts else value
-        numbers = [parts.get(k, zero) * over.divisor for k, over in enumerate(self._overs)]
+        numbers = [parts.get(number, zero) * over.divisor for number, over in zip(known, self._overs, strict=True)]
         counts = float(self._share != 0.0)
         for part, over in summed.own:
             rest = rest - part
@@ -126,8 +128,8 @@ class BatchSums:
             numbers = self._packed.unbind()
             counted = numbers[len(numbers) - len(self._overs) :]
             totals = [_floored(total, over) for total, over in zip(counted, self._overs, strict=True)]
-            told = iter(numbers)
-            self._values = [_whole(told, totals, summed) for summed in self._summed]
+            told, by_number = iter(numbers), dict(zip(self._means.numbers, totals, strict=True))
+            self._values = [_whole(told, by_number, summed) for summed in self._summed]
             for mean, over, total in zip(self._means.all, self._overs, totals, strict=True):
                 total = total.to(over.divisor.device)
                 mean.scale.factor = _scale(over.divisor, total, self._ranks, self._share)
@@ -163,9 +165,9 @@ def _scale(divisor: Tensor, total: Tensor, ranks: int, share: float) -> Tensor:
     return torch.where(total == 0, 0.0, scale)
 
 
-def _whole(numbers: Iterator[Tensor], totals: Sequence[Tensor], summed: Summed) -> Tensor:
+def _whole(numbers: Iterator[Tensor], totals: Mapping[int, Tensor], summed: Summed) -> Tensor:
     whole = next(numbers)
-    for number, total in enumerate(totals):
+    for number, total in totals.items():
         whole = whole + _mean(next(numbers), total, number in summed.parts)
     for own in summed.own:
         part, count = next(numbers), next(numbers)
@@ -189,3 +191,17 @@ def _over(over: Over, share: float, of_one_sample: bool) -> Over:
 def single_samples(means: Means) -> frozenset[int]:
     """The means that count by samples, as each is over one."""
     return means.of_single_samples(batch_size(means.batch)) if len(means.all) > 1 else frozenset()
+
+
+def number_of(means: Means, names: Mapping[int, str]) -> int:
+    """Stands for how many means there are, and for what of the model each of them is made of.
+
+    Args:
+        means: of a step.
+        names: of parameters, by their ids.
+    """
+    made_of = 0
+    for mean in means.all:
+        if mean.edge is not None:
+            made_of = zlib.crc32(names.get(id(leaf_near(mean.edge.node)), "").encode(), made_of)
+    return (((len(means.all) << 8) + len(single_samples(means))) << 32) + made_of

@@ -155,7 +155,8 @@ class Comparison:
         group: all ranks.
         content: what this rank reads; on all ranks with as many `readers`.
         samples: how many this rank has; `fewest` then says how many any of them has at least.
-        means: how many means a step computed, by which ranks may differ; `same_means` then says whether they do not.
+        means: what stands for the means that a step computed, by which ranks may differ; `same_means` then says of each
+            number whether they do not.
     """
 
     def __init__(
@@ -165,17 +166,18 @@ class Comparison:
         group: dist.ProcessGroup,
         content: Content | None = None,
         samples: int = 0,
-        means: int = 0,
+        means: tuple[int, int] = (0, 0),
     ) -> None:
         self._group, self._content = group, content
         read = [] if content is None else content.numbers()
-        numbers = [*read, *asked, means, -means, -samples, *mark, *[-number for number in mark]]
+        one, other = means
+        numbers = [*read, *asked, one, other, -one, -other, -samples, *mark, *[-number for number in mark]]
         self._numbers = torch.from_numpy(np.array(numbers, dtype=np.float64))  # torch reads lists four times as slowly
         self._work = highest(self._numbers, group)
         self._places = len(mark)
         self.anybody: list[float] = []
         self.fewest = samples
-        self.same_means = True
+        self.same_means = True, True
 
     def finish(self, where: Callable[[], str], what: Callable[[], str], how: Callable[[], str] = str) -> None:
         """Waits for the others.
@@ -191,8 +193,8 @@ class Comparison:
         self._work.wait()
         numbers, places = self._numbers.tolist(), self._places
         readers = 0 if self._content is None else self._content.readers
-        *self.anybody, most, least, fewest = numbers[2 * readers : -2 * places]
-        self.same_means, self.fewest = most == -least, -int(fewest)
+        *self.anybody, one, other, least_one, least_other, fewest = numbers[2 * readers : -2 * places]
+        self.same_means, self.fewest = (one == -least_one, other == -least_other), -int(fewest)
         if numbers[-2 * places : -places] != [-lowest for lowest in numbers[-places:]]:
             self._explain(gather_objects((where(), what(), how()), self._group))
         if self._content is not None and self._content.differs(numbers):

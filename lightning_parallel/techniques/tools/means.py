@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from typing_extensions import Self
 
 from lightning_parallel.techniques.step import Run
-from lightning_parallel.techniques.tools.losses import WATCHING, Watched, unwatch, watch
+from lightning_parallel.techniques.tools.losses import Watched, unwatch, watch
 from lightning_parallel.techniques.tools.reach import is_made_of, linear_nodes, multiples_in
 from lightning_parallel.values import children_of, holds_alike, tensors_of
 
@@ -143,6 +143,8 @@ class Means:
     all: list[Mean] = field(default_factory=list)
     #: numbers without gradient, each with what was divided by what; whether these are means is not known here
     quotients: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    #: of `all`, where these are some of more
+    _numbers: Sequence[int] | None = None
     _others: list[tuple[Tensor, int]] = field(default_factory=list)
     _kept: list[tuple[GradientEdge, dict[int, Tensor]]] = field(default_factory=list)
     _floors: list[tuple[Tensor, Tensor, float]] = field(default_factory=list)
@@ -196,11 +198,6 @@ class Means:
         """A value is a mean over the same as mean `number`."""
         self._others.append((value, number))
 
-    @staticmethod
-    def of_step() -> Means | None:
-        """What notes the means of the step that runs in this thread."""
-        return WATCHING.get()
-
     def declare(self, over: Over, device: torch.device) -> None:
         """A mean over so much was computed elsewhere; values of it are given to `also` and `scaled`."""
         nothing = torch.zeros((), device=device)
@@ -213,6 +210,19 @@ class Means:
         result = scaled(value, self.all[number].sum)
         self.also(result, number)
         return result
+
+    @property
+    def numbers(self) -> Sequence[int]:
+        """The number of each of `all`, as values tell by it what is made of a mean."""
+        return range(len(self.all)) if self._numbers is None else self._numbers
+
+    @property
+    def that_learn(self) -> Means:
+        """Those with a gradient, by their numbers; itself where all have one."""
+        numbers = [number for number, mean in enumerate(self.all) if mean.edge is not None]
+        if len(numbers) == len(self.all):
+            return self
+        return Means(self.elements, self.batch, [self.all[number] for number in numbers], _numbers=numbers)
 
     def of_single_samples(self, samples: int | None) -> frozenset[int]:
         """The numbers of those that one place computed for each sample by itself: a mean of them counts samples."""

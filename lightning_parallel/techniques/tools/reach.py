@@ -115,6 +115,16 @@ def is_of_selection(start: Any) -> bool:
     return False
 
 
+def leaf_near(start: Any) -> Tensor | None:
+    """The leaf that is next to a node, behind it; None where there is none near."""
+    ahead = [start]
+    for node in islice(ahead, NEAR):  # which grows meanwhile
+        if (leaf := getattr(node, "variable", None)) is not None:
+            return leaf  # type: ignore[no-any-return]
+        ahead.extend([parent for parent, _ in node.next_functions if parent is not None])
+    return None
+
+
 def _one(node: Any) -> Tensor:
     return torch.ones((), dtype=_made(node).dtype, device=_made(node).device)
 
