@@ -357,20 +357,18 @@ class StepLog:
             finish()
 
     def _agree(self, what: int, more: int, said: str, names: list[str]) -> Means:
-        """The means of the step, if all ranks computed the same; else those that learn, or none.
-
-        What is made of others counts by samples, losses too.
-        """
+        """The means of the step if all ranks computed the same, else those that learn, or none: others count by samples."""
         means = self.means or Means()
         learning = means.that_learn
         self._names = self._names or {id(parameter): name for name, parameter in self._module.named_parameters()}
         number = number_of(means, self._names)
-        numbers = number if learning is means else number_of(learning, self._names), number
+        numbers = number, number if learning is means else number_of(learning, self._names)
         mark = (what, more, 0, zlib.crc32("\n".join(names).encode()))
         comparison = Comparison(mark, NOTHING, self._host, self._content, means=numbers)
         comparison.finish(lambda: said, lambda: ", ".join(names))
-        if any(comparison.same_means):
-            return means if all(comparison.same_means) else learning
+        for each, same in zip((means, learning), comparison.same_means, strict=True):
+            if same:
+                return each
         if not self._differed and dist.get_rank() == 0:
             log.warning(
                 "ranks computed different numbers of losses in one step (here %d), or losses of other parts of the "
