@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
@@ -160,9 +162,52 @@ class RunsAgain(Language):
         self.blocks = nn.ModuleList(Again() for _ in range(4))
 
 
+class Residual(Language):
+    """What words become is used after every block, and so is a mask of them within."""
+
+    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        x = first = self.words(tokens)
+        mask = first @ first.mT > -1
+        for block in self.blocks:
+            x = first + block(x, mask)
+        return self.of_targets(self.norm(x), labels)
+
+
+class HooksReturnTheSame(Residual):
+    def __init__(self) -> None:
+        super().__init__()
+        for module in (self.words, self.norm, self.head, *self.blocks, *(block.mix for block in self.blocks)):
+            module.register_forward_pre_hook(lambda _, args: args)
+            module.register_forward_hook(lambda _, args, output: output)
+
+
+class HooksReturnNew(Residual):
+    """What they return goes on, and to the next hook, which keeps it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for module in (self.words, *self.blocks, self.norm):
+            module.register_forward_hook(lambda _, args, output: output * 1.5)
+            module.register_forward_hook(lambda _, args, output: self.kept.append(output))
+        for block in self.blocks:
+            block.register_forward_pre_hook(lambda _, args: (args[0] * 0.5, *args[1:]))
+            block.register_forward_pre_hook(lambda _, args: self.kept.append(args[0]))
+            block.map.register_forward_hook(lambda _, args, output: (output, args[0].mean(-1, keepdim=True)))
+            block.map.register_forward_hook(lambda _, args, output: output[0] + output[1])
+
+    def of_targets(self, x: Tensor, labels: Tensor) -> Tensor:
+        assert len(self.kept) == 2 + 2 * len(self.blocks)
+        return super().of_targets(torch.stack([(k + 1) * one for k, one in enumerate(self.kept)]).sum(0) / 9, labels)
+
+    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        self.kept: list[Tensor] = []
+        return super().loss(tokens, labels)
+
+
 MODELS = {
     kind.__name__: kind for kind in (NormOfABlock, NormGoesOn, EarlyExit, EarlyExitByModule, AsksWeights, RunsAgain)
 }
+RESIDUAL = {kind.__name__: kind for kind in (Residual, HooksReturnTheSame, HooksReturnNew)}
 PIPELINES: dict[str, MakeStrategy] = {
     "1f1b": partial(PipelineParallelStrategy, 2, microbatches=2),
     "zbv": partial(PipelineParallelStrategy, 2, schedule="zbv", microbatches=4),
@@ -176,9 +221,9 @@ def batches(samples: int, seed: int) -> DataLoader[Any]:
     return DataLoader(TensorDataset(tokens, labels), 8)
 
 
-def trained(strategy: MakeStrategy | None, model: str) -> Any:
-    module = MODELS[model]()
-    run = trainer(made(strategy), max_epochs=2, precision="64-true")
+def trained(strategy: MakeStrategy | None, model: str, **options: Any) -> Any:
+    module = (MODELS | RESIDUAL)[model]()
+    run = trainer(made(strategy), max_epochs=2, precision="64-true", **options)
     run.fit(module, batches(24, 1), batches(16, 2))
     metrics = {name: float(value) for name, value in run.callback_metrics.items()}
     return metrics, {name: value.detach().clone() for name, value in module.state_dict().items()}
@@ -195,6 +240,24 @@ def test_so_does_a_layer_that_runs_a_backward_pass_within_that_of_a_stage_of_div
     expected = begun_on_one(trained, None, "RunsAgain")
     strategy = partial(HybridStrategy, TensorParallel(2), PipelineParallel(2, microbatches=2))
     for found in run_on_ranks(4, trained, strategy, "RunsAgain"):
+        require_like(expected.result(), found)
+
+
+@pytest.mark.parametrize(("model", "layout"), [("HooksReturnTheSame", "1f1b"), ("HooksReturnNew", "zbv")])
+def test_hooks_return_what_goes_on(model: str, layout: str) -> None:
+    expected = begun_on_one(trained, None, model)
+    for found in run_on_ranks(2, trained, PIPELINES[layout], model):
+        require_like(expected.result(), found)
+
+
+def profiled(strategy: MakeStrategy) -> Any:
+    warnings.filterwarnings("ignore", ".*not enough steps to properly record")
+    return trained(strategy, "Residual", profiler="pytorch")
+
+
+def test_the_profiler_of_pytorch_hooks_every_module() -> None:
+    expected = begun_on_one(trained, None, "Residual")
+    for found in run_on_ranks(2, profiled, PIPELINES["1f1b"]):
         require_like(expected.result(), found)
 
 

@@ -90,7 +90,7 @@ class _Recorder(Watch):
         self._repeatable: dict[str, Repeatable] = {}
         self._complete, self._over = True, False  # the step; of repeated calls nothing but their operations is noted
         self._operations: Operations = []
-        self._hooks = WatchedHooks(model, self._taken)
+        self._hooks = WatchedHooks(model, self._taken, self._returned_by_hooks)
         self._whole = {name for block in blocks for name in ancestors(block)}
 
     @contextmanager
@@ -141,6 +141,12 @@ class _Recorder(Watch):
             return output
         name = self._module_names[id(module)]
         self._parts[name] += 1
+        return self._note_returned(output, Made(self._position), (name, self._parts[name] - 1))
+
+    def _returned_by_hooks(self, name: str, output: Any) -> Any:
+        """What a part returns is what its hooks make of it; what modules within one return, stays there."""
+        if self._depth or self._position % 2:
+            return output
         return self._note_returned(output, Made(self._position), (name, self._parts[name] - 1))
 
     def _is_part(self, module: nn.Module) -> bool:
@@ -202,13 +208,16 @@ class _Recorder(Watch):
         if not self._over:
             self._read_at(tensor, self._position)
 
-    def _read_at(self, tensor: Tensor, position: int) -> None:
+    def _read_at(self, tensor: Tensor, position: int, by_hook: bool = False) -> None:
         tensor = self._arguments.original(tensor, position)
         made = self._known.made(tensor)
+        original = self._hooks.original(tensor)
+        if original is not None and made is not None:  # where the hook got it, it must be there
+            self._read_at(original, made.position, by_hook=True)
         for name in self._names.get(id(tensor), ()):
             self._uses.setdefault(name, set()).add(position)
         if made is not None and id(tensor) not in self._names:
-            in_hand = position % 2 == 0 or self._hooks.running or id(tensor) in self._given
+            in_hand = position % 2 == 0 or by_hook or self._hooks.running or id(tensor) in self._given
             made = made if in_hand or not made.returned else replace(made, sources=None)  # a block may have kept it
             self._note_skip(made, position, f"a tensor of shape {tuple(tensor.shape)}")
 

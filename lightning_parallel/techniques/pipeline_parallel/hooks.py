@@ -96,13 +96,21 @@ class Hooks:
         self._taken.append(Taken(call, name, after, map_leaves(_sendable, kept)))
 
     def call_again(self, taken: Sequence[Taken], stage: int) -> None:
-        """Calls hooks with what they got on an earlier stage."""
+        """Calls hooks with what they got on an earlier stage, each with what those before it made of that."""
         for one in taken:
             copied = self._last(one) > stage  # a hook may change in place what goes on
             given = map_tensors(Tensor.clone, one.given) if copied else one.given
             output, args, kwargs = map_leaves(self._present, given)
             for hook, by_name in list(_hooks_of(self._modules[one.module], one.after)):
-                hook(self._modules[one.module], args, *([kwargs] * by_name), *([output] * one.after))
+                result = hook(self._modules[one.module], args, *([kwargs] * by_name), *([output] * one.after))
+                if result is None:
+                    continue
+                if one.after:
+                    output = result
+                elif by_name:
+                    args, kwargs = result
+                else:
+                    args = result if isinstance(result, tuple) else (result,)
 
     def _present(self, leaf: Any) -> Any:
         if isinstance(leaf, Unsent):
