@@ -140,7 +140,7 @@ class MeshStrategy(RankStrategy):
         self._batches = Batches(self._readers(), self._host_group(), signals, saver, self._stored.settings, divided)
         self._callback = MeshCallback(self._batches, *unite, lambda: self._whole.shown(looks=True))
         adopted.call_first(self._callback)
-        adopted.keep_time_together(self.broadcast)
+        adopted.keep_ranks_together(self.broadcast, self._batches.compare_loaders)
 
     def _parallelize(self, module: LightningModule) -> None:
         mesh = self._mesh()

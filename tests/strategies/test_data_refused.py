@@ -5,14 +5,17 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Sampler, TensorDataset
 
-from lightning_parallel import DataParallelStrategy
-from tests.ranks import TIMEOUT, RanksFailed
+from lightning_parallel import DataParallelStrategy, PipelineParallelStrategy
+from tests.further.points import Handwritten
+from tests.ranks import TIMEOUT, RanksFailed, run_on_ranks
 from tests.strategies.runs import Samples, fit, loader, on_ranks
 from tests.strategies.test_data import Stream, distributed, stream, together
-from tests.tiers import sampled
+from tests.tiers import covering, sampled
+from tests.trainers import trainer
 
 dp = DataParallelStrategy
 
@@ -107,3 +110,46 @@ def check_refused(message: str, make: Any) -> None:
 
 def after_training(make: Any, batch_size: int) -> Any:
     return loader(8, batch_size), make(batch_size)
+
+
+# ---------------------------------------------------------------- other numbers of loaders
+
+
+class Hooked(Handwritten):
+    """Makes its loaders itself."""
+
+    def val_dataloader(self) -> list[DataLoader]:
+        return fewer_on_rank_one()
+
+
+def points() -> DataLoader:
+    return DataLoader(TensorDataset(torch.ones(8, 13), torch.zeros(8, dtype=torch.long), torch.zeros(8)), 4)
+
+
+def fewer_on_rank_one() -> list[DataLoader]:
+    return [points(), points()][dist.get_rank() :]
+
+
+GIVEN = {
+    "train": (
+        Handwritten,
+        lambda: (dict(enumerate(fewer_on_rank_one())), points()),
+        "loaders of train_dataloader: 2; ",
+    ),
+    "validation": (Handwritten, lambda: (points(), fewer_on_rank_one()), "loaders of val_dataloader: 2; "),
+    "hook": (Hooked, lambda: (points(),), "loaders of val_dataloader: 2; "),
+    "none": (Handwritten, lambda: (points(), fewer_on_rank_one()[1:] or None), "loaders of val_dataloader: some; "),
+}
+
+
+def other_numbers(strategy: Any, given: str, checks: int) -> None:
+    make, data, theirs = GIVEN[given]
+    message = rf"^which loaders are read next must be .* \(rank 0: {theirs}rank 1: .*\); give every rank equally many"
+    with pytest.raises(ValueError, match=message):
+        trainer(strategy(), max_epochs=1, num_sanity_val_steps=checks).fit(make(), *data())
+    assert not [name for kind in (DataLoader, BatchSampler) for name in vars(kind) if name.startswith("__old")]
+
+
+@covering(keep=4, strategy=[partial(dp, 2), partial(PipelineParallelStrategy, 2)], given=GIVEN, checks=[2, 0])
+def test_other_numbers_of_loaders_are_an_error_on_every_rank(strategy: Any, given: str, checks: int) -> None:
+    run_on_ranks(2, other_numbers, strategy, given, checks, timeout=8.0, limit=20.0)

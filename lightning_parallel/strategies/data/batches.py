@@ -18,6 +18,8 @@ from lightning_parallel.strategies.data.randomness import RandomState, generator
 from lightning_parallel.strategies.data.shares import PassNotes, Readers
 from lightning_parallel.strategies.ranks.agreement import (
     EVENLY,
+    GIVEN,
+    NOTHING,
     Comparison,
     Content,
     Mark,
@@ -34,6 +36,7 @@ ENDED: Mark = (-1, -1, 0, 0)
 BEGINS: Mark = (-5, 0, 0, 0)
 LEAVES: Mark = (-6, 0, 0, 0)
 LOOKS = -7
+LOADERS = -8
 
 
 class Batches:
@@ -72,6 +75,19 @@ class Batches:
         self.weight = 1.0
         #: the least number of samples that any rank has of this batch
         self.fewest_samples: int | None = None
+
+    def compare_loaders(self, name: str, number: int | str) -> None:
+        """Loaders are about to be registered, or to be asked for, on all ranks as many.
+
+        Args:
+            name: Lightning's for them, as "val_dataloader".
+            number: how many this rank has, or words for it.
+
+        Raises:
+            ValueError: on every rank, if others have another number, or are at another place.
+        """
+        mark, content = (LOADERS, zlib.crc32(f"{name}: {number}".encode()), 0, 0), self._nothing_read()
+        Comparison(mark, NOTHING, self._group, content).finish(lambda: f"{GIVEN}{name}: {number}", str)
 
     def register(self, loader: Any) -> None:
         """A loader is about to be used.
@@ -146,8 +162,10 @@ class Batches:
         return layouts.of(combined, dataloader_idx)
 
     def _stand(self, mark: Mark, place: str) -> None:
-        content = None if self.readers.copies == 1 else self._content([], 0)
-        self._compare(mark, lambda: place, str, content)
+        self._compare(mark, lambda: place, str, self._nothing_read())
+
+    def _nothing_read(self) -> Content | None:
+        return None if self.readers.copies == 1 else self._content([], 0)
 
     def _content(self, readings: Sequence[Any], batch_idx: int) -> Content:
         found = [(_notes(reading) or PassNotes()).contents.pop(batch_idx, None) for reading in readings]

@@ -110,6 +110,7 @@ LOGGED = "a step that logged"
 RETURNED = "a step that returned"
 BACKWARD = "a backward pass within a step"
 BEGUN = "a step that began"
+GIVEN = "loaders of "
 NOT_KNOWN = float("-inf")
 Mark = tuple[int, int, int, int]
 Asked = tuple[float, float, float]
@@ -213,6 +214,9 @@ class Comparison:
 
     def _explain(self, said: list[tuple[str, str, str]]) -> None:
         places = [place for place, *_ in said]
+        if any(place.startswith(GIVEN) for place in places):
+            remedy = "give every rank equally many loaders, to fit as by the hooks that return them"
+            require_same("which loaders are read next", places, remedy)
         if any(place.startswith(RETURNED) for place in places):
             remedy = "a batch is skipped on all ranks or on none: return a loss times zero, or decide it by batch_idx"
             require_same(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from typing import Any
 
 import lightning
 import torch.distributed as dist
@@ -32,11 +33,10 @@ class Adoption:
         self.divides_data = lightnings.divides_data(trainer)
         lightnings.let_divide_data(trainer, False)  # Lightning's would replace the user's sampler and order
         self._back.callback(lightnings.let_divide_data, trainer, self.divides_data)
-        loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop)
-        for loop in loops:
+        for loop in _evaluating(trainer):
             self._back.callback(setattr, loop, "inference_mode", loop.inference_mode)
             loop.inference_mode = False  # sharded parameters and inference tensors do not mix
-        self._back.callback(lightnings.skip_without_draws(loops[0], RandomState.preserved))
+        self._back.callback(lightnings.skip_without_draws(_evaluating(trainer)[0], RandomState.preserved))
 
     def be_silent_on_syncing(self) -> None:
         """Lightning recommends sync_dist wherever there is a process group, even of one rank."""
@@ -59,10 +59,19 @@ class Adoption:
         with suppress(ValueError):  # another list stands in the place of that one
             lightnings.callbacks_of(self._trainer).remove(callback)
 
-    def keep_time_together(self, agree: Callable[[bool], bool]) -> None:
-        """Makes ranks decide by the clock of one what Lightning lets each decide by its own."""
+    def keep_ranks_together(self, agree: Callable[[bool], bool], compare: Callable[[str, int | str], None]) -> None:
+        """Makes ranks decide together what Lightning lets each decide by its own.
+
+        Args:
+            agree: what rank 0 decided, by its clock.
+            compare: gets the name and the number of the loaders that a loop is about to set up, or whether it will.
+        """
         lightnings.agree_when_to_validate(self._trainer, agree)
         self._back.callback(lightnings.decide_alone, self._trainer)
+        lightnings.compare_validating(self._trainer, compare)
+        for loop in (self._trainer.fit_loop, *_evaluating(self._trainer)):
+            lightnings.compare_loaders(loop, compare)
+            self._back.callback(lightnings.take_loaders_unseen, loop)
 
     def normalise_over(self, group: dist.ProcessGroup) -> None:
         """Synchronised batch norms meet the ranks that read other samples, and not those that hold other layers."""
@@ -92,6 +101,11 @@ class Adoption:
     def close(self) -> None:
         """Gives everything back."""
         self._back.close()
+
+
+def _evaluating(trainer: Trainer) -> tuple[Any, ...]:
+    """The loops that evaluate; that of a fit comes first."""
+    return trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop
 
 
 def _forget(entry: object) -> None:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -139,21 +141,56 @@ def read_ahead(loop: Any) -> list[Any]:
 def given_loaders(loop: Any) -> list[Any]:
     """The loaders that the user passed to the trainer; none where a hook makes them."""
     source = loop._data_source
-    if source.is_module() or source.instance is None:
-        return []
-    combined = source.instance if isinstance(source.instance, CombinedLoader) else CombinedLoader(source.instance)
-    return list(combined.flattened)
+    return [] if source.is_module() or source.instance is None else _flattened(source.instance)
+
+
+def _flattened(given: Any) -> list[Any]:
+    return list((given if isinstance(given, CombinedLoader) else CombinedLoader(given)).flattened)
+
+
+@dataclass
+class _Compared:
+    """Stands where a loop asks for its loaders."""
+
+    make: Callable[[], Any]
+    compare: Callable[[int], None]
+
+    def __call__(self) -> Any:
+        given = self.make()
+        self.compare(len(_flattened(given)))
+        return given
+
+
+def compare_validating(trainer: Trainer, compare: Callable[[str, str], None]) -> None:
+    """Has ranks compare whether training is to be validated: without loaders, Lightning leaves it out."""
+    source: Any = trainer.fit_loop.epoch_loop.val_loop._data_source
+    compare(source.name, "some" if source.is_defined() else "none")
+
+
+def compare_loaders(loop: Any, compare: Callable[[str, int], None]) -> None:
+    """Has ranks compare how many loaders a loop gets, by a name, before Lightning has them meet for each of these.
+
+    `take_loaders_unseen` takes it back.
+    """
+    source = loop._data_source
+    vars(source)["dataloader"] = _Compared(source.dataloader, partial(compare, source.name))
+
+
+def take_loaders_unseen(loop: Any) -> None:
+    """See `compare_loaders`."""
+    vars(loop._data_source).pop("dataloader", None)
 
 
 @contextmanager
 def loaders_made_together(loop: Any, host: dist.ProcessGroup) -> Iterator[None]:
-    """Inside, ranks of which one cannot make the loop's loaders all raise: Lightning lets them meet afterwards."""
-    table, make = vars(loop._data_source), loop._data_source.dataloader
-    table["dataloader"] = lambda: together(make, "make its data loaders", host)
+    """Inside, ranks of which one cannot make the loop's compared loaders all raise, before they compare."""
+    compared: _Compared = loop._data_source.dataloader
+    make = compared.make
+    compared.make = lambda: together(make, "make its data loaders", host)
     try:
         yield
     finally:
-        del table["dataloader"]
+        compared.make = make
 
 
 def take_patches_back() -> None:
