@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
+from torch._dynamo.eval_frame import skip_code
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from lightning_parallel.arguments import one_of
@@ -78,16 +79,54 @@ class ActivationCheckpoint(Technique):
 
     def _recomputed(self, block: nn.Module, forward: Forward) -> Forward:
         extra: dict[str, Any] = {} if self.mode == "full" else {"context_fn": _keep_expensive}
-        recomputed: Forward = functools.partial(checkpoint, use_reentrant=False, **extra)
         tables = [part._parameters for part in block.modules() if part._parameters]
 
         def run(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            kept = _as_they_are((args, _without_caches(kwargs)))
-            return recomputed(_with_given(tables, forward), *kept[0], **kept[1])
+            return _recomputed(_with_given(tables, forward), extra, args, _without_caches(kwargs))
 
         return run
+
+
+def _recomputed(forward: Forward, extra: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the forward returns, whose activations are recomputed.
+
+    Args:
+        forward: of the block.
+        extra: options of `checkpoint`.
+        args: what the block is given.
+        kwargs: the same by name.
+    """
+    if torch.compiler.is_dynamo_compiling():  # what is in a graph writes into nothing
+        return checkpoint(forward, *args, use_reentrant=False, **extra, **kwargs)
+    kept = _as_they_are((args, kwargs))
+    return checkpoint(_Runs(forward, args, kwargs), *kept[0], use_reentrant=False, **extra, **kept[1])
+
+
+skip_code(_recomputed.__code__)  # where a graph breaks in it, it runs as it is: nothing is compiled then
+
+
+class _Runs:
+    """The first run of a forward and its recomputations.
+
+    What a block writes into a list or a dict is the first run's to write: a step may read it there. Recomputations get
+    copies of what these were before it.
+
+    Args:
+        forward: of the block.
+        args: what the first run gets.
+        kwargs: the same by name.
+    """
+
+    def __init__(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._forward = forward
+        self._first = [(args, kwargs)]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the forward: with what the user gave the first time, then with copies of what is given here."""
+        args, kwargs = self._first.pop() if self._first else _as_they_are((args, kwargs))
+        return self._forward(*args, **kwargs)
 
 
 def _with_given(tables: list[dict[str, Any]], forward: Forward) -> Forward:

@@ -5,10 +5,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_parallel.plan.plan import ParallelPlan
 from lightning_parallel.strategies.hybrid import HybridStrategy
 from lightning_parallel.techniques.activation_checkpoint import ActivationCheckpoint
 from lightning_parallel.techniques.data_parallel import DataParallel
@@ -89,3 +91,50 @@ def test_selective_keeps_products_and_recomputes_the_rest() -> None:
     assert recomputed["aten.mm.default"] == plain["aten.mm.default"]
     assert recomputed["aten.silu.default"] == 4
     assert not any("scaled_dot_product" in name and "backward" not in name for name in recomputed)
+
+
+class Noting(nn.Module):
+    """Writes into the containers that it is given, and reads what stands there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(4, 4)
+
+    def forward(self, hidden: Tensor, losses: list[Tensor], state: dict[str, Any]) -> Tensor:
+        hidden = hidden + self.map(hidden).tanh() * state["scale"] * len(losses)
+        losses.append(hidden.square().mean())
+        state["aux"] = state["aux"] + losses[-1].sin()
+        return hidden
+
+
+def checkpointed(blocks: list[nn.Module], mode: Mode | None, compiled: bool = False) -> list[Callable[..., Any]]:
+    """The forwards of blocks, whose activations are recomputed in this mode."""
+    model = nn.Module()
+    model.blocks = nn.ModuleList(blocks)
+    if mode:
+        technique: Any = ActivationCheckpoint(mode)
+        technique.divide(model, ground(model, plan=ParallelPlan(blocks="blocks.*")), None)
+    torch.compiler.reset()
+    return [torch.compile(block.forward, backend="aot_eager") if compiled else block.forward for block in blocks]
+
+
+def noted(mode: Mode | None, compiled: bool) -> tuple[int, Tensor, list[Tensor]]:
+    """How many losses blocks wrote, the loss with what they wrote, and the gradients."""
+    torch.manual_seed(0)
+    blocks: list[nn.Module] = [Noting(), Noting()]
+    hidden, losses, state = torch.randn(2, 4), [torch.ones(())], {"aux": torch.zeros(()), "scale": 2.0}
+    for forward in checkpointed(blocks, mode, compiled):
+        hidden = forward(hidden, losses, state)
+    loss, count = hidden.sum() + sum(losses) + state["aux"], len(losses)
+    losses.append(loss)  # a step may go on with its containers, too
+    state.update(scale=5.0)
+    loss.backward()
+    return count, loss.detach(), [gradient for block in blocks for gradient in gradients(block)]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.filterwarnings("ignore")  # of the compiler's own
+def test_what_a_block_writes_into_containers_is_the_steps(mode: Mode, compiled: bool) -> None:
+    expected, found = noted(None, False), noted(mode, compiled)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
