@@ -21,7 +21,7 @@ from lightning_parallel.arguments import one_of
 from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
-from lightning_parallel.techniques.tools.caches import CACHES
+from lightning_parallel.techniques.tools.caches import CACHES, is_cache
 from lightning_parallel.techniques.tools.redirect import Forward, redirect_forward
 
 aten = torch.ops.aten
@@ -170,5 +170,6 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
 
 def _without_caches(kwargs: dict[str, Any]) -> dict[str, Any]:
     # Hugging Face models fill a key-value cache even in training; filled a second time it would double the keys.
-    dropped: dict[str, Any] = {name: None for name in CACHES if kwargs.get(name) is not None}
+    # What else has such a name, as learned prefixes have, is an input.
+    dropped: dict[str, Any] = {name: None for name in CACHES if is_cache(kwargs.get(name))}
     return {**kwargs, **dropped, **({"use_cache": False} if "use_cache" in kwargs else {})}

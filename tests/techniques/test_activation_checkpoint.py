@@ -138,3 +138,41 @@ def noted(mode: Mode | None, compiled: bool) -> tuple[int, Tensor, list[Tensor]]
 def test_what_a_block_writes_into_containers_is_the_steps(mode: Mode, compiled: bool) -> None:
     expected, found = noted(None, False), noted(mode, compiled)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+class Prefixed(nn.Module):
+    """Adds learned keys, or takes what a cache holds and adds to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(4, 4)
+
+    def forward(self, hidden: Tensor, past_key_values: Any = None) -> Tensor:
+        if isinstance(past_key_values, OneCache):
+            past_key_values = past_key_values.filled(hidden)
+        keys = [hidden] if past_key_values is None else [*past_key_values, hidden]
+        return hidden + torch.cat(keys).sum(0).tanh() * self.map(hidden).tanh()
+
+
+class OneCache:
+    """A cache of keys."""
+
+    def __init__(self) -> None:
+        self.filled_with: list[Tensor] = []
+
+    def filled(self, keys: Tensor) -> list[Tensor]:
+        before = list(self.filled_with)
+        self.filled_with.append(keys)
+        return before
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_prefixes_are_inputs_and_caches_are_left_out(mode: Mode) -> None:
+    torch.manual_seed(0)
+    block, hidden, prefix = Prefixed(), torch.randn(2, 4), torch.randn(3, 4, requires_grad=True)
+    expected = torch.autograd.grad(block(hidden, past_key_values=(prefix,)).sum(), [prefix, *block.parameters()])
+    [forward] = checkpointed([block], mode)
+    found = torch.autograd.grad(forward(hidden, past_key_values=(prefix,)).sum(), [prefix, *block.parameters()])
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    forward(hidden, past_key_values=(cache := OneCache())).sum().backward()
+    assert not cache.filled_with
