@@ -6,14 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_parallel import ParallelPlan, TensorParallelStrategy
+from lightning_parallel.collectives.elements import Ranks
+from lightning_parallel.techniques.divided.tensor import Divided
 from tests.curves import compare_weights
 from tests.models import points
-from tests.ranks import begun_on_one, run_on_ranks
+from tests.ranks import begun_on_one, ranks, run_on_ranks
 from tests.trainers import trainer
 
 PLAN = ParallelPlan(blocks="layers.*", styles={"layers.*.up": "colwise", "layers.*.down": "rowwise"})
@@ -111,6 +114,61 @@ def test_a_step_by_hand(deed: str) -> None:
     expected = begun_on_one(weights, deed, "auto")
     for got in run_on_ranks(2, weights, deed, TensorParallelStrategy(2, plan=PLAN)):
         compare_weights(expected.result(), got, 1e-5)
+
+
+def reads(weight: Tensor) -> None:
+    pass
+
+
+def changes_data(weight: Tensor) -> None:
+    weight.data.mul_(0.5)
+
+
+class Rows(Stepping):
+    """Computes with rows of divided weights, of which autograd keeps values, and changes one before backward."""
+
+    def __init__(self, change: Callable[[Tensor], None]) -> None:
+        super().__init__(clips)
+        self.change, self.automatic_optimization = change, True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, row = batch[0][:, :8], self.layers[1].up.weight[3]
+        for layer in self.layers:
+            x = layer(x) * layer.up.weight[0] + x @ row[:, None]
+        loss = x.square().mean()
+        self.change(self.layers[1].up.weight)
+        return loss
+
+
+def weights_by_rows(change: Callable[[Tensor], None], strategy: Any) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    module = Rows(change)
+    trainer(strategy, max_epochs=1, limit_val_batches=0).fit(module, DataLoader(points(16, seed=1), 4))
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("change", [reads, changes_data])
+def test_what_autograd_keeps_of_a_row_is_what_it_keeps_on_one_device(change: Callable[[Tensor], None]) -> None:
+    expected = begun_on_one(weights_by_rows, change, "auto")
+    for got in run_on_ranks(2, weights_by_rows, change, TensorParallelStrategy(2, plan=PLAN)):
+        compare_weights(expected.result(), got, 1e-5)
+
+
+@ranks(2)
+def test_autograd_refuses_rows_that_were_changed_since() -> None:
+    elements = Ranks(dist.group.WORLD, "tp").elements(6, [[(0, 3)], [(3, 6)]])
+    for change in (
+        lambda weight: weight.mul_(2),
+        lambda weight: weight.detach().mul_(2),
+        lambda weight: weight[1].mul_(2),
+        lambda weight: setattr(weight, "data", torch.zeros(6, 4)),
+    ):
+        weight = Divided(nn.Parameter(torch.ones(3, 4)), {0: elements})
+        loss = (weight[1] * torch.ones(4, requires_grad=True)).sum()
+        with torch.no_grad():
+            change(weight)
+        with pytest.raises(RuntimeError, match="modified"):
+            loss.backward()
 
 
 class Alone(LightningModule):

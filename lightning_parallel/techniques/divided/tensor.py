@@ -228,9 +228,10 @@ class Viewed(Wrapper):
         return whole
 
     def forget(self) -> None:
-        """See `Divided.forget`."""
+        """See `Divided.forget`; changes through `data` count for autograd in the whole as little as in the own."""
         super().forget()
-        self._shown = *self._shown[:2], -1  # changes through `data` are not counted
+        if self.own._version == self._shown[2]:
+            self._shown[0].data.copy_(super().whole("views").detach())
         self.whole("views")
 
 

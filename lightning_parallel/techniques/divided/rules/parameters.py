@@ -71,6 +71,8 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(divided, Divided):
         return NotImplemented
     divided.own.data.copy_(own_of(value, divided.cuts))
+    if type(divided) is Viewed:  # views on one device keep what was there: autograd is to refuse what it kept of them
+        divided._shown = *divided._shown[:2], -1
     divided.forget()
     return None
 
