@@ -357,7 +357,7 @@ class StepLog:
             finish()
 
     def _agree(self, what: int, more: int, said: str, names: list[str]) -> Means:
-        """The means of the step if all ranks computed the same, else those that learn, or none: others count by samples."""
+        """The step's means if all ranks computed the same, else those that learn, or none; others count by samples."""
         means = self.means or Means()
         learning = means.that_learn
         self._names = self._names or {id(parameter): name for name, parameter in self._module.named_parameters()}
