@@ -12,13 +12,14 @@ import torch.distributed as dist
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torchmetrics import MeanMetric, SumMetric
 
-from lightning_parallel import PipelineParallelStrategy
+from lightning_parallel import DataParallel, HybridStrategy, PipelineParallel, PipelineParallelStrategy
 from tests.further.points import Handwritten
 from tests.models import Plain, build, loaders
-from tests.ranks import run_on_ranks
+from tests.ranks import begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import MakeStrategy, made, on_one_and_two, require_like
 from tests.tiers import covering, sampled
 from tests.trainers import trainer
@@ -244,3 +245,38 @@ def ready(strategy: MakeStrategy | None) -> Any:
 def test_a_list_that_is_a_batch_is_not_taken_for_its_samples() -> None:
     expected, found = on_one_and_two(ready)
     require_like([expected] * 2, found)
+
+
+# ---------------------------------------------------------------- streams of which readers get batches of other shapes
+
+
+class RaggedLines(IterableDataset):
+    """Sequences, each of its own length; nobody knows how many there are."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Any:
+        tokens = torch.randint(1, 64, (self.samples, 17), generator=torch.Generator().manual_seed(1))
+        yield from (row[: 5 + 5 * number % 12] for number, row in enumerate(tokens))
+
+
+def padded(rows: list[Tensor]) -> dict[str, Tensor]:
+    tokens, targets = pad_sequence(rows, batch_first=True), pad_sequence(rows, batch_first=True, padding_value=-100)
+    return {"input_ids": tokens[:, :-1], "labels": targets[:, 1:]}
+
+
+def streamed(strategy: MakeStrategy | None, samples: int) -> Any:
+    model, readers = build("llama"), 1 if strategy is None else 2
+    load = [DataLoader(RaggedLines(number), 8 // readers, collate_fn=padded) for number in (samples, 8)]
+    run = trainer(made(strategy), max_epochs=2, precision="64-true")
+    run.fit(model, *load)
+    return float(run.callback_metrics["val_loss"]), {n: v.clone() for n, v in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("samples", [16, 3])
+def test_readers_of_a_stream_may_get_first_batches_of_other_shapes(samples: int) -> None:
+    expected = begun_on_one(streamed, None, samples)
+    strategy = partial(HybridStrategy, DataParallel(2), PipelineParallel(2, microbatches=2))
+    found = run_on_ranks(4, streamed, strategy, samples)
+    require_like([expected.result()] * 4, found)

@@ -23,7 +23,7 @@ from lightning_parallel.strategies.data.randomness import RandomState, RankRando
 from lightning_parallel.strategies.data.samplers import DealtBatches, DividedSampler, checksum
 from lightning_parallel.strategies.data.unmoved import unmoved
 from lightning_parallel.strategies.logged.kept.values import KeptValues
-from lightning_parallel.strategies.ranks.agreement import gather_objects
+from lightning_parallel.strategies.ranks.agreement import gather_objects, together
 from lightning_parallel.strategies.trainer import lightnings
 from lightning_parallel.techniques.tools.microbatches import SEVERAL, Layout, layout_of
 from lightning_parallel.techniques.tools.telling import warn
@@ -50,6 +50,26 @@ def first_batch(trainer: Trainer, combined: Any, ahead: Sequence[Any], divides: 
     if (versions := versions_of(loaders)) is not None:
         return seen(trainer, combined, versions, HOST, 0)
     return _as_given_to_steps(trainer, copy.deepcopy(ahead[0]), HOST, 0), None
+
+
+def of_rank_zero(batch: Any, layout: Layout, host: dist.ProcessGroup) -> tuple[Any, Layout]:
+    """The first batch that rank 0 got, and its layout; each rank's own where that cannot be sent. All ranks must call.
+
+    Args:
+        batch: what this rank got, on the host.
+        layout: where its samples are.
+        host: all ranks.
+    """
+    sent: list[Any] = [None]
+    if dist.get_rank(host) == 0:
+        with suppress(Exception):
+            alone = pytree.tree_map_only(Tensor, Tensor.clone, batch)  # a view would bring all that it is a part of
+            sent = [pickle.dumps((alone, layout))]
+    dist.broadcast_object_list(sent, 0, group=host)
+    if sent[0] is None:
+        return batch, layout
+    first: tuple[Any, Layout] = together(lambda: pickle.loads(sent[0]), "read the first batch of rank 0", host)
+    return first
 
 
 def seen(

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import Metric
 
 from lightning_parallel.strategies.data.batches import length_of
-from lightning_parallel.strategies.data.first_batches import HOST, first_batch, untouched
+from lightning_parallel.strategies.data.first_batches import HOST, first_batch, of_rank_zero, untouched
 from lightning_parallel.strategies.data.layouts import Layouts
 from lightning_parallel.strategies.logged.kept.values import KeptValues
 from lightning_parallel.strategies.logged.step_values import options_of
@@ -52,6 +52,8 @@ def take_sample(trainer: Trainer, host: dist.ProcessGroup, layouts: Layouts | No
     ):
         read = partial(first_batch, trainer, combined, ahead, layouts is not None)
         batch, layout = together(read, "read a first batch", host)
+        if ahead:  # each reader has its own part of a stream
+            batch, layout = of_rank_zero(batch, layout, host)
         layout = None if layouts is None else layouts.agree(combined, 0, layout)
     numbers = [*([0] if _takes_index(step) else []), *([0] if _names_loader(combined) else [])]
 
