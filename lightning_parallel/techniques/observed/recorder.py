@@ -211,8 +211,7 @@ class _Recorder(Watch):
     def _read_at(self, tensor: Tensor, position: int, by_hook: bool = False) -> None:
         tensor = self._arguments.original(tensor, position)
         made = self._known.made(tensor)
-        original = self._hooks.original(tensor)
-        if original is not None and made is not None:  # where the hook got it, it must be there
+        if made is not None and (original := self._hooks.original(tensor)) is not None:  # it must be there, too
             self._read_at(original, made.position, by_hook=True)
         for name in self._names.get(id(tensor), ()):
             self._uses.setdefault(name, set()).add(position)
