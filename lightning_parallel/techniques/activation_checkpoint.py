@@ -22,7 +22,7 @@ from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools.caches import CACHES, is_cache
-from lightning_parallel.techniques.tools.redirect import Forward, redirect_forward
+from lightning_parallel.techniques.tools.redirect import Forward, default_dtype, redirect_forward
 
 aten = torch.ops.aten
 EXPENSIVE = frozenset(
@@ -111,7 +111,7 @@ class _Runs:
     """The first run of a forward and its recomputations.
 
     What a block writes into a list or a dict is the first run's to write: a step may read it there. Recomputations get
-    copies of what these were before it.
+    copies of what these were before it, and the default dtype of the first run, which was set for the forward alone.
 
     Args:
         forward: of the block.
@@ -122,11 +122,16 @@ class _Runs:
     def __init__(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._forward = forward
         self._first = [(args, kwargs)]
+        self._dtype = torch.get_default_dtype()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward: with what the user gave the first time, then with copies of what is given here."""
-        args, kwargs = self._first.pop() if self._first else _as_they_are((args, kwargs))
-        return self._forward(*args, **kwargs)
+        if self._first:
+            args, kwargs = self._first.pop()
+            return self._forward(*args, **kwargs)
+        args, kwargs = _as_they_are((args, kwargs))
+        with default_dtype(self._dtype):
+            return self._forward(*args, **kwargs)
 
 
 def _with_given(tables: list[dict[str, Any]], forward: Forward) -> Forward:

@@ -14,7 +14,8 @@ from lightning_parallel.plan.plan import ParallelPlan
 from lightning_parallel.strategies.hybrid import HybridStrategy
 from lightning_parallel.techniques.activation_checkpoint import ActivationCheckpoint
 from lightning_parallel.techniques.data_parallel import DataParallel
-from lightning_parallel.techniques.tools.redirect import restore_forward
+from lightning_parallel.techniques.observed.recorder import traverse
+from lightning_parallel.techniques.tools.redirect import default_dtype, restore_forward
 from lightning_parallel.techniques.zero import Zero
 from tests.curves import check_parity
 from tests.grounds import ground
@@ -176,3 +177,41 @@ def test_prefixes_are_inputs_and_caches_are_left_out(mode: Mode) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     forward(hidden, past_key_values=(cache := OneCache())).sum().backward()
     assert not cache.filled_with
+
+
+class Ramped(nn.Module):
+    """Makes tensors in the default dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(4, 4)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        ramp = torch.arange(4) / 4 + torch.zeros(2, 4)
+        return hidden + self.map(hidden @ ramp.T @ ramp).tanh() * ramp.sin()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_a_recomputation_has_the_default_dtype_of_its_forward(mode: Mode, dtype: torch.dtype) -> None:
+    block, hidden = Ramped().to(dtype), torch.randn(2, 4, dtype=dtype)
+
+    def found(forward: Callable[..., Any]) -> tuple[Tensor, ...]:
+        with default_dtype(dtype):  # as a precision plugin sets it
+            loss = forward(hidden).sum()
+        return torch.autograd.grad(loss, tuple(block.parameters()))
+
+    expected = found(block)
+    torch.testing.assert_close(found(checkpointed([block], mode)[0]), expected, rtol=0, atol=0)
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_pipeline_calls_blocks_again_in_the_default_dtype_of_its_step(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(Ramped(), Ramped()).double()
+
+    def step() -> Tensor:
+        with default_dtype(torch.float64):
+            return model(torch.randn(2, 4)).mean()
+
+    traverse(model, dict(model.named_children()), step, torch.device("cpu"))
+    assert "could not be checked" not in caplog.text

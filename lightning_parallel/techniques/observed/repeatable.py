@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_parallel.techniques.tools.caches import is_cache
+from lightning_parallel.techniques.tools.redirect import default_dtype
 from lightning_parallel.values import map_leaves
 
 Operations = list[Hashable]
@@ -55,6 +56,7 @@ class Repeatable:
         self._call = call
         self._arguments = map_leaves(_copied, [list(args), kwargs])  # a block may change what it gets
         self._random = _random_state()
+        self._dtype = torch.get_default_dtype()  # a precision sets it while a step runs
 
     def settles(self, noted: Callable[[Callable[[], Any]], Operations]) -> bool:
         """Whether two further calls do the same; the first one may have made a table for later ones.
@@ -67,7 +69,8 @@ class Repeatable:
         """
         after = _random_state()
         try:
-            return noted(self._again()) == noted(self._again())
+            with default_dtype(self._dtype):
+                return noted(self._again()) == noted(self._again())
         finally:
             _set_random(after)
 

@@ -96,6 +96,17 @@ def plain_forwards(module: nn.Module) -> Iterator[None]:
             vars(part)["forward"] = forward
 
 
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Inside, tensors are made in this dtype where a forward names none."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def redirect_call(module: nn.Module, wrap: Callable[[Forward], Forward]) -> None:
     """Leads every call of the module through `wrap(call)`, around its hooks too; copies of it are called plainly.
 
