@@ -1,6 +1,6 @@
 """Compiled blocks train the same; each kind of block is compiled once."""
 
-from collections import Counter
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -120,9 +120,9 @@ class Blocks(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def trained(blocks: Any, *techniques: Any) -> dict[str, Tensor]:
+def trained(blocks: Any, *techniques: Any, of: type[Blocks] = Blocks) -> dict[str, Tensor]:
     torch.manual_seed(0)
-    module = Blocks(blocks)
+    module = of(blocks)
     plan = ParallelPlan(blocks="layers.*", styles={"layers.*.up": blocks[0].style, "layers.*.down": "rowwise"})
     strategy = HybridStrategy(*techniques, plan=plan) if techniques else "auto"
     run = trainer(strategy, max_epochs=1, limit_val_batches=0, accumulate_grad_batches=2)
@@ -145,6 +145,55 @@ def test_divided_blocks_that_break_a_graph_run_as_they_are() -> None:
     of_first, of_second = run_on_ranks(2, said_of_breaks, (Breaks, Breaks), TensorParallel(2))
     assert len(of_first) == 1, "blocks of a kind are told of once"
     assert not of_second
+
+
+class Adds(Straight):
+    """A block that adds to lists and dicts which it is given."""
+
+    def forward(self, x: Tensor, losses: list[Tensor], sums: dict[str, Any]) -> Tensor:
+        h = self.up(x).relu()
+        losses.append(h.square().mean())
+        sums["seen"] = sums.get("seen", 0) + h.mean()
+        return x + self.down(h)
+
+
+class Reads(Straight):
+    """A block that reads from lists, dicts and objects which it is given."""
+
+    def forward(self, x: Tensor, *rest: Any) -> Tensor:
+        first, (length, *_), scales, sums, kind, parts = rest
+        h = self.up(x) * scales["h"] * first[0].mean() * length * sums["h"] * parts[0]
+        return x + self.down(h.to(kind[0]).relu())
+
+
+class Listing(Blocks):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        losses, sums, x = list[Tensor](), dict[str, Any](), batch[0]
+        for layer in self.layers:
+            x = layer(x, losses, sums)
+        return x.square().mean() + sum(losses) + sums["seen"]
+
+
+class Reading(Blocks):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0]
+        for layer in self.layers:
+            scales = OrderedDict(h=x.detach().mean(), n=None)
+            sums, parts = defaultdict(float, h=0.5), deque([torch.ones(1)])
+            x = layer(x, [x.detach(), 3, "a"], x.shape, scales, sums, [torch.float32, x.device], parts)
+        return x.square().mean()
+
+
+def test_what_divided_blocks_write_into_lists_and_dicts_reaches_the_step() -> None:
+    expected = begun_on_one(trained, (Adds, Adds), of=Listing)
+    for got in run_on_ranks(2, trained, (Adds, Adds), TensorParallel(2), COMPILED, of=Listing):
+        compare_weights(expected.result(), got, 1e-5)
+
+
+def test_divided_blocks_that_read_lists_and_dicts_stay_graphs() -> None:
+    expected, whole = begun_on_one(trained, (Reads, Reads), of=Reading), Compile(backend="aot_eager", fullgraph=True)
+    for got in run_on_ranks(2, trained, (Reads, Reads), TensorParallel(2), whole, of=Reading):
+        compare_weights(expected.result(), got, 1e-5)
 
 
 def said_of_breaks(blocks: Any, *techniques: Any) -> list[str]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec, tree_leaves, tree_map
+from torch.utils._pytree import TreeSpec, tree_is_leaf, tree_leaves, tree_map
 
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.mesh import ParallelMesh
@@ -27,7 +27,7 @@ from lightning_parallel.techniques.divided.tensor import Divided, Wrapper
 from lightning_parallel.techniques.divided.watched import watch
 from lightning_parallel.techniques.tools.redirect import Redirected, Surrounded, own_forward, redirect_forward
 from lightning_parallel.techniques.tools.telling import warn_of_stage
-from lightning_parallel.values import put_together, taken_apart
+from lightning_parallel.values import ATOMS, put_together, taken_apart
 
 Forward = Callable[..., Any]
 
@@ -290,17 +290,37 @@ def _inside(block: CompiledForward, word: str, own: list[Any], marks: list[Any],
     assert word  # the graph asks for it
     tables, told = block.tables, block.told
     with InGraph():
-        args, kwargs = put_together([_made(*each) for each in zip(own, marks, strict=True)], form)
+        leaves = [_made(*each) for each in zip(own, marks, strict=True)]
+        args, kwargs = put_together(leaves, form)
         plain = [tables[number][name] for number, name, _ in places]
         for parameter, (number, name, mark) in zip(plain, places, strict=True):
             tables[number][name] = _made(parameter, mark)
         output = block.forward(*args, **kwargs)
+        _refuse_writes((args, kwargs), leaves, form)
         for parameter, (number, name, _) in zip(plain, places, strict=True):
             tables[number][name] = parameter
         for ranks in _ranks(marks, places):
             ranks.last_in_graph = None
         told.clear()
         return tree_map(lambda leaf: _told(leaf, told), output)
+
+
+def _refuse_writes(arguments: Any, leaves: list[Any], form: Any) -> None:
+    """Gives up a graph that changed a list or a dict of its arguments: these were put together for it."""
+    if not _are_same(arguments, put_together(leaves, form)):
+        torch._dynamo.graph_break(msg="it changes a list or a dict that it is given, of which graphs get copies")
+
+
+def _are_same(now: Any, before: Any) -> bool:
+    """Whether containers have what they had; asked while a graph is read, and never when it runs."""
+    if type(now) is not type(before) or (isinstance(now, dict) and list(now) != list(before)):
+        return False
+    if isinstance(now, ATOMS):
+        return bool(now == before)
+    if isinstance(now, Tensor) or tree_is_leaf(now):
+        return now is before
+    inner, former = [list(each) if isinstance(each, (list, tuple)) else tree_leaves(each) for each in (now, before)]
+    return len(inner) == len(former) and all(map(_are_same, inner, former))
 
 
 OF_THE_WORD = re.compile(r"(L\[')?(marks|form|places)\b|(L\[')?block('\])?\.told\b")
