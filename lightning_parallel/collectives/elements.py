@@ -99,7 +99,7 @@ class Ranks:
         self.met: dict[int, Tensor] = {}
         """Parameters that met divided tensors, by their `id`, which nobody else gets while they are held here."""
         self.last_entered: tuple[Any, Any, Tensor] | None = None
-        """The tensor that entered last (a weak reference), its version and dtype then, and what stands for it since."""
+        """The tensor that entered last (a weak reference), what it was then and where, and what stands for it since."""
         self.last_in_graph: tuple[Tensor, Any, Tensor] | None = None
         """The same while a compiler reads a graph; None before and after."""
         self.attention: SequenceAttention | None = None

@@ -7,19 +7,24 @@ from typing import Any, Literal
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.plan.plan import ParallelPlan
 from lightning_parallel.strategies.hybrid import HybridStrategy
 from lightning_parallel.techniques.activation_checkpoint import ActivationCheckpoint
 from lightning_parallel.techniques.data_parallel import DataParallel
+from lightning_parallel.techniques.divided.functions import functions_get_wholes
+from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.observed.recorder import traverse
 from lightning_parallel.techniques.tools.redirect import default_dtype, restore_forward
 from lightning_parallel.techniques.zero import Zero
 from tests.curves import check_parity
 from tests.grounds import ground
 from tests.models import build, loaders
+from tests.ranks import ranks
 from tests.tiers import covering
 
 Mode = Literal["full", "selective"]
@@ -215,3 +220,33 @@ def test_a_pipeline_calls_blocks_again_in_the_default_dtype_of_its_step(caplog: 
 
     traverse(model, dict(model.named_children()), step, torch.device("cpu"))
     assert "could not be checked" not in caplog.text
+
+
+class Adding(nn.Module):
+    """Adds what all blocks add, a vector that learns."""
+
+    def forward(self, hidden: Tensor, vector: Tensor) -> Tensor:
+        return hidden + (hidden + vector).tanh()
+
+
+def added(mode: Mode | None, among: Ranks | None) -> Tensor:
+    """The gradient of a vector that blocks add to hidden states; these ranks, if any, split them along the sequence."""
+    torch.manual_seed(0)
+    hidden, vector = torch.randn(2, 4, 4), torch.randn(4, requires_grad=True)
+    if among:
+        parts = among.chunks(4)
+        hidden = Divided(parts.take(hidden, 1), {1: parts})
+    with functions_get_wholes(set()):
+        learned = vector * 2
+        for forward in checkpointed([Adding(), Adding(), Adding()], mode):
+            hidden = forward(hidden, learned)
+        loss = (hidden * vector).square().sum()
+        (loss.whole() if isinstance(loss, Divided) else loss).backward()
+    return vector.grad
+
+
+@ranks(2)
+def test_what_is_recomputed_of_divided_tensors_is_what_the_forward_did() -> None:
+    among = Ranks(dist.group.WORLD, "tp", 1)
+    for mode in ("full", "selective"):
+        torch.testing.assert_close(added(mode, among), added(None, None))

@@ -35,7 +35,7 @@ from lightning_parallel.collectives.by_elements import (
 )
 from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.techniques.divided.looks import state_of
-from lightning_parallel.techniques.divided.regather import to_be_regathered
+from lightning_parallel.techniques.divided.regather import checkpoint_around, to_be_regathered
 from lightning_parallel.techniques.divided.table import Cuts
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided, own_use
 
@@ -311,11 +311,12 @@ def met(tensor: Tensor, ranks: Ranks, dtype: torch.dtype | None = None) -> Tenso
         return _met_in_graph(tensor, ranks, dtype)
     _note(tensor, ranks)
     last: Any = ranks.last_entered
-    if last is not None and last[0]() is tensor and last[1] == (tensor._version, dtype):
+    when = tensor._version, dtype, checkpoint_around()
+    if last is not None and last[0]() is tensor and last[1] == when:
         again: Tensor = last[2]
         return again
     made = entered(in_dtype(tensor, dtype), ranks)
-    ranks.last_entered = weakref.ref(tensor, ranks.forget), (tensor._version, dtype), made
+    ranks.last_entered = weakref.ref(tensor, ranks.forget), when, made
     return made
 
 

@@ -7,6 +7,7 @@ Source: V. Korthikanti et al., Reducing Activation Recomputation in Large Transf
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -63,7 +64,7 @@ class Regathered:
 
 def to_be_regathered(whole: Tensor) -> Tensor:
     """Marks a gathered tensor: its readers need not keep it. A checkpoint keeps nothing anyway."""
-    if whole.grad_fn is not None and not _in_checkpoint():
+    if whole.grad_fn is not None and checkpoint_around() is None:
         vars(whole)[KEY] = Regathered(whole)
     return whole
 
@@ -78,6 +79,10 @@ def lightly_kept(tensors: Iterable[Tensor]) -> AbstractContextManager[Any]:
     return nullcontext() if found is None else found.lightly_kept()
 
 
-def _in_checkpoint() -> bool:
+def checkpoint_around() -> Any:
+    """Stands for the checkpoint that code runs in, or for one of its recomputations; None where there is none.
+
+    Equal to what is told in the same run of the same block, and to nothing else; it keeps nothing alive.
+    """
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+    return weakref.ref(hooks[0]) if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint" else None
