@@ -38,7 +38,7 @@ class Words(LightningModule):
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
         self.heads = nn.ModuleList(nn.Linear(WIDTH, CLASSES) for _ in range(2))
-        self.average = MeanMetric()
+        self.average, self.floored = MeanMetric(), torch.zeros(())
         self.returned: list[Tensor] = []
 
     def losses(self, batch: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -46,8 +46,9 @@ class Words(LightningModule):
         for layer in self.layers:
             x = x + layer(x)
         logits = [head(x).transpose(1, 2) for head in self.heads]
-        hits = ((logits[0].argmax(1) == first) & (first != IGNORED)).sum() / (first != IGNORED).sum()
-        return F.cross_entropy(logits[0], first), F.cross_entropy(logits[1], second), hits
+        hits, known = ((logits[0].argmax(1) == first) & (first != IGNORED)).sum(), (first != IGNORED).sum()
+        self.floored = hits / known.clamp(min=1)
+        return F.cross_entropy(logits[0], first), F.cross_entropy(logits[1], second), hits / known
 
     def step(self, stage: str, batch: list[Tensor]) -> Tensor:
         loss, other, hits = self.losses(batch)
@@ -66,6 +67,9 @@ class Words(LightningModule):
             "other_third": other / 3,
             "hits": hits,
             "misses": hits * -1,
+            "rest": 1 - hits,
+            "floored": self.floored,
+            "percent": 100 * self.floored,
         }
         if loss.requires_grad:  # which tells what a sum was made of
             values |= {"both": loss + 0.5 * other, "beside": loss + 0.1 * batch[0].square().mean()}

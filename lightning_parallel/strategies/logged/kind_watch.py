@@ -95,7 +95,7 @@ class KindWatch(TorchFunctionMode):
             self._know_of_one(name, {*before}, result, args, kwargs)
         elif not self._know_rows(name, before, result, args):
             self._know_result(func, name, before, result, args, kwargs)
-            self._know_root(name, result, (*tensors_of(args), *tensors_of(kwargs)))
+            self._know_root(name, result, args, (*tensors_of(args), *tensors_of(kwargs)))
         return result
 
     def _know_result(self, func: Any, name: str, before: list[Kind], result: Any, args: Any, kwargs: Any) -> None:
@@ -149,23 +149,30 @@ class KindWatch(TorchFunctionMode):
             return None
         return self._roots.get(id(value), value if kind is Kind.MEAN else None)
 
-    def _know_root(self, name: str, result: Any, given: Sequence[Tensor]) -> None:
-        """Of what was made of means: a sum of multiples of one, and of what all samples share, counts as it does."""
-        roots = {id(root): root for root in map(self.root_of, given) if root is not None}
+    def _know_root(self, name: str, result: Any, args: Any, given: Sequence[Tensor]) -> None:
+        """Of what was made of means: a sum of multiples of one, and of what all samples share, counts as it does.
+
+        A quotient of two numbers may be a mean, too: who asks for it knows.
+        """
+        with_root = [each for each in given if self.root_of(each) is not None]
+        if name in OVER and not with_root and len(given) == 2 and isinstance(result, Tensor) and not result.dim():
+            self._roots[id(result)] = result
+        roots = {id(root): root for root in map(self.root_of, with_root)}
         others = [each for each in given if self.root_of(each) is None and self._of_tensor(each) is not Kind.SAME]
         if name not in OF_MULTIPLES or others or len(roots) != 1:
             return
         (root,) = roots.values()
+        assert root is not None
         if isinstance(result, float):
             self._roots_of_numbers[result] = root
-        elif isinstance(result, Tensor) and not result.dim() and self._is_multiple(name, result, given):
+        elif isinstance(result, Tensor) and not result.dim() and self._is_multiple(name, args, with_root):
             self._roots[id(result)] = root
 
-    def _is_multiple(self, name: str, result: Tensor, given: Sequence[Tensor]) -> bool:
-        means = [each for each in given if self.root_of(each) is not None]
+    def _is_multiple(self, name: str, args: Any, with_root: Sequence[Tensor]) -> bool:
         if name in PLUS:
-            return self._of_tensor(result) is Kind.MEAN or len(means) == 2
-        return len(means) == 1 and (name not in OVER or means[0] is given[0])
+            numbers = [arg for arg in args if isinstance(arg, (int, float))]
+            return not any(self._of_number(float(number)) is Kind.SUM for number in numbers)
+        return len(with_root) == 1 and (name not in OVER or with_root[0] is args[0])
 
     # ---------------------------------------------------------------- what is known
 
