@@ -77,15 +77,16 @@ def counts(make_strategy: Callable[[], Strategy], layers: int, batch: int = 4) -
 
 
 # Messages of a step; calls more than with DDP, by four parameters and by each one more, of ours and of all in Python.
-# With torch 2.13 these are 5 fewer than with 2.11.
 UNSEEN = GROUP | {"nonfinite": "continue"}  # without the look at gradients before each step, which costs the difference
 MOST: dict[str, tuple[Callable[[], Strategy], int, int, int]] = {
-    "data parallel": (lambda: DataParallelStrategy(**UNSEEN), 3, 170, 8),
-    "zero 1": (lambda: ZeroStrategy(stage=1, **UNSEEN), 4, 435, 25),
-    "zero 2": (lambda: ZeroStrategy(stage=2, **UNSEEN), 4, 435, 25),
-    "data parallel, finite": (lambda: DataParallelStrategy(**GROUP), 3, 180, 8),
-    "zero 2, finite": (lambda: ZeroStrategy(stage=2, **GROUP), 5, 480, 25),
+    "data parallel": (lambda: DataParallelStrategy(**UNSEEN), 3, 160, 8),
+    "zero 1": (lambda: ZeroStrategy(stage=1, **UNSEEN), 4, 425, 25),
+    "zero 2": (lambda: ZeroStrategy(stage=2, **UNSEEN), 4, 425, 25),
+    "data parallel, finite": (lambda: DataParallelStrategy(**GROUP), 3, 175, 8),
+    "zero 2, finite": (lambda: ZeroStrategy(stage=2, **GROUP), 5, 475, 25),
 }
+
+OLDER = 0 if torch.__version__ >= (2, 13) else 5  # calls that torch 2.11 makes in each step
 
 
 @pytest.mark.parametrize("name", MOST)
@@ -94,7 +95,7 @@ def test_messages_and_calls_of_a_step(name: str) -> None:
     small, large = counts(make_strategy, 2), counts(make_strategy, 12)
     ddp = counts(lambda: DDPStrategy(**GROUP), 2), counts(lambda: DDPStrategy(**GROUP), 12)
     assert small["messages"] == large["messages"] == messages
-    assert small["all"] - ddp[0]["all"] <= over_ddp
+    assert small["all"] - ddp[0]["all"] <= over_ddp + OLDER
     assert (large["all"] - small["all"] - ddp[1]["all"] + ddp[0]["all"]) / 20 <= by_parameter
 
 

@@ -358,11 +358,12 @@ class StepLog:
 
     def _agree(self, what: int, more: int, said: str, names: list[str]) -> Means:
         """The step's means if all ranks computed the same, else those that learn, or none; others count by samples."""
-        means = self.means or Means()
-        learning = means.that_learn
-        self._names = self._names or {id(parameter): name for name, parameter in self._module.named_parameters()}
-        number = number_of(means, self._names)
-        numbers = number, number if learning is means else number_of(learning, self._names)
+        means = learning = self.means or Means()
+        numbers = 0, 0
+        if means.all:
+            learning = means.that_learn
+            self._names = self._names or {id(parameter): name for name, parameter in self._module.named_parameters()}
+            numbers = number_of(means, self._names), number_of(learning, self._names)
         mark = (what, more, 0, zlib.crc32("\n".join(names).encode()))
         comparison = Comparison(mark, NOTHING, self._host, self._content, means=numbers)
         comparison.finish(lambda: said, lambda: ", ".join(names))

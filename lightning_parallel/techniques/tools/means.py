@@ -218,10 +218,8 @@ class Means:
 
     @property
     def that_learn(self) -> Means:
-        """Those with a gradient, by their numbers; itself where all have one."""
+        """Those with a gradient, by their numbers."""
         numbers = [number for number, mean in enumerate(self.all) if mean.edge is not None]
-        if len(numbers) == len(self.all):
-            return self
         return Means(self.elements, self.batch, [self.all[number] for number in numbers], _numbers=numbers)
 
     def of_single_samples(self, samples: int | None) -> frozenset[int]:

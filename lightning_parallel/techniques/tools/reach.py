@@ -121,7 +121,9 @@ def leaf_near(start: Any) -> Tensor | None:
     for node in islice(ahead, NEAR):  # which grows meanwhile
         if (leaf := getattr(node, "variable", None)) is not None:
             return leaf  # type: ignore[no-any-return]
-        ahead.extend([parent for parent, _ in node.next_functions if parent is not None])
+        for parent, _ in node.next_functions:
+            if parent is not None:
+                ahead.append(parent)
     return None
 
 
