@@ -21,7 +21,7 @@ from lightning_parallel.arguments import one_of
 from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
-from lightning_parallel.techniques.tools.caches import CACHES, is_cache
+from lightning_parallel.techniques.tools.caches import CACHES, holds_keys, is_cache, layers_in
 from lightning_parallel.techniques.tools.redirect import Forward, default_dtype, redirect_forward
 
 aten = torch.ops.aten
@@ -80,9 +80,11 @@ class ActivationCheckpoint(Technique):
     def _recomputed(self, block: nn.Module, forward: Forward) -> Forward:
         extra: dict[str, Any] = {} if self.mode == "full" else {"context_fn": _keep_expensive}
         tables = [part._parameters for part in block.modules() if part._parameters]
+        layers = layers_in(block)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
+            prefixed = any(holds_keys(kwargs.get(name), layers) for name in CACHES)  # which it would add to once more
+            if prefixed or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             return _recomputed(_with_given(tables, forward), extra, args, _without_caches(kwargs))
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache
 
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.plan.plan import ParallelPlan
@@ -182,6 +183,40 @@ def test_prefixes_are_inputs_and_caches_are_left_out(mode: Mode) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     forward(hidden, past_key_values=(cache := OneCache())).sum().backward()
     assert not cache.filled_with
+
+
+class Remembers(nn.Module):
+    """A layer that finds its keys in a library's cache by its number."""
+
+    def __init__(self, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx, self.map = layer_idx, nn.Linear(4, 4)
+
+    def forward(self, hidden: Tensor, past_key_values: Any = None) -> Tensor:
+        keys = self.map(hidden)[:, None]
+        if past_key_values is not None:
+            keys, _ = past_key_values.update(keys, keys, self.layer_idx)
+        return hidden + keys.mean(2).tanh()
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_a_cache_with_learned_prefixes_is_an_input(mode: Mode) -> None:
+    blocks, hidden, prefix = (
+        [Remembers(k) for k in range(2)],
+        torch.randn(2, 3, 4),
+        torch.randn(2, 1, 5, 4).requires_grad_(),
+    )
+
+    def gradients(forwards: Any) -> Any:
+        cache, made = DynamicCache(), hidden
+        for layer in range(2):
+            cache.update(prefix, prefix, layer)
+        for forward in forwards:
+            made = forward(made, past_key_values=cache).mean(1, keepdim=True).expand_as(hidden)
+        return torch.autograd.grad(made.square().sum(), [prefix, *blocks[0].parameters()])
+
+    expected = gradients(blocks)
+    torch.testing.assert_close(gradients(checkpointed(blocks, mode)), expected, rtol=0, atol=0)
 
 
 class Ramped(nn.Module):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+from torch import nn
 
 CACHES = ("past_key_values", "past_key_value", "layer_past")
 """The names under which layers get them."""
@@ -11,3 +14,14 @@ CACHES = ("past_key_values", "past_key_value", "layer_past")
 def is_cache(value: Any) -> bool:
     """Whether a value holds keys and values of earlier positions; who runs a layer twice must not add to it twice."""
     return type(value).__name__.endswith("Cache")
+
+
+def layers_in(block: nn.Module) -> list[int]:
+    """The numbers by which the layers of a block, as Hugging Face's, find their keys in a cache."""
+    return [part.layer_idx for part in block.modules() if isinstance(getattr(part, "layer_idx", None), int)]  # type: ignore[misc]
+
+
+def holds_keys(value: Any, layers: Sequence[int]) -> bool:
+    """Whether a cache has keys for layers that are yet to run: these are inputs, as learned prefixes are."""
+    length = getattr(value, "get_seq_length", None) if is_cache(value) else None
+    return length is not None and any(length(layer) for layer in layers)
