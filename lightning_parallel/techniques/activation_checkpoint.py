@@ -21,7 +21,7 @@ from lightning_parallel.arguments import one_of
 from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
-from lightning_parallel.techniques.tools.caches import CACHES, holds_keys, is_cache, layers_in
+from lightning_parallel.techniques.tools.caches import holds_keys, is_filled_by_layers, layers_in
 from lightning_parallel.techniques.tools.redirect import Forward, default_dtype, redirect_forward
 
 aten = torch.ops.aten
@@ -83,9 +83,10 @@ class ActivationCheckpoint(Technique):
         layers = layers_in(block)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            prefixed = any(holds_keys(kwargs.get(name), layers) for name in CACHES)  # which it would add to once more
+            prefixed = any(holds_keys(each, layers) for each in (*args, *kwargs.values()))  # it would add to them twice
             if prefixed or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
+            args = tuple([None if is_filled_by_layers("", each) else each for each in args])
             return _recomputed(_with_given(tables, forward), extra, args, _without_caches(kwargs))
 
         return run
@@ -178,5 +179,5 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
 def _without_caches(kwargs: dict[str, Any]) -> dict[str, Any]:
     # Hugging Face models fill a key-value cache even in training; filled a second time it would double the keys.
     # What else has such a name, as learned prefixes have, is an input.
-    dropped: dict[str, Any] = {name: None for name in CACHES if is_cache(kwargs.get(name))}
+    dropped: dict[str, Any] = {name: None for name, each in kwargs.items() if is_filled_by_layers(name, each)}
     return {**kwargs, **dropped, **({"use_cache": False} if "use_cache" in kwargs else {})}

@@ -219,6 +219,26 @@ def test_a_cache_with_learned_prefixes_is_an_input(mode: Mode) -> None:
     torch.testing.assert_close(gradients(checkpointed(blocks, mode)), expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_a_cache_is_left_out_by_whatever_name_it_comes(mode: Mode) -> None:
+    block, hidden = Remembers(0), torch.randn(2, 3, 4)
+    expected = torch.autograd.grad(block(hidden).square().sum(), [*block.parameters()])
+
+    def given(cache: Any, by_place: bool) -> Tensor:
+        class Named(nn.Module):
+            def forward(self, hidden: Tensor, cache: Any) -> Tensor:
+                return block(hidden, cache)  # type: ignore[no-any-return]
+
+        [forward] = checkpointed([Named()], mode)
+        return forward(hidden, cache) if by_place else forward(hidden, cache=cache)  # type: ignore[no-any-return]
+
+    for by_place in (True, False):
+        cache = DynamicCache()
+        found = torch.autograd.grad(given(cache, by_place).square().sum(), [*block.parameters()])
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        assert cache.get_seq_length() == 0
+
+
 class Ramped(nn.Module):
     """Makes tensors in the default dtype."""
 

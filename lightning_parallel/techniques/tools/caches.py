@@ -8,12 +8,17 @@ from typing import Any
 from torch import nn
 
 CACHES = ("past_key_values", "past_key_value", "layer_past")
-"""The names under which layers get them."""
+"""The names under which most layers get them."""
 
 
 def is_cache(value: Any) -> bool:
     """Whether a value holds keys and values of earlier positions; who runs a layer twice must not add to it twice."""
     return type(value).__name__.endswith("Cache")
+
+
+def is_filled_by_layers(name: str, value: Any) -> bool:
+    """Whether a block's argument is a cache to which its layers add: by its name, or as Hugging Face's under any name."""
+    return is_cache(value) and (name in CACHES or getattr(value, "get_seq_length", None) is not None)
 
 
 def layers_in(block: nn.Module) -> list[int]:
