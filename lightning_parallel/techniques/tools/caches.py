@@ -17,7 +17,7 @@ def is_cache(value: Any) -> bool:
 
 
 def is_filled_by_layers(name: str, value: Any) -> bool:
-    """Whether a block's argument is a cache to which its layers add: by its name, or as Hugging Face's under any name."""
+    """Whether an argument is a cache to which layers add: by its name, or as Hugging Face's under any name."""
     return is_cache(value) and (name in CACHES or getattr(value, "get_seq_length", None) is not None)
 
 
