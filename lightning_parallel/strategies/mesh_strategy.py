@@ -297,8 +297,7 @@ class MeshStrategy(RankStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Lightning's, of an optimizer that a hook may have put in the place of another."""
-        self._stored.before_step(optimizer)
-        return super().optimizer_step(optimizer, *args, **kwargs)
+        return self._stored.step(optimizer, super().optimizer_step, *args, **kwargs)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """See `RankStrategy.reduce`; the values of a step that is being logged wait for each other."""

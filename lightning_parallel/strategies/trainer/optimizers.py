@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning.pytorch import LightningModule
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -18,6 +18,8 @@ from lightning_parallel.strategies.trainer.own_methods import run_on_stored
 from lightning_parallel.techniques.gradients.groups import Copies, Pair, exchange, turned
 from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer
 from lightning_parallel.techniques.step import Step
+
+T = TypeVar("T")
 
 SCHEDULED = "lr", "momentum", "betas", "weight_decay"
 """What schedulers and users change in the groups of optimizers while they train."""
@@ -124,15 +126,21 @@ class StoredOptimizers:
         optimizers = self._strategy.optimizers
         return [group.get(name) for each in optimizers for group in each.param_groups for name in SCHEDULED]
 
-    def before_step(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step.
+    def step(self, optimizer: Optimizer, run: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Runs the step of an optimizer. One that raised is as on one device, for who handles that and goes on.
 
         Raises:
             ValueError: it steps a parameter that came while the run went on.
         """
-        parameters = self.of(optimizer).parameters()
+        stored = self._known.get(id(optimizer)) or self.of(optimizer)
+        parameters = stored.parameters()
         if self._parameters is not None and not self._parameters.keys() >= set(map(id, parameters)):
             self._refuse(optimizer, parameters)
+        try:
+            return run(optimizer, *args, **kwargs)
+        except Exception:
+            stored.give_up()
+            raise
 
     def reduced(self, step: Step, found: Iterable[Tensor]) -> list[Any]:
         """What ranks have of parameters that a step of manual optimization is about to clip, or to step.

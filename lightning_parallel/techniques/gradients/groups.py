@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
-from functools import wraps
-from types import MethodType
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -58,24 +55,6 @@ def emptied(whole: Tensor, room: Tensor) -> None:
     """The whole and its room have no memory. ⇄ `filled`."""
     room.untyped_storage().resize_(0)
     whole.data = room
-
-
-def make_hookable(optimizer: Optimizer) -> None:
-    """Gives an optimizer that wraps another one what `Optimizer.__init__`, which it may never have run, would make.
-
-    That patches the class; this patches what lives as long as the run.
-    """
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        vars(optimizer).setdefault(name, OrderedDict())
-    run = optimizer.step
-    if any("hooked" in vars(each) for each in (type(optimizer).step, getattr(run, "__func__", run))):
-        return
-
-    @wraps(run)
-    def step(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return run(*args, **kwargs)
-
-    vars(optimizer)["step"] = MethodType(Optimizer.profile_hook_step(step), optimizer)
 
 
 class Kept(Protocol):

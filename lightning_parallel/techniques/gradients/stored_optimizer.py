@@ -31,9 +31,9 @@ from lightning_parallel.techniques.gradients.groups import (
     exchange,
     filled,
     learns_as,
-    make_hookable,
     turned,
 )
+from lightning_parallel.techniques.gradients.hooked_steps import HookedSteps
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.tools.shards import as_shard, is_sharded, shard_of, whole_tensor
 from lightning_parallel.techniques.tools.telling import warn
@@ -73,6 +73,8 @@ class StoredOptimizer:
     ) -> None:
         self.optimizer, self._elsewhere, self._manual = optimizer, elsewhere, manual
         self._step, self._mean, self._elementwise = step, mean, is_elementwise(optimizer)
+        #: whether the optimizer may decide by what its closure returns, which `mean` makes the same on all ranks
+        self.looks_at_loss = not self._elementwise
         self._groups: list[list[nn.Parameter]] | None = None
         self._shown: Sequence[Pair] = ()
         self._copies: Copies | None = None
@@ -90,16 +92,7 @@ class StoredOptimizer:
                 self._adopt(parameter)
         self.leads = shards or manual or not self._elementwise  # else the optimizer's own step is all there is
         if self.leads:
-            make_hookable(optimizer)
-            optimizer.register_step_pre_hook(self._before_step)
-            after = optimizer.register_step_post_hook(self._after_step)
-            hooks: Any = after.hooks_dict_ref()
-            hooks.move_to_end(after.id, last=False)  # the user's, which may average weights, come to whole parameters
-
-    @property
-    def looks_at_loss(self) -> bool:
-        """Whether the optimizer may decide by what its closure returns, which `mean` makes the same on all ranks."""
-        return not self._elementwise
+            HookedSteps(optimizer, self._before_step, self._after_step)
 
     def _say_what_is_gathered(self) -> None:
         sharded = any(is_sharded(self._step.stored(parameter)) for parameter in self.parameters())
@@ -142,7 +135,9 @@ class StoredOptimizer:
             self._leave()
             self._sleep()
 
-    def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._groups is not None:  # the step before this one raised, and nobody knew
+            self._after_step()
         optimizer, *positional = args
         closure = kwargs.get("closure", positional[0] if positional else None)
         if closure is None:
@@ -166,10 +161,15 @@ class StoredOptimizer:
 
         return run
 
-    def _after_step(self, *_: Any) -> None:
+    def _after_step(self) -> None:
         self._leave()
         self._sleep()
         self._publish()
+
+    def give_up(self) -> None:
+        """A step raised, and its post-hook does not come: other ranks, which may have stepped, wait for its rows."""
+        if self._groups is not None:
+            self._after_step()
 
     def _publish(self) -> None:
         self._step.after_optimizer_step(self.parameters())
