@@ -17,7 +17,7 @@ from lightning_parallel.plan.plan import ParallelPlan
 from lightning_parallel.strategies.hybrid import HybridStrategy
 from lightning_parallel.techniques.activation_checkpoint import ActivationCheckpoint
 from lightning_parallel.techniques.data_parallel import DataParallel
-from lightning_parallel.techniques.divided.functions import functions_get_wholes
+from lightning_parallel.techniques.divided.functions import FunctionsGetWholes
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.observed.recorder import traverse
 from lightning_parallel.techniques.tools.redirect import default_dtype, restore_forward
@@ -291,7 +291,7 @@ def added(mode: Mode | None, among: Ranks | None) -> Tensor:
     if among:
         parts = among.chunks(4)
         hidden = Divided(parts.take(hidden, 1), {1: parts})
-    with functions_get_wholes(set()):
+    with FunctionsGetWholes():
         learned = vector * 2
         for forward in checkpointed([Adding(), Adding(), Adding()], mode):
             hidden = forward(hidden, learned)

@@ -16,7 +16,7 @@ from lightning_parallel.collectives.by_elements import complete
 from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.techniques.divided import rules  # noqa: F401
 from lightning_parallel.techniques.divided.boundary import InGraph
-from lightning_parallel.techniques.divided.functions import functions_get_wholes
+from lightning_parallel.techniques.divided.functions import FunctionsGetWholes
 from lightning_parallel.techniques.divided.rules.parameters import alike
 from lightning_parallel.techniques.divided.tensor import Divided
 from tests.ranks import ranks
@@ -190,6 +190,16 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "log sum exp of nothing": lambda x, w: (
         (x * w).masked_fill(torch.arange(4).view(4, 1) < 2, -torch.inf).logsumexp(-1).exp()
     ),
+    "log sum exp of infinities": lambda x, w: (
+        x.detach().masked_fill(torch.arange(8) == 6, torch.inf).logsumexp(-1).isinf() * x.sum(-1) * w.sum()
+    ),
+    "largest of unknown ones": lambda x, w: (
+        (
+            sum(x.detach().masked_fill(torch.arange(8) == 5, torch.nan).argmax(dim).sum() for dim in (1, 2, 3))
+            + (x.detach() * 10).long().argmax(-1).sum()
+        )
+        * (x * w)
+    ),
     "softmax of a dtype": lambda x, w: (
         torch.softmax(x.detach().float(), -1, torch.double) * F.log_softmax(x.detach().float(), 3, 3, torch.double) * x
     ),
@@ -312,7 +322,7 @@ def compared(operation: Callable[[Tensor, Tensor], Any], division: dict[int, Any
     elements = make(among)
     own = elements.take(x.detach(), dim).clone().requires_grad_()
     mine = w.detach().clone().requires_grad_() if way != "averaged" else nn.Parameter(w.detach().clone())
-    with functions_get_wholes(set()):
+    with FunctionsGetWholes():
         found = outcome(operation, Divided(own, {dim: elements}), alike(mine, among) if way == "alike" else mine)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(complete(own.grad, dim, elements), elements.take(x.grad, dim), rtol=1e-10, atol=1e-12)

@@ -30,7 +30,7 @@ from lightning_parallel import (
 from lightning_parallel.collectives.by_elements import complete
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.techniques.divided import rules  # noqa: F401
-from lightning_parallel.techniques.divided.functions import functions_get_wholes
+from lightning_parallel.techniques.divided.functions import FunctionsGetWholes
 from lightning_parallel.techniques.divided.rules.parameters import alike
 from lightning_parallel.techniques.divided.tensor import Divided
 from tests.ranks import begun_on_one, ranks, run_on_ranks
@@ -72,7 +72,7 @@ def compared(operation: Any, division: dict[int, Any], way: str) -> None:
     elements = make(among)
     own = elements.take(x.detach(), dim).clone().requires_grad_()
     mine = w.detach().clone().requires_grad_() if way != "averaged" else nn.Parameter(w.detach().clone())
-    with functions_get_wholes(set()):
+    with FunctionsGetWholes():
         given = alike(mine, among) if way == "alike" else mine
         found = penalised(operation, Divided(own, {dim: elements}), given, among)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

@@ -74,7 +74,7 @@ class StepLog:
         self, module: LightningModule, group: dist.ProcessGroup, host: dist.ProcessGroup, weight: Callable[[], float]
     ) -> None:
         self._module = module
-        self._group, self._host, self._weight = group, host, weight
+        self._group, self._host, self._weight, self._ranks = group, host, weight, group.size()
         self._inside_log = self._inside_step = False
         self._logged: dict[str, StepValue] = {}
         self._pending: list[Callable[[], None]] = []
@@ -82,10 +82,10 @@ class StepLog:
         self.means: Means | None = None
         self._sums: BatchSums | None = None
         self._differed = False
-        self._losses = FirstLosses(group.size())
+        self._losses = FirstLosses(self._ranks)
         self._counted: tuple[Tensor, Tensor] | None = None
         # comparisons are alike everywhere, those of batches too
-        self._content = Content(group.size()) if group.size() < dist.get_world_size() else None
+        self._content = Content(self._ranks) if self._ranks < dist.get_world_size() else None
         self._divert: Callable[[str, Any, dict[str, Any]], None] | None = None
         #: of what kind values are that steps log and keep
         self.kinds = Kinds()
@@ -102,13 +102,13 @@ class StepLog:
         self._own_groups = [(metric, metric.process_group, metric.dist_sync_on_step) for metric in self._metrics]
         module.__dict__["log"] = self
         for metric in self._metrics:
-            metric.process_group = None if group.size() == dist.get_world_size() else group
+            metric.process_group = None if self._ranks == dist.get_world_size() else group
             metric.dist_sync_on_step = True  # until `log` says that nobody asks for its step values
 
     @property
     def alone(self) -> bool:
         """Whether no other rank reads other samples."""
-        return self._group.size() == 1
+        return self._ranks == 1
 
     def close(self) -> None:
         """Gives the module its own `log`, the metrics their own groups and torch its own methods back."""
@@ -191,7 +191,7 @@ class StepLog:
             self._logged[key] = StepValue(result, value, parts, before, seen, own=own)
             return
         if has_step_value(result):
-            weight = self._share / self._group.size() if result.meta.is_mean_reduction else 1.0
+            weight = self._share / self._ranks if result.meta.is_mean_reduction else 1.0
             (reduced,) = self._sent([step_value(result) * weight], reduction_of(result))()
             show(result, reduced)
         if result.meta.on_epoch and result.meta.fx.partition(".")[0].endswith("_epoch_end"):
@@ -251,7 +251,7 @@ class StepLog:
         if self._may_leave and self._module.trainer.training:  # and steps of some techniques wait for each other
             Comparison((-4, 0, 0, 0), NOTHING, self._host, self._content).finish(lambda: BEGUN, str)
         self._inside_step = True
-        self.means, self._sums = Means() if self._group.size() > 1 else None, None
+        self.means, self._sums = Means() if self._ranks > 1 else None, None
         watched = list(self._counted_by(share))
         try:
             yield
@@ -287,10 +287,10 @@ class StepLog:
         said = f"{RETURNED} no loss and logged" if skips else LOGGED
         means = self._agree(-2, int(skips), said, list(logged))
         logged = self._agreed(logged)
-        ranks, moving = self._group.size(), [each for each in logged.values() if each.moves(means)]
+        moving = [each for each in logged.values() if each.moves(means)]
         chosen = [each for each in moving if each.how in ("mean", "sum")]
         if chosen or means.all:
-            self._sums = BatchSums([each.summed(share, ranks) for each in chosen], means, share, self._group)
+            self._sums = BatchSums([each.summed(share, self._ranks) for each in chosen], means, share, self._group)
         self._pending = [lambda: self._place(chosen, means)]
         for how in ("min", "max") if len(chosen) < len(moving) else ():
             if extremes := [each for each in moving if each.how == how]:
@@ -300,7 +300,7 @@ class StepLog:
     def _agreed(self, logged: dict[str, StepValue]) -> dict[str, StepValue]:
         """The values, each with the way in which ranks put it together."""
         tensors = {key: each for key, each in logged.items() if each.result.is_tensor}
-        if self._group.size() == 1 or not tensors:
+        if self._ranks == 1 or not tensors:
             return logged
         hook = self._module._current_fx_name or ""
         seen = {each.result.meta.name: (each.seen, len(each.own)) for each in tensors.values()}
@@ -341,7 +341,7 @@ class StepLog:
 
     def scale(self, means: Means) -> None:
         """Fills in by what the gradients of means are multiplied whose backward runs within the step."""
-        if self._group.size() > 1:
+        if self._ranks > 1:
             scale_together(means, self._weight(), self._group, self._module.device)
 
     def counted(self, loss: Tensor) -> Tensor:
@@ -382,11 +382,11 @@ class StepLog:
     def _place(self, logged: Sequence[StepValue], means: Means) -> None:
         values = [] if self._sums is None else self._sums.values()
         for each, value in zip(logged, values, strict=True):
-            each.place(value, means, self._group.size())
+            each.place(value, means, self._ranks)
 
     def _place_extremes(self, logged: Sequence[StepValue], means: Means, sent: Callable[[], Sequence[Tensor]]) -> None:
         for each, value in zip(logged, sent(), strict=True):
-            each.place(value, means, self._group.size())
+            each.place(value, means, self._ranks)
 
     def _sent(self, values: Sequence[Tensor], how: str) -> Callable[[], Sequence[Tensor]]:
         sent = packed([value.double() for value in values], self._group)

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -25,7 +24,7 @@ from torch._functorch import utils as of_functions
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_parallel.techniques.divided.tensor import Divided
-from lightning_parallel.techniques.tools.redirect import Pass, Redirected, backward_led
+from lightning_parallel.techniques.tools.redirect import Pass, Redirected, led_backward
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +49,14 @@ GET_WHOLES = (
 )
 """Through which all transforms of `torch.func` go, which look them up at each call, and what TorchScript compiled."""
 
+LED: tuple[tuple[Any, str], ...] = (
+    (of_functions, "unwrap_dead_wrappers"),
+    (eval_frame, "_callback_from_stance"),
+    (torch.autograd, "backward"),
+    *GET_WHOLES,
+)
+"""All that is replaced for the time of a step."""
+
 OF_BLOCKS = "lightning_parallel.techniques.divided.boundary"
 """Where the functions are from that the strategy has compiled: they get plain tensors."""
 
@@ -57,28 +64,45 @@ NOT_THE_USERS = ("torch.", "lightning_parallel.")
 """Where functions are from that meet no divided tensors when they are not given any."""
 
 
-@contextmanager
-def functions_get_wholes(said: set[str]) -> Iterator[None]:
+class FunctionsGetWholes:
     """Inside, functions of autograd, transforms and TorchScript get whole tensors, backward passes leaves of inputs.
 
     `Function.apply` looks up one function of torch at each call, and leads its arguments through it; that one is
     replaced. To replace `apply` would miss code that took it earlier, as in `norm = MyNorm.apply`. So is one that each
     call of a compiled function looks up: by its answer the function runs as it is where divided tensors may meet in it.
 
-    Args:
-        said: the names of compiled functions of which it was told that they run as they are; more are added.
+    What stands for the functions of torch is kept from step to step: to make it anew takes longer than to put it there.
     """
-    places: Any = (of_functions, "unwrap_dead_wrappers"), (eval_frame, "_callback_from_stance"), *GET_WHOLES
-    before = [getattr(owner, name) for owner, name in places]
-    led: list[Lead] = [_unwrapped, partial(_callback, said), *[_of_wholes] * len(GET_WHOLES)]
-    for (owner, name), lead, plain in zip(places, led, before, strict=True):
-        setattr(owner, name, lead(plain))
-    try:
-        with backward_led(_to_leaves):
-            yield
-    finally:
-        for (owner, name), plain in zip(places, before, strict=True):
-            setattr(owner, name, plain)
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._plain: list[Any] = []
+        self._led: list[Any] = []
+        self._leads: list[Lead] = [
+            _unwrapped,
+            partial(_callback, set[str]()),
+            partial(led_backward, _to_leaves),
+            *[_of_wholes] * len(GET_WHOLES),
+        ]
+
+    def __enter__(self) -> None:
+        self._depth += 1
+        if self._depth > 1:
+            return
+        plain = [getattr(owner, name) for owner, name in LED]
+        if plain != self._plain:
+            self._plain, self._led = plain, [lead(each) for lead, each in zip(self._leads, plain, strict=True)]
+        _put(self._led)
+
+    def __exit__(self, *_: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            _put(self._plain)
+
+
+def _put(functions: Iterable[Any]) -> None:
+    for (owner, name), function in zip(LED, functions, strict=True):
+        setattr(owner, name, function)
 
 
 def _unwrapped(before: Callable[..., Any]) -> Callable[..., Any]:

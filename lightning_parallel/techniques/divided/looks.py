@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
+from typing_extensions import Self
 
+from lightning_parallel.collectives.elements import Elements
 from lightning_parallel.techniques.divided.table import Cuts
 
 
@@ -21,6 +23,8 @@ class LooksWhole(Tensor):
     stored: Tensor | None
     """Of a parameter: the tensor that the module holds between steps, and that has the gradient."""
     _shape: torch.Size
+    _known: tuple[Tensor, tuple[bool, int]] | None
+    _gathers: dict[Any, Tensor] | None
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -81,6 +85,34 @@ class LooksWhole(Tensor):
 
     def __len__(self) -> int:
         return int(self.size(0))
+
+    @property
+    def gathers(self) -> dict[Any, Tensor]:
+        """What was gathered for products that read it: by dimension, whether with gradients, and dtype."""
+        if self._gathers is None:
+            self._gathers = {}
+        return self._gathers
+
+    def known_to_be(self, whole: Tensor) -> Self:
+        """Itself, of which this rank has all elements beside its own; nothing learns them."""
+        self._known = whole, state_of(self.own)
+        return self
+
+    @property
+    def known(self) -> Tensor | None:
+        """The whole, where each rank has it at no cost, as that of a batch; None once something changed it."""
+        if self._known is None or self._known[1] != state_of(self.own):
+            return None
+        return self._known[0]
+
+    def forget(self) -> None:
+        """Lets go of what was gathered, after an operation changed the elements in place."""
+        self._gathers = self._known = None
+
+    @property
+    def only(self) -> Elements:
+        """The elements of the first divided dimension."""
+        return next(iter(self.cuts.values()))
 
     def __repr__(self) -> str:  # type: ignore[override]
         if not self.cuts:  # without a collective: ranks may print alone

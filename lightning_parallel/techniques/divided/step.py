@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 
 from lightning_parallel.collectives.elements import Ranks
-from lightning_parallel.techniques.divided.functions import functions_get_wholes
+from lightning_parallel.techniques.divided.functions import FunctionsGetWholes
 from lightning_parallel.techniques.divided.gathered import tell
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.step import Run, Step, WrappedRun, WrappedStep
@@ -56,15 +56,14 @@ class DividedStep(WrappedStep):
         self._model, self._ranks = model, ranks
         self._attributes = Attributes([module for module in model.modules() if not _sets_nothing(module)])
         self._of_torch = Attributes([module for module in model.modules() if _sets_nothing(module)])
-        self._run_as_they_are: set[str] = set()
-        """Functions that the user compiled, of which it was told that they run as they are."""
+        self._functions = FunctionsGetWholes()
         self._in_forward = self._went_back = False
 
     def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
         """See `Step.forward`."""
         self._in_forward, self._went_back = True, False
         self._ranks.viewed.clear()
-        with functions_get_wholes(self._run_as_they_are), _reducing_later(self._ranks, True):
+        with self._functions, _reducing_later(self._ranks, True):
             output = self.inner.forward(OfTheUser(run, self._ranks), *args, **kwargs)
         self._in_forward = False  # not where it raised: the run is over
         for view in self._ranks.viewed:
@@ -77,7 +76,7 @@ class DividedStep(WrappedStep):
     def backward(self, run: Callable[[], None]) -> None:
         """See `Step.backward`."""
         # Functions: for what is computed again.
-        with functions_get_wholes(self._run_as_they_are), _reducing_later(self._ranks, True):
+        with self._functions, _reducing_later(self._ranks, True):
             self.inner.backward(run)
         self._went_back = True
         if not self._in_forward:

@@ -181,37 +181,34 @@ class Pattern:
 
     Attributes:
         alone: whether a divided tensor comes first, and the rest are values.
-        divided: the places of divided tensors.
+        first: the place of the first divided tensor, whose form remembers the call.
+        values: what decides by its value, of the arguments.
     """
 
-    __slots__ = ("_plain", "_tuples", "_values", "alone", "divided")
+    __slots__ = ("_others", "_plain", "_tuples", "alone", "first", "values")
 
     def __init__(self, wrapper: type, kinds: Sequence[type]) -> None:
-        self.divided = [place for place, kind in enumerate(kinds) if kind is wrapper]
+        self.first, *self._others = divided = [place for place, kind in enumerate(kinds) if kind is wrapper]
         self._plain = [place for place, kind in enumerate(kinds) if kind is Tensor or kind is nn.Parameter]
         self._tuples = [place for place, kind in enumerate(kinds) if kind is tuple]
-        self.alone = self.divided == [0] and not self._plain and not self._tuples
-        rest = sorted({*range(len(kinds))} - {*self.divided, *self._plain})
-        self._values: Callable[[Any], Any] = itemgetter(*rest) if rest else itemgetter(slice(0))
+        self.alone = divided == [0] and not self._plain and not self._tuples
+        rest = sorted({*range(len(kinds))} - {*divided, *self._plain})
+        self.values: Callable[[Any], Any] = itemgetter(*rest) if rest else itemgetter(slice(0))
 
-    def key(self, func: Any, names: Any, given: Any) -> Key | None:
-        """By what the form of the first divided tensor remembers a call.
+    def further(self, key: Key, given: Any) -> Key:
+        """By what the form of the first divided tensor remembers a call of more than this one and values.
 
         Args:
-            func: the operation.
-            names: of arguments that were given by name.
+            key: the operation, this pattern, the names of arguments that were given by name, and `values`.
             given: the arguments, those by name last.
 
         Returns:
-            None where a tuple has something that is not known by its value. (Whole numbers are.)
+            Nothing where a tuple has something that is not known by its value. (Whole numbers are.)
         """
-        key: Key = func, self, names, self._values(given)
-        if self.alone:
-            return key
         for place in self._tuples:
             if not WHOLE_NUMBERS.issuperset(map(type, given[place])):
-                return None
-        for place in self.divided[1:]:
+                return ()
+        for place in self._others:
             key = *key, given[place].form
         for place in self._plain:
             each = given[place]

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_parallel.collectives.by_elements import completed, joined, part, reduced_later, shared_out
-from lightning_parallel.collectives.elements import Elements, Ranks
+from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.techniques.divided.gathered import note
 from lightning_parallel.techniques.divided.looks import LooksWhole, asking_at_once, laid_out, state_of
 from lightning_parallel.techniques.divided.python_functions import (
@@ -70,8 +70,6 @@ class Divided(LooksWhole):
     looked_at: ClassVar[bool] = False  # of a parameter: only code outside of its module reads this form of it
     ranks: Ranks
     """Of an alike parameter: the ranks that add up its gradients."""
-    _known: tuple[Tensor, tuple[bool, int]] | None
-    _gathers: dict[Any, Tensor] | None
 
     @staticmethod
     def __new__(cls, own: Tensor, cuts: Cuts) -> Divided:  # noqa: D102
@@ -104,34 +102,6 @@ class Divided(LooksWhole):
         return gathers[key]
 
     @property
-    def gathers(self) -> dict[Any, Tensor]:
-        """What was gathered for products that read it: by dimension, whether with gradients, and dtype."""
-        if self._gathers is None:
-            self._gathers = {}
-        return self._gathers
-
-    def known_to_be(self, whole: Tensor) -> Divided:
-        """Itself, of which this rank has all elements beside its own; nothing learns them."""
-        self._known = whole, state_of(self.own)
-        return self
-
-    @property
-    def known(self) -> Tensor | None:
-        """The whole, where each rank has it at no cost, as that of a batch; None once something changed it."""
-        if self._known is None or self._known[1] != state_of(self.own):
-            return None
-        return self._known[0]
-
-    def forget(self) -> None:
-        """Lets go of what was gathered, after an operation changed the elements in place."""
-        self._gathers = self._known = None
-
-    @property
-    def only(self) -> Elements:
-        """The elements of the first divided dimension."""
-        return next(iter(self.cuts.values()))
-
-    @property
     def grad(self) -> Tensor | None:
         """Its gradient, divided alike."""
         gradient = (self.own if self.stored is None else self.stored).grad
@@ -159,8 +129,12 @@ class Divided(LooksWhole):
 
 
 class Wrapper(Divided):
-    """The form that has a shape, but no memory."""
+    """The form that has a shape, but no memory.
 
+    What all have lies in slots: every operation makes one, and a table of attributes would cost a quarter of that.
+    """
+
+    __slots__ = ("form", "own")
     form: Form
     origin: Divided | None = None  # over whose memory this one lies
     stored = _known = _gathers = None
@@ -174,13 +148,24 @@ class Wrapper(Divided):
         if func not in REMEMBERED or not ((torch.is_grad_enabled() and not in_transform()) or not takes_wholes()):
             return super().__torch_function__(func, types, args, kwargs)
         given, names = ((*args, *kwargs.values()), tuple(kwargs)) if kwargs else (args, None)
-        pattern = pattern_of(Wrapper, *map(type, given))
-        if pattern is None or (key := pattern.key(func, names, given)) is None:
+        if (pattern := pattern_of(Wrapper, *map(type, given))) is None:
             return super().__torch_function__(func, types, args, kwargs)
-        form = given[pattern.divided[0]].form
+        key: Key = (func, pattern, names, pattern.values(given))
+        if not pattern.alone and not (key := pattern.further(key, given)):
+            return super().__torch_function__(func, types, args, kwargs)
+        form = given[pattern.first].form
         if (known := form.calls.get(key)) is None:
             return _met_first(form, key, args, kwargs or {})
         return _called_again(known, form, pattern, args, kwargs or {})
+
+    @property
+    def cuts(self) -> Cuts:  # type: ignore[override]
+        """See `Form.cuts`."""
+        return self.form.cuts
+
+    @property
+    def _shape(self) -> torch.Size:  # type: ignore[override]
+        return self.form.shape
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -192,6 +177,10 @@ class Wrapper(Divided):
         return called_below(func, args, kwargs, Divided, lambda each: each.whole(str(func)), what, remedy)
 
 
+OWN = cast(Callable[[Wrapper], Tensor], vars(Wrapper)["own"].__get__)
+"""What lies in the slot, where a class derived from this one looks at it before it is given."""
+
+
 class Viewed(Wrapper):
     """One of which code has views of the gathered whole: what changes in one of both in place changes in the other."""
 
@@ -201,11 +190,11 @@ class Viewed(Wrapper):
     def own(self) -> Tensor:  # type: ignore[override]
         """This rank's elements, as they are after changes of views."""
         self.take_changes()
-        return cast(Tensor, vars(self)["own"])
+        return OWN(self)
 
     def take_changes(self) -> None:
         """Writes what views changed to the own elements; raises ValueError if that does not reach what these are of."""
-        own, (whole, version, _) = vars(self)["own"], self._shown
+        own, (whole, version, _) = OWN(self), self._shown
         if whole._version != version and own._is_view():
             raise ValueError(
                 f"a view, {tuple(self.shape)}, of a view of a tensor that ranks divide was changed in place, which "
@@ -276,7 +265,7 @@ _make = cast(Callable[..., Wrapper], Tensor._make_wrapper_subclass)
 def wrapped(own: Tensor, form: Form) -> Wrapper:
     """The divided tensor of this form of which this rank has these elements."""
     made = _make(Wrapper, form.shape, dtype=own.dtype, device=own.device)
-    made.own, made.form, made.cuts, made._shape = own, form, form.cuts, form.shape
+    made.own, made.form = own, form
     return made
 
 

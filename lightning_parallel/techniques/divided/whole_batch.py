@@ -22,7 +22,7 @@ from lightning_parallel.collectives.by_elements import counted, entered
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.collectives.functional import parts_of_all
 from lightning_parallel.plan.plan import ParallelPlan, matching
-from lightning_parallel.techniques.divided.functions import functions_get_wholes
+from lightning_parallel.techniques.divided.functions import FunctionsGetWholes
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided
 from lightning_parallel.techniques.division import Division
 from lightning_parallel.techniques.step import Coming, Run, Step, WrappedRun, WrappedStep
@@ -56,7 +56,7 @@ class WholeBatch(Division):
         files = [sys.modules[name] for name in names if name in sys.modules]
         self.files = [file for file in files if BALANCING in vars(file)]
         self.acts = bool(modules or self.files)
-        self._run_as_they_are: set[str] = set()
+        self._functions = FunctionsGetWholes()
 
     def run(self, run: Run[T]) -> Run[T]:
         """Leads the functions of Hugging Face's for the time of the user's step."""
@@ -71,7 +71,7 @@ class WholeBatch(Division):
 
         @functools.wraps(function)
         def on_whole_batch(*args: Any, **kwargs: Any) -> Any:
-            with functions_get_wholes(self._run_as_they_are), unwatched():
+            with self._functions, unwatched():
                 args, kwargs = self._divided((args, kwargs))
                 return tree_map_only(Tensor, self._own, function(*args, **kwargs))
 

@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_parallel.collectives.by_elements import counted, gathered
 from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.techniques.divided import rules  # noqa: F401  (enters them in the table)
-from lightning_parallel.techniques.divided.functions import functions_get_wholes
+from lightning_parallel.techniques.divided.functions import FunctionsGetWholes
 from lightning_parallel.techniques.divided.python_functions import called_below
 from lightning_parallel.techniques.divided.rules.single import IN_PLACE, ONE_BY_ONE
-from lightning_parallel.techniques.divided.table import RULES, is_in_place, operations, same_cuts
+from lightning_parallel.techniques.divided.table import RULES, form_of, is_in_place, operations, same_cuts
 from lightning_parallel.techniques.divided.tensor import Wrapper, of_wholes
 from lightning_parallel.techniques.expert_parallel.calls import Calls
 from lightning_parallel.techniques.expert_parallel.own_experts import OF_EXPERTS
@@ -73,9 +73,9 @@ class Outside(Wrapper):
 
     @staticmethod
     def __new__(cls, own: Tensor, elements: Elements, readers: Readers) -> Outside:  # noqa: D102
-        made = _make(cls, (elements.size, *own.shape[1:]), dtype=own.dtype, device=own.device)
-        made.own, made.cuts, made.readers = own, {0: elements}, readers
-        made._shape = torch.Size((elements.size, *own.shape[1:]))
+        form = form_of(own.shape, {0: elements}, elements.ranks)
+        made = _make(cls, form.shape, dtype=own.dtype, device=own.device)
+        made.own, made.form, made.readers = own, form, readers
         return made
 
     def whole(self, reader: str = "") -> Tensor:
@@ -249,7 +249,7 @@ class Shown:
         self._slots, self._readers = slots, readers
         self._kept: dict[int, Outside] = {}
         """What stood for each parameter before, by its `id`, which is the parameter's as long as it is held here."""
-        self._run_as_they_are: set[str] = set()
+        self._functions = FunctionsGetWholes()
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -259,7 +259,7 @@ class Shown:
         for slot, _, rows in shown:
             slot.table[slot.name] = rows
         try:
-            with functions_get_wholes(self._run_as_they_are):
+            with self._functions:
                 yield
         finally:
             for slot, kept, rows in shown:

@@ -244,7 +244,8 @@ class Unit:
                 if self.ranks.met:
                     self._note()
             finally:
-                put_back(hidden)
+                if hidden:
+                    put_back(hidden)
             return output
 
         return run

@@ -152,16 +152,25 @@ class Pass(NamedTuple):
     inputs: Any = None
 
 
-@contextmanager
-def backward_led(lead: Callable[[Forward, Pass], None]) -> Iterator[None]:
-    """Inside, `lead` is called in place of `torch.autograd.backward`, with it and what it is given."""
-    table, plain = vars(torch.autograd), torch.autograd.backward
+Lead = Callable[[Forward, Pass], None]
+"""What is called in place of `torch.autograd.backward`, with it and what it is given."""
+
+
+def led_backward(lead: Lead, plain: Forward) -> Forward:
+    """What stands for `torch.autograd.backward` where `lead` is called in its place."""
 
     @functools.wraps(plain)  # by its name, modes of functions know it
     def backward(*args: Any, **kwargs: Any) -> None:
         lead(plain, Pass(*args, **kwargs))
 
-    table["backward"] = backward
+    return backward
+
+
+@contextmanager
+def backward_led(lead: Lead) -> Iterator[None]:
+    """Inside, `lead` is called in place of `torch.autograd.backward`."""
+    table, plain = vars(torch.autograd), torch.autograd.backward
+    table["backward"] = led_backward(lead, plain)
     try:
         yield
     finally:

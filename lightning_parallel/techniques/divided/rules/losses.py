@@ -122,7 +122,7 @@ def _log_sum_exp(func: Any, args: Any, kwargs: Any) -> Any:
         return Divided(func(divided.own, dim, keepdim), cuts)
     if not columns.disjoint:
         return NotImplemented
-    made = _sums(divided.own.movedim(dim, -1), None, columns, None)[0].to(divided.dtype)
+    made = _sums(divided.own.movedim(dim, -1), None, columns, None, infinite=True)[0].to(divided.dtype)
     return as_divided(made.unsqueeze(dim) if keepdim else made, cuts)
 
 
@@ -162,16 +162,18 @@ def _arg_max(func: Any, args: Any, kwargs: Any) -> Any:
 
 @torch.no_grad()
 def _largest(own: Tensor, columns: Elements) -> Tensor:
-    """The index of the largest element in the last dimension of the whole, the first of equal ones."""
+    """The index of the largest element in the last dimension of the whole, the first of equal ones; nan is largest."""
     group = columns.ranks.group
     if own.shape[-1]:
         value, place = own.max(-1)
         index = columns.index(own.device)[place]
     else:
-        value, index = own.new_full(own.shape[:-1], -torch.inf), own.new_full(own.shape[:-1], columns.size).long()
-    largest = value.clone()
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
-    winner = torch.where(value == largest, index, columns.size)
+        least = -torch.inf if own.is_floating_point() else torch.iinfo(own.dtype).min
+        value, index = own.new_full(own.shape[:-1], least), own.new_full(own.shape[:-1], columns.size).long()
+    unknown = value.isnan()
+    found = torch.stack([unknown.to(value.dtype), value.masked_fill(unknown, 0)])  # what is larger than nan, none tells
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+    winner = torch.where(torch.where(found[0] > 0, unknown, value == found[1]), index, columns.size)
     dist.all_reduce(winner, dist.ReduceOp.MIN, group=group)
     return winner.clamp(max=columns.size - 1)
 
@@ -179,7 +181,9 @@ def _largest(own: Tensor, columns: Elements) -> Tensor:
 # ---------------------------------------------------------------- sums over the classes of all ranks
 
 
-def _sums(own: Tensor, label: Tensor | None, columns: Elements | None, weights: Tensor | None) -> Any:
+def _sums(
+    own: Tensor, label: Tensor | None, columns: Elements | None, weights: Tensor | None, infinite: bool = False
+) -> Any:
     """Log-sum-exp, the logit at the label, and a weighted sum of logits, over the classes of all ranks.
 
     Args:
@@ -187,20 +191,24 @@ def _sums(own: Tensor, label: Tensor | None, columns: Elements | None, weights: 
         label: the class of each position, (...); None leaves out the second result.
         columns: the classes that ranks have; None where each has all.
         weights: of this rank's classes; None leaves out the third result.
+        infinite: whether the sum may be infinite, as torch's `logsumexp`; its softmax and losses are nan there.
     """
-    return _Sums.apply(own, label, columns, weights)[:3]  # type: ignore[no-untyped-call]
+    return _Sums.apply(own, label, columns, weights, infinite)[:3]  # type: ignore[no-untyped-call]
 
 
 class _Sums(Function):
     """See `_sums`. The last result, probabilities, is there for backward alone, which is differentiated by it."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, label: Tensor | None, columns: Elements | None, weights: Tensor | None) -> Any:
+    def forward(
+        ctx: Any, own: Tensor, label: Tensor | None, columns: Elements | None, weights: Tensor | None, infinite: bool
+    ) -> Any:
         exact = own.to(_exact(own))
         largest = exact.amax(-1) if own.shape[-1] else exact.new_full(own.shape[:-1], -torch.inf)
         if columns is not None:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=columns.ranks.group)
-        largest = largest.masked_fill(largest == -torch.inf, 0)  # what is all -inf has the sum 0, and its logarithm
+        # What is all -inf has the sum 0, and its logarithm.
+        largest = largest.masked_fill(largest.isinf() if infinite else largest == -torch.inf, 0)
         exponentials = (exact - largest[..., None]).exp_()
         place, here = (None, None) if label is None else _place(label, columns)
         at_label = None if place is None or here is None else _at(exact, place, here)
@@ -232,7 +240,7 @@ class _Sums(Function):
             gradient = gradient.scatter_add_(-1, place[..., None], mine) if gradient.shape[-1] else gradient + mine
         if weights is not None and of_weighted is not None:
             gradient += _for_own(of_weighted, columns)[..., None] * weights
-        return gradient.to(ctx.dtype), None, None, None
+        return gradient.to(ctx.dtype), None, None, None, None
 
 
 def _of_softmax(probabilities: Tensor, of_each: Tensor, columns: Elements | None) -> Tensor:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.techniques.divided.table import form_of, operations, rule
-from lightning_parallel.techniques.divided.tensor import Divided, Viewed, Wrapper, own_of, wrapped
+from lightning_parallel.techniques.divided.tensor import OWN, Divided, Viewed, Wrapper, own_of, wrapped
 
 
 def alike(parameter: Tensor, ranks: Ranks) -> Divided:
@@ -40,7 +40,7 @@ class Alias(Wrapper):
         """This rank's elements, as they are after changes of views of the other."""
         if type(origin := self.origin) is Viewed:
             origin.take_changes()
-        return cast(Tensor, vars(self)["own"])
+        return OWN(self)
 
     def whole(self, reader: str = "") -> Tensor:
         """See `Divided.whole`: that of which there are views counts changes together with what it gives here."""
