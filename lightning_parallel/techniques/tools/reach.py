@@ -109,8 +109,8 @@ def is_of_selection(start: Any) -> bool:
     for node in islice(ahead, NEAR):  # which grows meanwhile
         if type(node).__name__.startswith(SELECTIONS):
             return True
-        for parent, _ in node.next_functions:
-            if parent is not None and _made(parent).shape[:1] == rows:
+        for parent, _ in node.next_functions:  # asked of every mean: without a call of `_made`
+            if parent is not None and parent._input_metadata[0].shape[:1] == rows:
                 ahead.append(parent)
     return False
 
