@@ -1,4 +1,4 @@
-"""Manual optimization: steps that run their backward themselves, be it by `loss.backward()` past the strategy."""
+"""Backward passes that the user's code runs: in steps of manual optimization, and in a `backward` of its own."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_parallel.techniques.gradients.buckets import nothing
 from lightning_parallel.techniques.step import Coming, Run, Step, WrappedStep
 from lightning_parallel.techniques.tools.redirect import Pass, backward_led
 
@@ -63,6 +64,35 @@ class ManualOptimizationStep(WrappedStep):
             self.inner.backward(run)
         finally:
             self._running = False
+
+
+class OwnBackwardStep(WrappedStep):
+    """Leads the passes that a `backward` of the user's own runs: gradients are final when each of them returns.
+
+    Without it they would be so when the whole of it returns, and what it does to them be lost.
+
+    Args:
+        inner: the step of all techniques.
+    """
+
+    def __init__(self, inner: Step) -> None:
+        super().__init__(inner)
+        self._passed = False
+
+    def backward(self, run: Callable[[], None]) -> None:
+        """See `Step.backward`."""
+        self._passed = False
+        with backward_led(self._lead):
+            run()
+        if not self._passed:  # it gave gradients in another way
+            self.inner.backward(nothing)
+
+    def _lead(self, plain: Callable[..., None], given: Pass) -> None:
+        if torch._C._current_graph_task_id() != -1:  # a pass within one
+            plain(*given)
+            return
+        self._passed = True
+        self.inner.backward(lambda: plain(*given))
 
 
 def _one_loss(tensors: Tensor | Sequence[Tensor], gradients: Any) -> Tensor:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -41,7 +42,7 @@ from lightning_parallel.techniques.divided.whole_batch import WholeBatch
 from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.gradients.groups import Pair
 from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer
-from lightning_parallel.techniques.manual_optimization import Differentiate, ManualOptimizationStep
+from lightning_parallel.techniques.manual_optimization import Differentiate, ManualOptimizationStep, OwnBackwardStep
 from lightning_parallel.techniques.step import Run, Step
 from lightning_parallel.techniques.technique import Technique
 from lightning_parallel.techniques.tools import elsewhere
@@ -150,7 +151,7 @@ class DividedModel:
         for division in self._divisions:
             step = division.settle(step)
         if self.module.automatic_optimization or self.pipeline.ranks > 1:  # whose step runs backward passes itself
-            return step
+            return OwnBackwardStep(step) if is_overridden("backward", self.module) else step
         return ManualOptimizationStep(step, differentiate)
 
     def run(self, run: Run[T]) -> Run[T]:
