@@ -29,7 +29,7 @@ from lightning_parallel.strategies.logged.first_losses import FirstLosses
 from lightning_parallel.strategies.logged.kept.values import KeptValues
 from lightning_parallel.strategies.logged.kind_watch import Kinds, KindWatch
 from lightning_parallel.strategies.logged.kinds import Kind
-from lightning_parallel.strategies.logged.metrics import Uncounted, at_most_on_step
+from lightning_parallel.strategies.logged.metrics import MetricsOfRun, Uncounted, at_most_on_step
 from lightning_parallel.strategies.logged.multiples import Multiples
 from lightning_parallel.strategies.logged.reductions import Reductions, SeenKind, is_compiled
 from lightning_parallel.strategies.logged.step_values import (
@@ -98,12 +98,8 @@ class StepLog:
         self.multiples = Multiples()
         self._may_leave = is_overridden("on_train_batch_start", module)  # by returning -1
         self._log = module.log
-        self._metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
-        self._own_groups = [(metric, metric.process_group, metric.dist_sync_on_step) for metric in self._metrics]
+        self._metrics = MetricsOfRun(module, group)
         module.__dict__["log"] = self
-        for metric in self._metrics:
-            metric.process_group = None if self._ranks == dist.get_world_size() else group
-            metric.dist_sync_on_step = True  # until `log` says that nobody asks for its step values
 
     @property
     def alone(self) -> bool:
@@ -114,8 +110,7 @@ class StepLog:
         """Gives the module its own `log`, the metrics their own groups and torch its own methods back."""
         unwatch_methods()
         self._module.__dict__.pop("log", None)
-        for metric, group, on_step in self._own_groups:
-            metric.process_group, metric.dist_sync_on_step = group, on_step
+        self._metrics.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         """A copy of the module, which callbacks make to average its weights, logs nothing."""
@@ -261,7 +256,7 @@ class StepLog:
                 metric.close()
 
     def _counted_by(self, share: float) -> Iterator[Uncounted | Shared]:
-        for metric in self._metrics if share != 1.0 else ():
+        for metric in self._metrics.all if share != 1.0 else ():
             if share == 0.0:
                 yield Uncounted(metric)
             elif isinstance(metric, MeanMetric):

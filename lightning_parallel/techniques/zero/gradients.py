@@ -20,6 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import handle_torch_function
 
 from lightning_parallel.techniques.gradients.asked import OWN, ask, ask_no_more, is_inner, is_zeroing, watch
 from lightning_parallel.techniques.tools.shards import shard_of, shard_of_part, whole_tensor
@@ -41,6 +42,13 @@ class StepsGradients:
         self._find, self._parts = parts, dict[int, Any]()
         self._gathered: dict[int, tuple[Any, Tensor]] = {}
         self._written: dict[int, tuple[Any, Any, Any]] = {}
+
+        def told(parameter: nn.Parameter) -> Tensor | None:
+            return self.of(parameter)
+
+        told.__name__ = OWN.__get__.__name__
+        self._told = told
+        """What modes of torch, which look at what a step reads, are told of a read."""
 
     def show(self) -> None:
         """A backward within a step is over."""
@@ -109,7 +117,11 @@ class StepsGradients:
         return id(parameter) in self._parts and not is_inner(__name__)
 
     def _read(self, parameter: nn.Parameter) -> Tensor | None:
-        return self.of(parameter) if self.shows(parameter) else OWN.__get__(parameter)
+        if not self.shows(parameter):
+            return cast("Tensor | None", OWN.__get__(parameter))
+        if not torch._C._is_torch_function_mode_enabled() or is_zeroing(__name__):
+            return self.of(parameter)
+        return handle_torch_function(self._told, (parameter,), parameter)
 
     def _write(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
         if self.shows(parameter):

@@ -1,0 +1,115 @@
+"""What is logged of states that all ranks share: gradients that a step has made, collections of metrics."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn, optim
+from torch.utils.data import DataLoader
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy
+
+from lightning_parallel import DataParallelStrategy, HybridStrategy, TensorParallel, Zero, ZeroStrategy
+from tests.ranks import begun_on_one, run_on_ranks
+from tests.trainers import trainer
+
+MakeStrategy = Callable[[], Any]
+
+
+class Logging(LightningModule):
+    """Logs numbers made of the gradients of a backward that its step has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 6)) for _ in range(2))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        for layer in self.layers:
+            batch = batch + layer(batch)
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(batch.square().mean())
+        gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        self.log("squares", sum((each * each).sum() for each in gradients))
+        self.log("norm", torch.stack([each.norm() for each in gradients]).norm())
+        self.log("largest", torch.stack([each.abs().max() for each in gradients]).max())
+        self.log("number", float(gradients[0].square().sum()))
+        optimizer.step()
+
+    def configure_optimizers(self) -> optim.Optimizer:
+        return optim.SGD(self.parameters(), lr=0.1)
+
+
+class Kept(Callback):
+    def __init__(self) -> None:
+        self.found: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.found.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+def logged(batch: int, make_strategy: MakeStrategy | None = None) -> list[dict[str, float]]:
+    torch.manual_seed(0)
+    kept, module, data = Kept(), Logging(), torch.randn(24, 6, dtype=torch.float64)
+    run: Any = {"max_epochs": 1, "precision": "64-true", "callbacks": [kept]}
+    trainer("auto" if make_strategy is None else make_strategy(), **run).fit(module, DataLoader(data, batch))
+    return kept.found
+
+
+LAYOUTS: dict[str, tuple[MakeStrategy, int]] = {
+    "data parallel": (DataParallelStrategy, 2),
+    "zero 1": (partial(ZeroStrategy, stage=1), 2),
+    "zero 2": (partial(ZeroStrategy, stage=2), 2),
+    "zero 3": (ZeroStrategy, 2),
+    "tensor x zero 3": (partial(HybridStrategy, TensorParallel(2), Zero(2)), 4),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sums_over_gradients_are_those_of_one_device(layout: str) -> None:
+    strategy, ranks = LAYOUTS[layout]
+    expected = begun_on_one(logged, 4)
+    for got in run_on_ranks(ranks, logged, 2, strategy):
+        assert got == [pytest.approx(each, rel=1e-9) for each in expected.result()]
+
+
+class Collecting(LightningModule):
+    """Two metrics that have equal states until a sample is right for one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.metrics = MetricCollection({"first": MulticlassAccuracy(4), "two": MulticlassAccuracy(4, top_k=2)})
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        logits, labels = batch
+        self.metrics.update(logits * self.scale, labels)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log_dict(self.metrics.compute())
+        self.metrics.reset()
+
+
+def validated(batch: int, make_strategy: MakeStrategy | None = None) -> dict[str, float]:
+    places = [3, 1, 3, 0, 2, 1, 0, 1]  # of the label among the classes, by their logits
+    samples = [(torch.arange(4.0), torch.tensor(3 - place)) for place in places]
+    module = Collecting()
+    run = trainer("auto" if make_strategy is None else make_strategy())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*sync_dist=True")  # of one process in a group
+        run.validate(module, DataLoader(samples, batch), verbose=False)  # type: ignore[arg-type]
+    assert module.metrics._enable_compute_groups
+    return {name: float(value) for name, value in run.callback_metrics.items()}
+
+
+def test_metrics_of_a_collection_are_those_of_one_device() -> None:
+    expected = begun_on_one(validated, 4)
+    for got in run_on_ranks(2, validated, 2, DataParallelStrategy):
+        assert got == expected.result() == {"first": 0.25, "two": 0.5}
