@@ -38,13 +38,22 @@ def styles_in_blocks(model: nn.Module, plan: ParallelPlan) -> dict[str, str]:
         alike = len({type(child) for child in part.children()}) == 1 and len(list(part.children())) > 1
         if isinstance(part, nn.ModuleList) and alike and not inside and not _holds(name, blocks):
             blocks.update((f"{name}.{own}", child) for own, child in part.named_children())
+    modules, found = dict(model.named_modules()), {name: _found_in(block, name) for name, block in blocks.items()}
     styles: dict[str, str] = {}
-    for name, block in blocks.items():
-        found: dict[str, str] = {}
-        _visit(block, name, found)
-        # Within a block numbers stay: in a Sequential they are the way in and the way out.
-        styles.update({starred(name) + own[len(name) :]: style for own, style in found.items()})
+    for name, own in found.items():
+        kin = [other for other in found if starred(other) == starred(name)]
+        for each, style in own.items():
+            alike = all(found[other].get(each) == style for other in kin if other + each in modules)
+            # Within a block numbers stay: in a Sequential they are the way in and the way out.
+            styles[(starred(name) if alike else name) + each] = style
     return styles
+
+
+def _found_in(block: nn.Module, name: str) -> dict[str, str]:
+    """The styles of modules of a block, by what their names have beyond its own."""
+    found: dict[str, str] = {}
+    _visit(block, name, found)
+    return {own.removeprefix(name): style for own, style in found.items()}
 
 
 def _holds(name: str, blocks: Any) -> bool:

@@ -126,3 +126,13 @@ def test_wrapped_maps_are_divided_with_the_halves_of_adapters_that_meet_them(wra
 def test_what_wraps_no_single_map() -> None:
     assert wrapped_map(block(META)) is None
     assert wrapped_map(nn.LayerNorm(8)) is None
+
+
+def test_blocks_in_which_a_name_is_another_module_have_styles_of_their_own() -> None:
+    blocks = nn.ModuleList(nn.ModuleDict({"up": linear(8, 32), "down": linear(32, 8)}) for _ in range(3))
+    blocks[1]["up"] = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 3), nn.Linear(3, 32))  # type: ignore[index]
+    model = module(blocks=blocks)
+    styles = styles_in_blocks(model, ParallelPlan(blocks="blocks.*"))
+    assert styles["blocks.0.up"] == styles["blocks.2.up"] == "colwise"
+    assert "blocks.*.up" not in styles
+    find_divided(model, styles)
