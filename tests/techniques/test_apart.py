@@ -34,6 +34,22 @@ def test_a_loss_over_pairs() -> None:
         check_apart(contrastive)
 
 
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda m, x: F.cosine_similarity(m.body(x), m.body(x).roll(1, 0)).mean(),
+        lambda m, x: (m.body(x).sum(-1) * m.body(x).sum(-1).detach().softmax(0)).sum(),
+        lambda m, x: (0.7 * m.body(x) + 0.3 * m.body(x).flip(0)).square().mean(),
+        lambda m, x: (m.body(x).sum(-1).sort().values * torch.linspace(0, 1, len(x))).mean(),
+        lambda m, x: m.body(x).cumsum(dim=0).square().mean(),
+        lambda m, x: m.body(x).flatten().roll(1).square().mean(),
+    ],
+)
+def test_orders_of_samples(step: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match=r"samples of a batch meet .* of 4 samples and .* each of which depends on"):
+        check_apart(step)
+
+
 def test_a_step_for_one_number_of_samples_only() -> None:
     def step(model: Model, x: Tensor) -> Tensor:
         if len(x) != SAMPLES:
@@ -128,6 +144,8 @@ def test_losses_that_balance_experts(count: Callable[[Tensor], Tensor], caplog: 
         lambda m, x: (m.body(x).mean() * m.scale).exp(),
         lambda m, x: F.batch_norm(m.body(x), torch.zeros(WIDTH), torch.ones(WIDTH)).mean(),
         lambda m, x: F.cross_entropy(m.body(x), torch.arange(len(x)) % WIDTH, label_smoothing=0.1),
+        lambda m, x: (m.body(x).softmax(-1).sort(-1).values.cumsum(-1).flip(1).roll(1, -1)).mean(),
+        lambda m, x: m.body(x)[m.body(x).argmax(-1).argsort()].mean(),  # as tokens in the order of their experts
     ],
 )
 def test_samples_that_count_by_themselves(step: Callable[..., Any], caplog: pytest.LogCaptureFixture) -> None:

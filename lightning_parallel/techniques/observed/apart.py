@@ -7,7 +7,7 @@ twice as large, and what it makes of pairs four times. A product that sums over 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,9 @@ from lightning_parallel.techniques.tools.telling import warn
 from lightning_parallel.values import tensors_of
 
 PRODUCTS = {"mm", "bmm"}
+ORDERS = {"roll", "flip", "rot90", "softmax", "log_softmax", "sort", "cumsum", "cumprod", "cummax", "cummin",
+          "logcumsumexp"}  # fmt: skip
+"""Operations of whose results each depends on others along a dimension, or stands where another one was."""
 SELECTIONS = {"select", "slice", "index", "index_select", "gather", "embedding", "split", "unbind", "diagonal"}
 """Operations with a result of a fixed size because they pick some samples; any other one computes it of all."""
 MULTIPLIES = {"mul", "addcmul", "dot", "mv", *PRODUCTS}
@@ -37,6 +40,7 @@ class _Operation:
         name: of the operation.
         shapes: of its results.
         along: over how many elements a product ran.
+        lengths: of the dimensions along which one of `ORDERS` goes.
         floating: whether the first result is of floating point.
         training: whether it behaves as in training, where that makes a difference.
         read: the numbers of the operations that made what it read.
@@ -45,6 +49,7 @@ class _Operation:
     name: str
     shapes: tuple[tuple[int, ...], ...]
     along: int
+    lengths: tuple[int, ...]
     floating: bool
     training: bool
     read: frozenset[int]
@@ -52,6 +57,10 @@ class _Operation:
     def is_of_pairs(self, twice: _Operation) -> bool:
         sums = self.along > 0 and twice.along == 2 * self.along and twice.numel > 1
         return twice.numel > 2 * self.numel or sums
+
+    def orders(self, twice: _Operation) -> bool:
+        """Whether it goes along the samples."""
+        return any(two > one for one, two in zip(self.lengths, twice.lengths, strict=False))
 
     def normalises(self, twice: _Operation) -> bool:
         """Whether it divides by what it finds in all samples; of a single one it would keep as many statistics."""
@@ -91,8 +100,8 @@ class _Look(Watch):
         read = frozenset(mark for mark in map(mark_of, inputs) if mark is not None)
         named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
         training = bool(named.get("training", "_no_" not in func._opname))
-        shapes = tuple(tuple(each.shape) for each in results)
-        self.all.append(_Operation(func._opname, shapes, along, floating, training, read))
+        shapes, lengths = tuple(tuple(each.shape) for each in results), _lengths(func._opname, named)
+        self.all.append(_Operation(func._opname, shapes, along, lengths, floating, training, read))
         return len(self.all)
 
     def touched(self, inputs: Sequence[Tensor], written: Sequence[Tensor]) -> None:
@@ -105,6 +114,16 @@ class _Look(Watch):
     def blocks_end(self, *_: Any) -> None:
         """The last block has returned."""
         self.in_blocks = len(self.all)
+
+
+def _lengths(name: str, named: Mapping[str, Any]) -> tuple[int, ...]:
+    """How long the dimensions are along which an operation goes; numbers of experts, say, may be sorted."""
+    given, dims = named.get("self"), named.get("dims", named.get("dim", -1))
+    ordered = name.strip("_").removesuffix("_helper") in ORDERS
+    if not ordered or not isinstance(given, Tensor) or not given.is_floating_point() or not given.dim():
+        return ()
+    chosen = [dims] if isinstance(dims, int) else dims
+    return tuple([given.shape[dim] for dim in chosen or range(given.dim())])
 
 
 @dataclass(frozen=True)
@@ -202,15 +221,16 @@ def _unchecked(why: str) -> str:
 
 
 def _pairs(once: _Look, twice: _Look, half: int) -> Iterator[Meeting]:
-    """The first operation on pairs in the blocks, and the first one after them."""
+    """The first operation on pairs, or along the samples, in the blocks, and the first one after them."""
     found: set[bool] = set()
     for number, (one, two) in enumerate(zip(once.all, twice.all, strict=False)):
-        in_blocks = number < once.in_blocks
-        if one.is_of_pairs(two) and in_blocks not in found:
+        in_blocks, pairs = number < once.in_blocks, one.is_of_pairs(two)
+        if (pairs or one.orders(two)) and in_blocks not in found:
             found.add(in_blocks)
+            makes = f"makes a tensor of shape {one.shape} of {half} samples and one of shape {two.shape} of {2 * half}"
             yield Meeting(
-                f"samples of a batch meet each other in the step: {one.name} makes a tensor of shape {one.shape} of "
-                f"{half} samples and one of shape {two.shape} of {2 * half}, as a contrastive loss does",
+                f"samples of a batch meet each other in the step: {one.name} {makes}, "
+                + ("as a contrastive loss does" if pairs else "each of which depends on others of them"),
                 "each microbatch would meet its own samples only",
                 True,
                 in_blocks,
