@@ -263,7 +263,8 @@ class MeshStrategy(RankStrategy):
         fewest, layout = batches.fewest_samples if self._meets_in_forward else None, batches.layout
         with context, log.counting(weight), whole.run(self._noted(run, log, layout)) as steps:
             scale, seen = scale_of(self.precision_plugin), self._gradients
-            self._step.expect(Coming(scale, weight, layout, fewest, log.alone, seen.one_factor, release=seen.release()))
+            further: Any = {"asks": seen.in_steps, "release": seen.release()}
+            self._step.expect(Coming(scale, weight, layout, fewest, log.alone, seen.one_factor, **further))
             output = whole.outputs(self._step.forward(steps, batch, *rest, **kwargs))
         log.reduce_step(weight, output)
         return output

@@ -38,7 +38,7 @@ class ManualOptimizationStep(WrappedStep):
 
     def expect(self, coming: Coming) -> None:
         """See `Step.expect`."""
-        self.inner.expect(replace(coming, manual=True))
+        self.inner.expect(replace(coming, asks=True))
 
     def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
         """See `Step.forward`."""

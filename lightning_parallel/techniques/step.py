@@ -195,7 +195,7 @@ class Coming:
         one_factor: whether nothing stands between the step and backward that could multiply the loss by something that
             differs between ranks.
         early: who wants gradients that the forward computes.
-        manual: whether the step runs its backward itself.
+        asks: whether the step may look at gradients, as one does that runs its backward itself.
         release: sets to zero, before its time, what is in `grad` from the batch before; None: it still grows, or
             somebody may look at it between the step and backward.
     """
@@ -207,7 +207,7 @@ class Coming:
     alone: bool = True
     one_factor: bool = False
     early: tuple[EarlyReduction, ...] = ()
-    manual: bool = False
+    asks: bool = False
     release: Callable[[], None] | None = None
 
     @property

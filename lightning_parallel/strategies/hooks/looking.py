@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dis
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from inspect import unwrap
 from types import CodeType, FunctionType
 from typing import Any
@@ -69,11 +69,11 @@ def looks_at_model(owner: Any, hook: str, module: nn.Module, parts: set[str]) ->
     return _any_code(owner, hook, module, looks)
 
 
-def names_gradients(owner: Any, hook: str, module: nn.Module) -> bool:
-    """Whether the user's own code of a hook may look at gradients, by their name."""
+def names_gradients(owner: Any, hook: str, module: nn.Module, besides: Set[str] = SILENT) -> bool:
+    """Whether the user's own code of a hook may look at gradients, by their name; `besides` are names that do not."""
 
     def looks(code: CodeType) -> bool:
-        return "grad" in _strings(code) or any("grad" in name for name in set().union(*_names(code)) - SILENT)
+        return "grad" in _strings(code) or any("grad" in name for name in set().union(*_names(code)) - besides)
 
     return _any_code(owner, hook, module, looks)
 

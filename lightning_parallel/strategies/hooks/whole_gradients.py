@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_parallel.strategies.hooks.foreign_hooks import before_steps
-from lightning_parallel.strategies.hooks.looking import HOOKS, names_gradients
+from lightning_parallel.strategies.hooks.looking import HOOKS, SILENT, names_gradients
 from lightning_parallel.strategies.hooks.showing import Showing
 from lightning_parallel.strategies.model.divided_model import DividedModel
 from lightning_parallel.strategies.ranks.agreement import gather_objects
@@ -56,10 +56,15 @@ class WholeGradients:
         self.in_hook = Showing(divided, tree=False)
         """Shows them to hooks that do not look at the model, but may have parameters all the same."""
         automatic, self._each = divided.module.automatic_optimization, False
+        self.in_steps = False
+        """Whether steps of automatic optimization may look at the gradients of batches before."""
         if automatic and divided.mesh.world_size > 1:  # else hooks see what the step around them sees
-            owners = (divided.module, *callbacks)
-            each = any(names_gradients(owner, hook, divided.module) for owner in owners for hook in HOOKS)
-            self._each = any(gather_objects(each, host))
+            owners, module = (divided.module, *callbacks), divided.module
+            each = any(names_gradients(owner, hook, module) for owner in owners for hook in HOOKS)
+            if divided.pipeline.ranks == 1:
+                each = each or names_gradients(module, "training_step", module)
+                self.in_steps = names_gradients(module, "training_step", module, SILENT - {"zero_grad"})
+            self._each, self.in_steps = map(any, zip(*gather_objects((each, self.in_steps), host), strict=True))
             for hooks in (BEFORE_BACKWARD, AFTER_BACKWARD, BEFORE_STEP):
                 if any(gather_objects(somebody_overrides(hooks, divided.module, callbacks), host)):
                     self._wanted.add(hooks)

@@ -66,7 +66,7 @@ class ShardedStatesStep(BucketedStep):
         self._compilers = Compilers(parameters, self._arrivals.before_compiling)
         self._offload, self._stage = offload, stage
         self._gradients = StepsGradients(lambda: {id(parameter): parameter for parameter in self.places})
-        self._in_step = self._manual = False
+        self._in_step = self._asks = False
         super().__init__(inner, parameters, mesh, self._make_bucket, BUCKET_BYTES, accumulates_locally=stage == 1)
 
     def stored(self, parameter: nn.Parameter) -> Tensor:
@@ -82,13 +82,13 @@ class ShardedStatesStep(BucketedStep):
 
     def expect(self, coming: Coming) -> None:
         """See `Step.expect`."""
-        self._manual = coming.manual
+        self._asks = coming.asks
         super().expect(coming)
 
     def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
         """See `Step.forward`."""
         self._in_step = True
-        if self._manual and torch.is_grad_enabled():
+        if self._asks and torch.is_grad_enabled():
             self._gradients.show()
         try:
             with self._arrivals.forward():

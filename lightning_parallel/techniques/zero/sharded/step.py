@@ -32,13 +32,13 @@ class ShardedParametersStep(WrappedStep):
         self._backward = ShardedBackward(root, mesh.loss.get_group())
         self._flags = Learning({id(module): module for module in (root, *entrances(root.model))})
         self._given = Given()
-        self._began = self._manual = False
+        self._began = self._asks = False
         self._writes, self._gradients = StepsWrites(states_of(root), root), root.reads.gradients
         root.before_forward_of, root.before_end = self._flags.agree, self._writes.keep
 
     def expect(self, coming: Coming) -> None:
         """See `Step.expect`."""
-        self._manual = coming.manual
+        self._asks = coming.asks
         self.inner.expect(coming)
 
     def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
@@ -50,7 +50,7 @@ class ShardedParametersStep(WrappedStep):
                 self._began = True
             self._flags.agree(self._root)
             self._backward.attend()
-            if self._manual and torch.is_grad_enabled():
+            if self._asks and torch.is_grad_enabled():
                 self._gradients.show()
             output = self.inner.forward(run, *args, **kwargs)
             self._flags.agree(self._root)
