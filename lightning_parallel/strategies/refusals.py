@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
@@ -96,6 +97,7 @@ def refuse_module(module: LightningModule, mesh: ParallelMesh) -> None:
     _refuse_divided(module)
     _refuse_lazy(module)
     _refuse_max_norm(module, mesh)
+    _refuse_reading(module, mesh)
     _refuse_manual_optimization(module, mesh)
 
 
@@ -127,6 +129,17 @@ def _refuse_max_norm(module: LightningModule, mesh: ParallelMesh) -> None:
                 f"{mesh.data.size()} ranks that share a batch read other rows and would train other weights; shorten "
                 "all rows in on_train_batch_start (torch.renorm) and leave max_norm out, or use a layout that does not "
                 "divide batches"
+            )
+
+
+def _refuse_reading(module: LightningModule, mesh: ParallelMesh) -> None:
+    """Raises for steps that read their batches themselves: what one counts is asked before its step."""
+    for name in ("training_step", "validation_step", "test_step", "predict_step"):
+        if mesh.world_size > 1 and is_param_in_hook_signature(getattr(module, name), "dataloader_iter", explicit=True):
+            raise ValueError(
+                f"{type(module).__name__}.{name}(dataloader_iter) reads its batches by itself, but {mesh.world_size} "
+                "ranks agree on every batch, and on how much it counts, before its step; write "
+                f"{name}(self, batch, batch_idx), and let the Trainer read"
             )
 
 

@@ -136,6 +136,14 @@ class ShortBags(ShortRows):
         self.net[0] = nn.EmbeddingBag(WORDS, WIDTH, max_norm=0.5)
 
 
+class Reading(TwoNames):
+    """Takes its batches from the loader."""
+
+    def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+        batch, batch_idx, _ = next(dataloader_iter)
+        return super().training_step(batch, batch_idx)
+
+
 class Recomputed(TwoNames):
     reentrant = True
 
@@ -183,6 +191,7 @@ def test_models_in_a_list(make: Any, make_strategy: Callable[[], Strategy], read
 def refused(make: Callable[[], LightningModule], make_strategy: Callable[[], Strategy]) -> str:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # in the step that is looked at
+        warnings.filterwarnings("ignore", ".*dataloader_iter")  # Lightning's own
         with pytest.raises(ValueError, match=r".") as error:
             fit(make, make_strategy)
     return str(error.value)
@@ -199,6 +208,12 @@ def refused(make: Callable[[], LightningModule], make_strategy: Callable[[], Str
             "net.0 has max_norm=0.5, by which it shortens the rows that are read, but the 2 ranks",
         ),
         (ShortBags, ZeroStrategy, "shorten all rows in on_train_batch_start (torch.renorm) and leave max_norm out"),
+        (
+            Reading,
+            DataParallelStrategy,
+            "Reading.training_step(dataloader_iter) reads its batches by itself, but 2 ranks",
+        ),
+        (Reading, PIPELINE, "write training_step(self, batch, batch_idx), and let the Trainer read"),
         (Recomputed, PIPELINE, "checkpoint it with use_reentrant=False, or"),
     ],
 )
