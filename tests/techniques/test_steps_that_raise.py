@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn, optim
@@ -14,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel import HybridStrategy, TensorParallel, TensorParallelStrategy, Zero, ZeroStrategy
 from tests.ranks import begun_on_one, run_on_ranks
+from tests.tiers import covering
 from tests.trainers import trainer
 
 
@@ -87,8 +87,7 @@ LAYOUTS: dict[str, tuple[Callable[[], Any], int, int]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [Raising, Climbing])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@covering(layout=LAYOUTS, kind=[Raising, Climbing])
 def test_training_goes_on_as_on_one_device(layout: str, kind: type[optim.Optimizer]) -> None:
     strategy, ranks, readers = LAYOUTS[layout]
     expected = begun_on_one(weights, "auto", kind, 4)
