@@ -160,8 +160,9 @@ def scattered(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def joined_parts(part: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
-    """The ranks' tensors, one after the other along a dimension."""
-    return parts_of_all(part, group).movedim(0, dim).flatten(dim, dim + 1)
+    """The ranks' tensors, one after the other along a dimension, contiguous."""
+    joined = parts_of_all(part, group).movedim(0, dim).flatten(dim, dim + 1)
+    return joined.contiguous()  # where parts have one element there, flattening copied nothing
 
 
 def part_of_total(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
