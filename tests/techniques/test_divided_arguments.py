@@ -47,6 +47,10 @@ SPELLED: dict[str, Operation] = {
     "joined": lambda x, w: torch.cat(tensors=[x, x * w], axis=1) + torch.cat(tensors=(x, x), dim=1),
     "stacked": lambda x, w: torch.stack((x, x * w), axis=1) + torch.stack(tensors=[x, x], dim=1),
     "pieces": lambda x, w: torch.chunk(input=x * w, chunks=2, axis=-1)[1] + (x * w).unbind(axis=1)[0].sum(),
+    "pieces that overlap": lambda x, w: (
+        w
+        * sum(k * piece.square().sum() for dim in range(4) for k, piece in enumerate(x.tensor_split((3, 1, 5), dim), 1))
+    ),
     "shapes": lambda x, w: torch.reshape(input=x * w, shape=(2, 6, 32)) + torch.flatten(input=x, start_dim=2),
     "orders": lambda x, w: torch.transpose(input=x * w, dim0=1, dim1=2) + torch.permute(input=x, dims=(0, 2, 1, 3)),
     "new dimensions": lambda x, w: torch.unsqueeze(input=x * w, dim=1) + torch.squeeze(input=x[None], dim=0)[:, None],
@@ -64,6 +68,7 @@ SPELLED: dict[str, Operation] = {
     ),
     "products of one": lambda x, w: torch.einsum("bthd,bthd->bthd", x * w, x.mean(-1, keepdim=True)),
     "attention with a bias that learns": lambda x, w: attended(x, w, w.outer(w)[:6, :6]),
+    "attention with a bias of heads": lambda x, w: attended(x, w, torch.einsum("bthd,bshd->bhts", x, x.sin() * w)),
     "attention with a bias of torch": lambda x, w: attended(x, w, causal_lower_right(6, 6)),
 }
 

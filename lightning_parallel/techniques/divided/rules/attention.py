@@ -47,7 +47,7 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     cuts = {of_result.index(name): elements for name, elements in mine[1].items()}
     if usual is not None and not drops and not grouped:
-        return LocalCall(func, cuts)
+        return LocalCall(_attended if is_divided(mask) else func, cuts)
     with drawn_apart(query.device, cuts.values()) if drops else nullcontext():
         return as_divided(_computed(func, list(map(own_use, mine[0][::-1])), given), cuts)
 
@@ -55,9 +55,15 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Any:
 def _computed(func: Any, own: list[Tensor], given: dict[str, Any]) -> Tensor:
     """Attention of this rank's queries, keys and values, and perhaps a mask."""
     query, key, value, *mask = own
-    made: Tensor = func(query, key, value, *mask, **given)
-    if mask and mask[0].requires_grad and not made.numel():
-        made = made + mask[0].sum() * 0  # with no heads torch gives the mask no gradient, for which other ranks wait
+    made: Tensor = (_attended if mask else func)(query, key, value, *mask, **given)
+    return made
+
+
+def _attended(*args: Any, **kwargs: Any) -> Tensor:
+    """Attention of this rank's elements with a mask, which may learn."""
+    made, mask = F.scaled_dot_product_attention(*args, **kwargs), args[3] if len(args) > 3 else kwargs["attn_mask"]
+    if mask.requires_grad and not made.numel():
+        made = made + mask.sum() * 0  # with no heads torch gives the mask no gradient, for which other ranks wait
     return made
 
 

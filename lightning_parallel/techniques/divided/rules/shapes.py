@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -221,11 +222,12 @@ def _pieces(func: Any, args: Any, kwargs: Any) -> Any:
         return tuple(Divided(piece, cuts) for piece in func(divided.own, *args[1:], **kwargs))
     if NAMES[func] == "unbind":
         return NotImplemented
-    pieces, start = [], 0
-    for shape in (piece.shape for piece in func(torch.empty(divided.shape, device="meta"), *args[1:], **kwargs)):
-        pieces.append(sliced(divided, dim, start, start + shape[dim]))
-        start += shape[dim]
-    return tuple(pieces)
+    found = func(torch.empty(divided.shape, device="meta"), *args[1:], **kwargs)
+    lengths = [piece.shape[dim] for piece in found]
+    starts = list(accumulate(lengths, initial=0))
+    if starts.pop() != divided.shape[dim]:  # pieces overlap, as those between places that do not ascend
+        starts = [piece.storage_offset() // found[0].stride(dim) for piece in found]
+    return tuple([sliced(divided, dim, start, start + length) for start, length in zip(starts, lengths, strict=True)])
 
 
 def sliced(divided: Divided, dim: int, start: int, stop: int) -> Divided:
