@@ -12,7 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from typing_extensions import Self
 
 from lightning_parallel.collectives.elements import Elements
-from lightning_parallel.techniques.divided.table import Cuts
+from lightning_parallel.techniques.divided.table import Cuts, form_of
 
 
 class LooksWhole(Tensor):
@@ -170,6 +170,104 @@ def laid_out(whole: Tensor, divided: LooksWhole) -> Tensor:
     order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
     turned = whole.permute(order).contiguous()
     return turned.permute([order.index(dim) for dim in range(len(order))]).expand(divided.shape)
+
+
+# ---------------------------------------------------------------- what shares memory on one device
+
+
+def tells_strides(divided: LooksWhole) -> bool:
+    """Whether the whole would be contiguous, or a view of it possible, where they are for what this rank has.
+
+    The order of a dimension of which a rank has one element, or none, cannot be seen there; nor that a slice leaves out
+    what other ranks have. Each rank answers for itself: nothing is sent for what follows.
+    """
+    lengths = [elements.length for elements in divided.cuts.values()]
+    if torch.compiler.is_dynamo_compiling():
+        even = all(len({*elements.lengths}) == 1 for elements in divided.cuts.values())
+        return even and min(lengths) > 1
+    return min(lengths) > 1 and as_wrapper(divided).form.strides is None
+
+
+def copied_as_whole(divided: LooksWhole, made: Tensor, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
+    """What an operation made of own elements; a copy, if it is a view of them, but torch would copy the whole.
+
+    Args:
+        divided: the tensor.
+        made: of its own elements.
+        func: what torch calls for the whole.
+        args: its further arguments.
+        kwargs: likewise.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return made.clone()  # graphs leave out what nobody changes
+    if made.untyped_storage()._cdata != divided.own.untyped_storage()._cdata:
+        return made
+    if _may_be_turned(divided):
+        return made.clone()
+    whole = _strided_as(divided)
+    found = func(whole, *args, **kwargs)
+    return made if found is whole or found._base is whole else made.clone()
+
+
+def _may_be_turned(divided: LooksWhole) -> bool:
+    """Whether dimensions may come in another order on one device than the strides of what is no view tell here.
+
+    Torch makes results in the order of what they are made of, but sees none in a dimension of one element.
+    """
+    if is_noted(divided) or divided.own._is_view():
+        return False
+    return any(dim > 0 and elements.length < 2 for dim, elements in divided.cuts.items())
+
+
+def note_strides(made: Any, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """Notes how a result, or a tuple of them, would lie on one device, if it is a view of the first argument."""
+    if torch.compiler.is_dynamo_compiling() or not args or not is_noted(args[0]):
+        return
+    divided, *rest = args
+    made = [each for each in (made if isinstance(made, tuple) else (made,)) if isinstance(each, LooksWhole)]
+    if made and made[0].own.untyped_storage()._cdata == divided.own.untyped_storage()._cdata:
+        rest = [torch.empty(each.shape, device="meta") if isinstance(each, Tensor) else each for each in rest]
+        found = func(_strided_as(divided), *rest, **kwargs)
+        for one, whole in zip(made, found if isinstance(found, (tuple, list)) else (found,), strict=True):
+            lies_as(one, whole.stride())
+
+
+def is_noted(divided: Any) -> bool:
+    """Whether the strides of the whole are noted in the form of a tensor."""
+    return isinstance(divided, LooksWhole) and as_wrapper(divided).form.strides is not None
+
+
+def lies_as(made: LooksWhole, strides: tuple[int, ...]) -> None:
+    """Notes the strides of the whole on one device."""
+    as_wrapper(made).form = form_of(made.own.shape, made.cuts, made.only.ranks, strides)
+
+
+def as_wrapper(divided: LooksWhole) -> Any:
+    """The tensor, as one that has a form, which it has where no compiler reads."""
+    return divided
+
+
+def strides_with_gaps(divided: LooksWhole) -> tuple[int, ...]:
+    """The strides of the whole on one device, where what this rank has tells them.
+
+    Of dimensions with the same stride one of which the rank has one element lies within the other.
+    """
+    noted: tuple[int, ...] | None = as_wrapper(divided).form.strides
+    if noted is not None:
+        return noted
+    own, shape = divided.own, divided.shape
+    strides, step, dense = [0] * own.dim(), 1, 1
+    for dim in sorted(range(own.dim()), key=lambda dim: (own.stride(dim), own.shape[dim] > 1, -dim)):
+        if shape[dim] == 1 or (own.shape[dim] > 1 and own.stride(dim) == 0):
+            continue
+        strides[dim] = step + (own.stride(dim) != dense)  # how wide a gap is does not matter
+        step, dense = strides[dim] * shape[dim], own.stride(dim) * max(own.shape[dim], 1)
+    return tuple(strides)
+
+
+def _strided_as(divided: LooksWhole) -> Tensor:
+    """A tensor without memory that has the shape and strides of the whole."""
+    return torch.empty_strided(divided.shape, strides_with_gaps(divided), device="meta")
 
 
 def state_of(tensor: Tensor) -> tuple[bool, int]:

@@ -110,14 +110,16 @@ class Form:
     Attributes:
         shape: of the whole.
         cuts: which elements ranks have; none of a parameter that they have alike.
+        strides: of the whole on one device, where what a rank has does not tell them, as of a slice that leaves out
+            elements of other ranks only; else None.
         calls: by operation and further arguments: what rules decided where a tensor of this form came first, and the
             form of the result.
     """
 
-    __slots__ = ("calls", "cuts", "shape")
+    __slots__ = ("calls", "cuts", "shape", "strides")
 
-    def __init__(self, shape: torch.Size, cuts: Cuts) -> None:
-        self.shape, self.cuts = shape, cuts
+    def __init__(self, shape: torch.Size, cuts: Cuts, strides: tuple[int, ...] | None = None) -> None:
+        self.shape, self.cuts, self.strides = shape, cuts, strides
         self.calls: dict[Any, Remembered] = {}
 
     def remember(self, key: Any, call: LocalCall, result: Form | None) -> None:
@@ -140,20 +142,21 @@ KEPT = 1000
 """How many calls a form remembers, and forms the ranks."""
 
 
-def form_of(own: torch.Size, cuts: Cuts, ranks: Ranks) -> Form:
+def form_of(own: torch.Size, cuts: Cuts, ranks: Ranks, strides: tuple[int, ...] | None = None) -> Form:
     """The form of what has these cuts.
 
     Args:
         own: the shape of what this rank has.
         cuts: which elements that are.
         ranks: that keep it in mind.
+        strides: see `Form`.
     """
-    key = own, *cuts.items()
+    key = own, strides, *cuts.items()
     found: Form | None = ranks.forms.get(key)
     if found is None:
         if len(ranks.forms) >= KEPT:
             ranks.forms.clear()
-        found = ranks.forms[key] = Form(whole_shape(own, cuts), cuts)
+        found = ranks.forms[key] = Form(whole_shape(own, cuts), cuts, strides)
     return found
 
 

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_parallel.collectives.by_elements import completed, joined, part, reduced_later, shared_out
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.techniques.divided.gathered import note
-from lightning_parallel.techniques.divided.looks import LooksWhole, asking_at_once, laid_out, state_of
+from lightning_parallel.techniques.divided.looks import LooksWhole, asking_at_once, laid_out, note_strides, state_of
 from lightning_parallel.techniques.divided.python_functions import (
     body_of,
     called_below,
@@ -124,8 +124,11 @@ class Divided(LooksWhole):
             args, kwargs = in_order(original(func), args, kwargs)
         if not torch.compiler.is_dynamo_compiling() and takes_wholes():
             return of_wholes(original(func), args, kwargs)
-        result = by_rule(func, args, kwargs)
-        return carried_out(result, args, kwargs) if isinstance(result, LocalCall) else result
+        if not isinstance(result := by_rule(func, args, kwargs), LocalCall):
+            return result
+        made = carried_out(result, args, kwargs)
+        note_strides(made, func, args, kwargs)
+        return made
 
 
 class Wrapper(Divided):
@@ -297,6 +300,7 @@ def _met_first(form: Form, key: Key, args: Any, kwargs: Any) -> Any:
         return result
     made = carried_out(result, args, kwargs)
     if type(made) is not _Traced:  # what a compiler makes that reads a function of the user's
+        note_strides(made, key[0], args, kwargs)
         form.remember(key, result, None if result.cuts is None else made.form)
     return made
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_parallel.techniques.divided.looks import note_strides
 from lightning_parallel.techniques.divided.meeting import as_divided, brought_together
 from lightning_parallel.techniques.divided.rules.shapes import sliced
 from lightning_parallel.techniques.divided.table import NAMES, operations, rule
@@ -80,7 +81,9 @@ def _chosen(divided: Divided, index: list[Any]) -> Any:
         else:
             dim, place = dim + 1, place + isinstance(each, slice)
         own_index.append(each)
-    return Divided(made.own[tuple(own_index)], cuts)
+    own = Divided(made.own[tuple(own_index)], cuts)
+    note_strides(own, Tensor.__getitem__, (made, tuple(own_index)), {})
+    return own
 
 
 def _span(each: Any, size: int) -> tuple[int, int] | None:

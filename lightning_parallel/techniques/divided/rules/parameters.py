@@ -61,6 +61,7 @@ def _without_history(func: Any, args: Any, kwargs: Any) -> Any:
         return made
     alias: Any = Divided(made, divided.cuts)
     if isinstance(divided, Wrapper):
+        alias.form = divided.form
         alias.other, alias.__class__ = weakref.ref(divided if divided.origin is None else divided.origin), Alias
     return alias
 

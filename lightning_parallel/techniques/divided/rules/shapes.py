@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, cast
 
@@ -11,15 +12,25 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.collectives.elements import Elements
+from lightning_parallel.techniques.divided.looks import (
+    as_wrapper,
+    copied_as_whole,
+    lies_as,
+    note_strides,
+    strides_with_gaps,
+    tells_strides,
+)
 from lightning_parallel.techniques.divided.meeting import as_divided, brought_together
 from lightning_parallel.techniques.divided.rules.repeats import note_repeated, note_reshaped
-from lightning_parallel.techniques.divided.table import NAMES, Cuts, LocalCall, operations, rule
-from lightning_parallel.techniques.divided.tensor import Divided, is_divided
+from lightning_parallel.techniques.divided.table import NAMES, Cuts, LocalCall, operations, rule, whole_shape
+from lightning_parallel.techniques.divided.tensor import Divided, carried_out, is_divided
 
 # ---------------------------------------------------------------- one shape into another
 
 
 SHAPED = frozenset((Tensor.view, Tensor.reshape))
+COPYING = frozenset(("reshape", "reshape_as", "flatten"))
+"""The names of those that copy where the whole does not lie in memory so that a view would do."""
 
 
 @rule(*operations("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "_unsafe_view"), remembered=True)
@@ -35,11 +46,18 @@ def _reshaped(func: Any, args: Any, kwargs: Any) -> Any:
     if placed is None:
         return NotImplemented
     own, cuts = placed
+    call = LocalCall(Tensor.reshape, cuts, (own,))
+    if NAMES[func] in COPYING and not tells_strides(divided):
+        call = LocalCall(partial(_reshaped_as_whole, own, whole_shape(torch.Size(own), cuts)), cuts, None, True)
     if all(elements.ranks.attention is None for elements in cuts.values()):
-        return LocalCall(Tensor.reshape, cuts, (own,))
-    made = Divided(divided.own.reshape(own), cuts)
+        return call
+    made = cast(Divided, carried_out(call, args, {}))
     note_reshaped(divided, made)
     return made
+
+
+def _reshaped_as_whole(own: list[int], shape: torch.Size, divided: Divided, *_: Any, **__: Any) -> Tensor:
+    return copied_as_whole(divided, divided.own.reshape(own), Tensor.reshape, shape)
 
 
 def _placed(func: Any, args: Any, kwargs: Any) -> tuple[list[int], Cuts] | None:
@@ -219,7 +237,9 @@ def _pieces(func: Any, args: Any, kwargs: Any) -> Any:
     if dim not in divided.cuts:
         lost = NAMES[func] == "unbind"
         cuts = {k - (lost and k > dim): elements for k, elements in divided.cuts.items()}
-        return tuple(Divided(piece, cuts) for piece in func(divided.own, *args[1:], **kwargs))
+        found = tuple([Divided(piece, cuts) for piece in func(divided.own, *args[1:], **kwargs)])
+        note_strides(found, func, args, kwargs)
+        return found
     if NAMES[func] == "unbind":
         return NotImplemented
     found = func(torch.empty(divided.shape, device="meta"), *args[1:], **kwargs)
@@ -235,4 +255,8 @@ def sliced(divided: Divided, dim: int, start: int, stop: int) -> Divided:
     elements = divided.cuts[dim]
     first, last = elements.before(start), elements.before(stop)
     cuts = {k: each.cut(start, stop) if k == dim else each for k, each in divided.cuts.items()}
-    return Divided(divided.own.narrow(dim, first, last - first), cuts)
+    made = Divided(divided.own.narrow(dim, first, last - first), cuts)
+    hidden = last - first in (0, 1, elements.length) and stop - start < elements.size
+    if not torch.compiler.is_dynamo_compiling() and (hidden or as_wrapper(divided).form.strides is not None):
+        lies_as(made, strides_with_gaps(divided))
+    return made

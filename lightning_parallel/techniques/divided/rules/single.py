@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lightning_parallel.techniques.divided.looks import strides_of
+from lightning_parallel.techniques.divided.looks import copied_as_whole, strides_of, tells_strides
 from lightning_parallel.techniques.divided.meeting import (
     as_divided,
     as_they_are,
@@ -35,7 +35,7 @@ FUNCTIONS = ("abs", "neg", "negative", "positive", "exp", "exp2", "expm1", "log"
              "hardsigmoid", "hardshrink", "softshrink", "tanhshrink", "threshold", "bitwise_not", "sgn", "expit",
              "i0", "sinc", "lgamma", "digamma")  # fmt: skip
 KEEPING = ("clone", "float", "double", "half", "bfloat16", "long", "int", "bool", "short", "byte",
-           "contiguous", "zeros_like", "ones_like", "full_like", "empty_like", "zero_", "fill_",
+           "zeros_like", "ones_like", "full_like", "empty_like", "zero_", "fill_",
            "detach_", "cuda")  # fmt: skip
 OPERATORS = ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__",
              "__rdiv__", "__div__", "__floordiv__", "__rfloordiv__", "__mod__", "__rmod__", "__pow__", "__rpow__",
@@ -83,6 +83,18 @@ def _result(func: Any, first: Any, made: Any, cuts: Any, changes: bool) -> Any:
         first.forget()
         return first
     return as_divided(made, cuts)
+
+
+@rule(Tensor.contiguous, remembered=True)
+def _made_contiguous(func: Any, args: Any, kwargs: Any) -> Any:
+    divided = args[0]
+    if not is_divided(divided):
+        return NotImplemented
+    return LocalCall(func, divided.cuts) if tells_strides(divided) else LocalCall(_contiguous, divided.cuts, None, True)
+
+
+def _contiguous(divided: Divided, **kwargs: Any) -> Tensor:
+    return copied_as_whole(divided, divided.own.contiguous(**kwargs), Tensor.contiguous, **kwargs)
 
 
 @rule(*operations("to", "type", "type_as"))
