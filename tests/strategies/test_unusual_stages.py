@@ -114,6 +114,23 @@ class Reversible(Plain):
         self.blocks = nn.ModuleList(Nested() for _ in range(4))
 
 
+class Asking(PlainBlock):
+    """Hooks on what it computes, and a quantile of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if self.training:
+            y.register_hook(lambda gradient: 0.5 * gradient)
+            y.retain_grad()
+        return y * torch.quantile(y, 0.9, dim=-1, keepdim=True).sigmoid()
+
+
+class Asks(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Asking(7, 13) for _ in range(4))
+
+
 class Unused(Plain):
     """A layer that no step uses; AdamW would draw it to zero if it had a gradient."""
 
@@ -140,6 +157,7 @@ MODELS: dict[str, Callable[[], Plain]] = {
     "recomputed": Plain,
     "unused": Unused,
     "reversible": Reversible,
+    "asks": Asks,
 }
 PIPELINES: dict[str, Callable[[], Any]] = {
     "1f1b": partial(PipelineParallelStrategy, 2, microbatches=2),
@@ -177,8 +195,9 @@ def test_a_pipeline_trains_them_as_one_device_does(model: str) -> None:
     compared(model, "recomputed" if model == "recomputed" else "1f1b")
 
 
-def test_so_they_do_where_a_layer_runs_a_backward_pass_of_its_own() -> None:
-    compared("reversible", "1f1b")
+@pytest.mark.parametrize("model", ["reversible", "asks"])
+def test_so_they_do_where_a_layer_runs_a_backward_pass_of_its_own_or_hooks_on_gradients(model: str) -> None:
+    compared(model, "1f1b")
 
 
 @pytest.mark.exhaustive

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,9 @@ TO_PYTHON = {Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.__format__, T
 
 ON_GRADIENTS = {Tensor.register_hook, Tensor.retain_grad}
 """Functions for tensors with a graph, of which there is none without values."""
+
+QUANTILES = {torch.quantile, torch.nanquantile, Tensor.quantile, Tensor.nanquantile}
+"""Functions that make a tensor of a number that they are given, and want it beside the other one."""
 
 DEVICE: Any = vars(torch._C.TensorBase)["device"].__get__
 REQUIRE: Any = vars(torch._C.TensorBase)["requires_grad"].__set__
@@ -66,7 +70,7 @@ class Answers(TorchFunctionMode):
             device = func(*args)
             return self._shapes.device if device.type == "meta" else device
         if func in ON_GRADIENTS and self._shapes.depends(args[0]):
-            return RemovableHandle({})
+            return None if func is Tensor.retain_grad else RemovableHandle(OrderedDict())
         if func is torch.autograd.grad:
             return self._gradients(*args, **kwargs)
         if func in (torch.autograd.backward, Tensor.backward):
@@ -84,6 +88,8 @@ class Answers(TorchFunctionMode):
 
     def _on_one_device(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Some functions compare devices in C++, before there is an operation to be seen."""
+        if func in QUANTILES:
+            args, kwargs = _with_tensor(args, kwargs)
         try:
             return func(*args, **kwargs)
         except (RuntimeError, NotImplementedError):
@@ -106,3 +112,12 @@ class Answers(TorchFunctionMode):
             return (func(*args, **kwargs),)
         except (RuntimeError, NotImplementedError):
             return None
+
+
+def _with_tensor(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of a quantile, the number of which is a tensor."""
+    by_name = dict(zip(("input", "q", "dim", "keepdim"), args, strict=False)) | kwargs
+    if not isinstance(by_name["q"], Tensor):
+        by_name["q"] = torch.tensor(by_name["q"], dtype=by_name["input"].dtype)
+    tensor = by_name.pop("input")
+    return (tensor,), by_name
