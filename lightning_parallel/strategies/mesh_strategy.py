@@ -314,6 +314,7 @@ class MeshStrategy(RankStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Tensors under the user's names: of a full checkpoint on rank 0, of a sharded one where they are."""
+        refusals.refuse_saving_in_a_step(self._ready and self._within_step, self._mesh())
         if not self._others_come("state_dict"):
             return {}
         self._unite_buffers()

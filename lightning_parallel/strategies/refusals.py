@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -83,6 +84,21 @@ def _require_writable(folder: Path, saver: str) -> None:
             f"{saver} would save checkpoints in {folder}, and nobody can write to {there}: {error.strerror}; pass it "
             "another dirpath, or have this one made writable"
         ) from error
+
+
+def refuse_saving_in_a_step(within: bool, mesh: ParallelMesh) -> None:
+    """Raises where a step asks for the whole model, but other ranks are at other places of it, or see parts as wholes.
+
+    An exception that left a step has ended it: what saves then comes on all ranks.
+    """
+    divided = {"pp": "stages of a pipeline run it one after the other", "tp": "its parameters look whole on every rank"}
+    why = [f"{axis}={mesh.sizes[axis]}: {said}" for axis, said in divided.items() if mesh.sizes[axis] > 1]
+    if within and why and sys.exc_info()[0] is None:
+        raise ValueError(
+            f"a checkpoint is saved in a step ({'; '.join(why)}), but all ranks must gather parameters together, "
+            "between steps; call trainer.save_checkpoint in a hook, as on_train_batch_end or on_validation_end, or "
+            "let ModelCheckpoint save"
+        )
 
 
 def memory_of_host() -> int | None:

@@ -17,9 +17,12 @@ from torchmetrics import MeanMetric
 
 from lightning_parallel.strategies.checkpoint.files import AtomicCheckpointIO
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
+from lightning_parallel.strategies.pipeline_parallel import PipelineParallelStrategy
+from lightning_parallel.strategies.tensor_parallel import TensorParallelStrategy
 from lightning_parallel.strategies.zero import ZeroStrategy
 from tests.checkpoint.folders import load
-from tests.ranks import run_on_ranks
+from tests.models import Plain, loaders
+from tests.ranks import RanksFailed, run_on_ranks
 from tests.tiers import covering
 from tests.trainers import trainer
 
@@ -243,3 +246,42 @@ def test_saving_while_one_rank_fails_waits_for_nobody(layout: str, kind: str, tm
 
 def fails_loudly(make: Callable[[], Any], saver: Callback) -> None:
     fitted(make, Tied(), callbacks=[Failing([1]), saver], enable_checkpointing=True)
+
+
+class SavesInAStep(Plain):
+    def __init__(self, step: str, path: Path) -> None:
+        super().__init__()
+        self.step, self.path = step, path
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.step == "training" and self.global_step == 1:
+            self.trainer.save_checkpoint(self.path)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.step == "validation" and self.global_step:
+            self.trainer.save_checkpoint(self.path)
+        super().validation_step(batch, batch_idx)
+
+
+WITHIN: dict[str, Callable[[], Any]] = {
+    "tensor_parallel": partial(TensorParallelStrategy, 2),
+    "pipeline": partial(PipelineParallelStrategy, 2, microbatches=2),
+}
+
+
+def saves_in_a_step(make: Callable[[], Any], step: str, path: Path, **run: Any) -> None:
+    trainer(make(), max_epochs=1, **run).fit(SavesInAStep(step, path), *loaders("plain", 8, samples=32, val_samples=8))
+
+
+@covering(layout=WITHIN, step=("training", "validation"))
+def test_saving_in_a_step_is_refused_where_ranks_are_not_together_in_it(layout: str, step: str, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match=r"a checkpoint is saved in a step \((pp|tp)=2.* on_train_batch_end"):
+        run_on_ranks(2, saves_in_a_step, WITHIN[layout], step, tmp_path / "a.ckpt", timeout=15.0, limit=12.0)
+    assert not (tmp_path / "a.ckpt").exists()
+
+
+@pytest.mark.parametrize("layout", ["zero_3"])
+def test_so_it_is_nowhere_else(layout: str, tmp_path: Path) -> None:
+    run_on_ranks(2, saves_in_a_step, LAYOUTS[layout], "training", tmp_path / "a.ckpt")
+    assert "blocks.3.up.weight" in saved(tmp_path / "a.ckpt")
