@@ -36,7 +36,7 @@ from lightning_parallel.strategies.trainer.adoption import Adoption
 from lightning_parallel.strategies.trainer.callback import MeshCallback
 from lightning_parallel.strategies.trainer.optimizers import StoredOptimizers
 from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer
-from lightning_parallel.techniques.step import Coming, Run, Step
+from lightning_parallel.techniques.step import Run, Step
 from lightning_parallel.techniques.technique import Technique
 from lightning_parallel.techniques.tools.redirect import restore_forward
 from lightning_parallel.techniques.tools.shards import is_sharded
@@ -263,8 +263,7 @@ class MeshStrategy(RankStrategy):
         fewest, layout = batches.fewest_samples if self._meets_in_forward else None, batches.layout
         with context, log.counting(weight), whole.run(self._noted(run, log, layout)) as steps:
             scale, seen = scale_of(self.precision_plugin), self._gradients
-            further: Any = {"asks": seen.in_steps, "release": seen.release()}
-            self._step.expect(Coming(scale, weight, layout, fewest, log.alone, seen.one_factor, **further))
+            self._step.expect(seen.coming(scale, weight, layout, fewest, log.alone))
             output = whole.outputs(self._step.forward(steps, batch, *rest, **kwargs))
         log.reduce_step(weight, output)
         return output

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_parallel.mesh import ParallelMesh
+from lightning_parallel.mesh import Axis, ParallelMesh
 from lightning_parallel.strategies.ranks.agreement import gather_objects, together
 from lightning_parallel.techniques.gradients.coupled import couples
 from lightning_parallel.techniques.technique import Technique
@@ -91,7 +91,10 @@ def refuse_saving_in_a_step(within: bool, mesh: ParallelMesh) -> None:
 
     An exception that left a step has ended it: what saves then comes on all ranks.
     """
-    divided = {"pp": "stages of a pipeline run it one after the other", "tp": "its parameters look whole on every rank"}
+    divided: dict[Axis, str] = {
+        "pp": "stages of a pipeline run it one after the other",
+        "tp": "its parameters look whole on every rank",
+    }
     why = [f"{axis}={mesh.sizes[axis]}: {said}" for axis, said in divided.items() if mesh.sizes[axis] > 1]
     if within and why and sys.exc_info()[0] is None:
         raise ValueError(

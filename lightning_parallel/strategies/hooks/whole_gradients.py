@@ -19,7 +19,8 @@ from lightning_parallel.strategies.model.divided_model import DividedModel
 from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.strategies.trainer.lightnings import sets_to_zero, somebody_overrides
 from lightning_parallel.techniques.gradients.asked import ask, ask_no_more, is_asked
-from lightning_parallel.techniques.step import Step
+from lightning_parallel.techniques.step import Coming, Step
+from lightning_parallel.techniques.tools.microbatches import Layout
 
 T = TypeVar("T")
 
@@ -124,6 +125,11 @@ class WholeGradients:
         if "zero_grad" in vars(optimizer) or type(optimizer).zero_grad is not Optimizer.zero_grad:
             return None
         return optimizer.zero_grad
+
+    def coming(self, scale: float, weight: float, layout: Layout, samples: int | None, alone: bool) -> Coming:
+        """What techniques are told of the next batch, see there, and who may look at gradients."""
+        further: dict[str, Any] = {"asks": self.in_steps, "release": self.release()}
+        return Coming(scale, weight, layout, samples, alone, self.one_factor, **further)
 
     def unsynced(self, step: Step) -> AbstractContextManager[None]:
         """Inside, gradients are reduced with those of a later batch, unless a hook looks at those of each."""
