@@ -56,7 +56,7 @@ def _reshaped(func: Any, args: Any, kwargs: Any) -> Any:
     return made
 
 
-def _reshaped_as_whole(own: list[int], shape: torch.Size, divided: Divided, *_: Any, **__: Any) -> Tensor:
+def _reshaped_as_whole(own: list[int], shape: torch.Size, divided: Divided, /, *_: Any, **__: Any) -> Tensor:
     return copied_as_whole(divided, divided.own.reshape(own), Tensor.reshape, shape)
 
 
