@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -100,3 +101,33 @@ def test_a_copy_is_none_of_the_tensor_and_a_view_is(division: str) -> None:
             except Exception as error:
                 failed.append(f"{parts.__name__} {k}: {type(error).__name__} {str(error)[:150]}")
     assert not failed, "\n".join(failed)
+
+
+def turned_in_place(x: Tensor, w: Tensor) -> Tensor:
+    """Each of them is the same object afterwards."""
+    y = x * w
+    z = y.view(2, 6, 4, 8)
+    again = z.transpose_(1, 2)
+    assert again is z
+    assert z.shape == (2, 4, 6, 8)
+    assert len(z.unsqueeze_(1)) == 2
+    z.mul_(2).squeeze_(1).swapaxes_(-1, 0).swapdims_(0, 3)
+    return z.transpose(1, 2).sin() + y + torch.add((z * 1).unsqueeze_(0).squeeze_(0).transpose_(1, 2), y)
+
+
+@sampled(3, "division", DIVISIONS)
+@ranks(2)
+def test_dimensions_change_their_order_in_place(division: str) -> None:
+    compared(turned_in_place, DIVISIONS[division], "plain")
+
+
+@ranks(2)
+def test_another_shape_in_place_is_refused_on_all_ranks() -> None:
+    among = Ranks(dist.group.WORLD, "tp")
+    make = lambda: Divided(torch.ones(3, 1, 8), {1: among.chunks(2)})  # noqa: E731
+    with pytest.raises(ValueError, match=r"resize_ .* \(3, 2, 8\) .* write y = x\.reshape\(\.\.\.\) and use y"):
+        make().resize_(6, 8)
+    divided = make()
+    divided.diagonal(0, 0, 1).mul_(2.0)
+    with pytest.raises(ValueError, match=r"transpose_ .* in place, .* write y = x\.transpose\(\.\.\.\) and use y"):
+        divided.transpose_(1, 2)

@@ -234,6 +234,8 @@ class _Traced(Divided):
     these methods call the functions.
     """
 
+    form = Form(torch.Size(), {})  # nothing is noted in it
+
     def split(self, split_size: Any, dim: int = 0) -> Any:
         """See `torch.split`."""
         return torch.split(self, split_size, dim)

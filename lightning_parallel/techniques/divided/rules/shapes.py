@@ -23,7 +23,7 @@ from lightning_parallel.techniques.divided.looks import (
 from lightning_parallel.techniques.divided.meeting import as_divided, brought_together
 from lightning_parallel.techniques.divided.rules.repeats import note_repeated, note_reshaped
 from lightning_parallel.techniques.divided.table import NAMES, Cuts, LocalCall, operations, rule, whole_shape
-from lightning_parallel.techniques.divided.tensor import Divided, carried_out, is_divided
+from lightning_parallel.techniques.divided.tensor import Divided, Wrapper, carried_out, is_divided
 
 # ---------------------------------------------------------------- one shape into another
 
@@ -169,6 +169,39 @@ def _squeezed(func: Any, divided: Divided, args: Any, kwargs: Any, cuts: dict[in
     for dim, elements in cuts.items():
         shape[dim] = elements.length
     return Divided(divided.own.reshape(shape), cuts)
+
+
+TURNING = ("transpose_", "swapaxes_", "swapdims_", "t_", "squeeze_", "unsqueeze_")
+SHAPING = ("resize_", "resize_as_", "as_strided_", "set_")
+
+
+@rule(*operations(*TURNING, *SHAPING))
+def _itself_in_another_shape(func: Any, args: Any, kwargs: Any) -> Any:
+    """The same object, of which the rank then has other elements, or the same ones in another order of dimensions."""
+    divided, name = args[0], NAMES[func]
+    if not isinstance(divided, Divided):
+        return NotImplemented
+    made = getattr(Tensor, name.removesuffix("_"))(*args, **kwargs) if _may_turn(divided, name) else None
+    if not isinstance(made, Wrapper) or not isinstance(divided, Wrapper):
+        raise ValueError(
+            f"{name} gives a tensor of shape {tuple(divided.shape)} that ranks divide another shape in place, which "
+            "works only where dimensions change their order or have the size 1, and neither of a parameter, nor in a "
+            "graph of torch.compile, nor where there are views of the gathered whole; write "
+            f"y = x.{_instead_of(name)} and use y"
+        )
+    with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
+        func(*args, **kwargs)
+    divided.own, divided.form = made.own, made.form
+    divided.forget()
+    return divided
+
+
+def _may_turn(divided: Divided, name: str) -> bool:
+    return name in TURNING and type(divided) is Wrapper and divided.stored is None and is_divided(divided)
+
+
+def _instead_of(name: str) -> str:
+    return f"{name.removesuffix('_')}(...)" if name in TURNING or name == "as_strided_" else "reshape(...)"
 
 
 @rule(*operations("expand", "expand_as", "broadcast_to"), remembered=True)
