@@ -15,11 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
+from lightning_parallel.techniques.observed.answers import REQUIRE
 from lightning_parallel.techniques.tools.elsewhere import hidden_tensors, without_memory
 from lightning_parallel.techniques.tools.shards import bear
 from lightning_parallel.values import tensors_of
 
 T = TypeVar("T", bound=Tensor)
+DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 ABSENT = "_lightning_parallel_absent"
 
 NEW = {
@@ -88,22 +90,29 @@ def absent_in(value: Any) -> str | None:
     return next((vars(tensor)[ABSENT] for tensor in tensors_of(value) if ABSENT in vars(tensor)), None)
 
 
+IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"))}
+"""Functions that change a tensor in place, beside those whose names tell."""
+
+
 class AbsentReads(TorchFunctionMode):
     """While active, follows absent values through what is computed from them.
 
     Args:
         read: hears that one is read, what it stands for, and whether Python gets it.
+        changed: hears of tensors that are about to be changed in place, or if it is only said whether they learn.
     """
 
-    def __init__(self, read: Callable[[str, bool], None]) -> None:
+    def __init__(self, read: Callable[[str, bool], None], changed: Callable[[list[Tensor], bool], None]) -> None:
         super().__init__()
-        self._read = read
+        self._read, self._changed = read, changed
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See `TorchFunctionMode`."""
         if torch.compiler.is_dynamo_compiling():  # in a block, for which it should rest
             return func(*args, **(kwargs or {}))
         kwargs, name = kwargs or {}, func.__name__
+        if name in IN_PLACE or name[-1] == "_" or "out" in kwargs:
+            self._tell_changed(func, name, args, kwargs)
         what = absent_in(_computed_with(name, args, kwargs))
         if what is None:
             return func(*args, **kwargs)
@@ -120,6 +129,11 @@ class AbsentReads(TorchFunctionMode):
         for tensor in tensors_of(made):
             mark_absent(tensor, what)
         return iter(made) if name == "__iter__" else result
+
+    def _tell_changed(self, func: Any, name: str, args: Any, kwargs: Any) -> None:
+        flags = name == "requires_grad_" or func == REQUIRE
+        if flags or name in IN_PLACE or name[-2:] != "__" or "out" in kwargs or func == DATA:
+            self._changed(list(tensors_of((args[:1], kwargs.get("out")))), flags)
 
     def resting(self, *given: Any) -> AbstractContextManager[None]:
         """Inside it is not active, unless something that is given is absent, or somebody else's mode lies upon it."""

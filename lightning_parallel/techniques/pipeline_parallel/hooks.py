@@ -152,18 +152,11 @@ class PassingHooks:
     def __init__(self, modules: Mapping[str, nn.Module], lasting: Collection[str]) -> None:
         self._modules = [module for name, module in modules.items() if name not in lasting]
 
-    @contextmanager
-    def taken_back(self, end: type[BaseException]) -> Iterator[None]:
-        """Takes hooks back that came inside, if `end` leaves the step before its own code can."""
-        since = RemovableHandle.next_id
-        try:
-            yield
-        except end:
-            if RemovableHandle.next_id > since:
-                for module in self._modules:
-                    for hooks, key in hooks_since(module, since):
-                        del hooks[key]
-            raise
+    def take_back(self, since: int) -> None:
+        """Takes hooks back that came when PyTorch had counted `since` hooks: the step was left before it could."""
+        for module in self._modules:
+            for hooks, key in hooks_since(module, since):
+                del hooks[key]
 
 
 class _FirstHook:

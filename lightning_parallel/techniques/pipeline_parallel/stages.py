@@ -17,6 +17,7 @@ from zlib import crc32
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_parallel.techniques.observed.draws import StepsDraws
 from lightning_parallel.techniques.observed.hooked import owner_of_part
@@ -25,6 +26,7 @@ from lightning_parallel.techniques.observed.positions import Call
 from lightning_parallel.techniques.observed.refusals import UNDIVIDED
 from lightning_parallel.techniques.observed.shapes import ShapesOnly, zeros_for_shapes
 from lightning_parallel.techniques.pipeline_parallel.absent import AbsentReads, answering, mark_absent, mark_hidden
+from lightning_parallel.techniques.pipeline_parallel.changes import StepsChanges
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut
 from lightning_parallel.techniques.pipeline_parallel.exchange import Unsent
 from lightning_parallel.techniques.pipeline_parallel.hooks import Hooks, PassingHooks, Taken
@@ -85,10 +87,10 @@ class Stages:
     def __init__(self, model: nn.Module, made: Cut, device: torch.device) -> None:
         self.cut, self._device = made, device
         self._now: _Now | None = None
-        self._reads = AbsentReads(self._refuse_absent)
+        self._reads = AbsentReads(self._refuse_absent, self._changed)
         self.draws = StepsDraws(model, device)
         mark_hidden(model)
-        self._copied = CopiedBuffers(model, made)
+        self._copied, self.changes = CopiedBuffers(model, made), StepsChanges(model, made)
         self._emptied = [module for module in model.modules() if is_elsewhere(module)]
         modules = dict(model.named_modules())
         self._hooks = Hooks(modules, made, device)
@@ -125,19 +127,21 @@ class Stages:
         """
         given = received if stage else HandedOn()
         self._now = _Now(stage, given.result, given.carried, given.shapes, given.taken)
-        copies = self._copied.now()
+        copies, before, since = self._copied.now(), self.changes.now(), RemovableHandle.next_id
         self.draws.begin_microbatch(microbatch)
         if means is not None:
             means.begin()
         try:
             with (
-                self._passing.taken_back(StageEndedError),
                 torch.compiler.set_stance("force_eager"),  # means and what is absent are not seen in compiled code
                 answering(self._emptied, self._device),
                 self._reads if microbatch == 0 else nullcontext(),
             ):
                 output = step()
         except StageEndedError:
+            if RemovableHandle.next_id > since:
+                self._passing.take_back(since)
+            self.changes.take_back(before, microbatch == 0)
             self._copied.require_unchanged(copies, stage)
             carried = {c: value for c, value in self._now.carried.items() if self.cut.carried[c].last > stage}
             taken = self._hooks.going_on(self._now.taken, stage)
@@ -158,6 +162,7 @@ class Stages:
                 "pipeline needs steps that run all blocks; to skip a batch, run them and return the loss times zero"
             )
         self._copied.require_unchanged(copies, stage)
+        self.changes.ended(before, microbatch == 0)
         self.draws.end_microbatch()
         return output
 
@@ -301,6 +306,15 @@ class Stages:
             )
 
         return map_leaves(zeros, value)
+
+    def _changed(self, tensors: list[Tensor], flags: bool) -> None:
+        """Code changes tensors in place, or whether they learn; what modules do there, they do wherever they run."""
+        now = self._now
+        if now is not None and not now.depth:
+            if flags:
+                self.changes.toggled(tensors)
+            else:
+                self.changes.wrote(tensors, now.position)
 
     def _refuse_absent(self, what: str, asked: bool) -> None:
         """Raises where an absent value counts; what Python gets may count anywhere."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_parallel.collectives.point_to_point import Lane, share_made
 from lightning_parallel.techniques.gradients.old import OldGradients
 from lightning_parallel.techniques.observed.draws import GeneratorStates
+from lightning_parallel.techniques.pipeline_parallel.changes import Left
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut
 from lightning_parallel.techniques.pipeline_parallel.exchange import Exchange
 from lightning_parallel.techniques.pipeline_parallel.executor import Executor, LossStage, Work
@@ -45,6 +46,7 @@ class LastStage(NamedTuple):
         unit: how many targets count as one in gradients; None if these are means.
         draws: where the generators are left, if anything was drawn.
         mixes: whether losses count otherwise than on one device, see `Shares.mixes`.
+        left: what the step left changed of the model.
     """
 
     output: Any
@@ -52,6 +54,7 @@ class LastStage(NamedTuple):
     unit: float | None
     draws: GeneratorStates | None
     mixes: bool
+    left: Left = Left()
 
 
 class PipelineStep(WrappedStep):
@@ -134,6 +137,7 @@ class PipelineStep(WrappedStep):
         self._looks_left -= self._looks_left > 0 and work.backward
         self._tell(last.mixes)
         self._stages.draws.end(last.draws)
+        self._stages.changes.settle(last.left)
         run.replay(last.notes)
         loss = _loss_of(last.output)
         if work.scale is None or loss is None:
@@ -225,7 +229,8 @@ class PipelineStep(WrappedStep):
                 merged = _with_loss_of_parts(merged, outputs, sizes, shares, averaged)
             merged = map_tensors(Tensor.cpu, merged)
             notes = run.notes([shares[number] for number in means], list(means.values()), work.shares.targets)
-            return LastStage(merged, notes, unit, self._stages.draws.left, work.shares.mixes())
+            draws, changes = self._stages.draws.left, self._stages.changes.left
+            return LastStage(merged, notes, unit, draws, work.shares.mixes(), changes)
 
         last = self._schedule.rank_of(self._schedule.stages - 1)
         told = share_made(
