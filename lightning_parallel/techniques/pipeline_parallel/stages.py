@@ -26,10 +26,10 @@ from lightning_parallel.techniques.observed.positions import Call
 from lightning_parallel.techniques.observed.refusals import UNDIVIDED
 from lightning_parallel.techniques.observed.shapes import ShapesOnly, zeros_for_shapes
 from lightning_parallel.techniques.pipeline_parallel.absent import AbsentReads, answering, mark_absent, mark_hidden
-from lightning_parallel.techniques.pipeline_parallel.changes import StepsChanges
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut
 from lightning_parallel.techniques.pipeline_parallel.exchange import Unsent
-from lightning_parallel.techniques.pipeline_parallel.hooks import Hooks, PassingHooks, Taken
+from lightning_parallel.techniques.pipeline_parallel.stage.changes import StepsChanges
+from lightning_parallel.techniques.pipeline_parallel.stage.hooks import Hooks, PassingHooks, Taken
 from lightning_parallel.techniques.pipeline_parallel.ties import CopiedBuffers
 from lightning_parallel.techniques.tools.elsewhere import is_elsewhere
 from lightning_parallel.techniques.tools.losses import unwatched

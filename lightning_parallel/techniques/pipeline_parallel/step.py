@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from lightning_parallel.collectives.point_to_point import Lane, share_made
 from lightning_parallel.techniques.gradients.old import OldGradients
 from lightning_parallel.techniques.observed.draws import GeneratorStates
-from lightning_parallel.techniques.pipeline_parallel.changes import Left
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut
 from lightning_parallel.techniques.pipeline_parallel.exchange import Exchange
 from lightning_parallel.techniques.pipeline_parallel.executor import Executor, LossStage, Work
@@ -21,6 +20,7 @@ from lightning_parallel.techniques.pipeline_parallel.gradients import Final, Gra
 from lightning_parallel.techniques.pipeline_parallel.joined import Dims, joined
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import Schedule
 from lightning_parallel.techniques.pipeline_parallel.shares import Shares
+from lightning_parallel.techniques.pipeline_parallel.stage.changes import Left
 from lightning_parallel.techniques.pipeline_parallel.stages import Stages
 from lightning_parallel.techniques.pipeline_parallel.ties import Tie, common_buffers, sum_over_holders
 from lightning_parallel.techniques.step import Coming, Run, Step, WrappedStep

@@ -21,6 +21,7 @@ from lightning_parallel.techniques.observed.refusals import UNDIVIDED
 from lightning_parallel.techniques.pipeline_parallel.absent import absent_in
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut
 from lightning_parallel.techniques.tools.elsewhere import hidden_tensors
+from lightning_parallel.techniques.tools.leaves import leaf_of
 
 TRAINS, LEARNS = attrgetter("training"), attrgetter("requires_grad")
 PLAIN = (bool, int, float, str, type(None))
@@ -119,7 +120,8 @@ class StepsChanges:
         self._learns.update({name: new for name, new, old in pairs if first and new != old})
         for parameter, learns, changed in zip(before[1], before[2], now[2], strict=True):
             if learns != changed:
-                parameter.requires_grad_(learns)
+                parameter.requires_grad = learns
+                leaf_of(parameter)  # which learns as the parameter does
 
     def wrote(self, tensors: Iterable[Tensor], position: int) -> None:
         """Code outside of modules changes tensors in place."""
@@ -187,7 +189,7 @@ class StepsChanges:
             modules[name].training = trains
         for name, table, key in zip(self._held, self._tables, self._keys, strict=True) if learns else ():
             if name in learns and not left.put_back:
-                table[key].requires_grad_(learns[name])
+                table[key].requires_grad = learns[name]
 
 
 def _memory(tensor: Any) -> int:
