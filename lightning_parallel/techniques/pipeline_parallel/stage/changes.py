@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.observed.buffers import memory_of
 from lightning_parallel.techniques.observed.positions import ancestors
 from lightning_parallel.techniques.observed.refusals import UNDIVIDED
@@ -192,10 +194,11 @@ class StepsChanges:
                 table[key].requires_grad = learns[name]
 
 
-def _memory(tensor: Any) -> int:
+def _memory(tensor: Tensor) -> int:
     """A number for the memory of what this rank has of a tensor."""
-    own = getattr(tensor, "own", getattr(tensor, "_local_tensor", tensor))
-    return memory_of(own if isinstance(own, Tensor) else tensor)
+    if isinstance(tensor, Divided):
+        return memory_of(tensor.own)
+    return memory_of(tensor._local_tensor if isinstance(tensor, DTensor) else tensor)
 
 
 def _missed(name: str, what: str, verb: str) -> str:
