@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from operator import attrgetter
 from typing import Any, ClassVar, TypeGuard, cast
 
 import torch
@@ -127,7 +128,8 @@ class Divided(LooksWhole):
         if not isinstance(result := by_rule(func, args, kwargs), LocalCall):
             return result
         made = carried_out(result, args, kwargs)
-        note_strides(made, func, args, kwargs)
+        if args and isinstance(args[0], Wrapper) and args[0].form.strides is not None:
+            note_strides(made, func, args, kwargs)
         return made
 
 
@@ -141,6 +143,8 @@ class Wrapper(Divided):
     form: Form
     origin: Divided | None = None  # over whose memory this one lies
     stored = _known = _gathers = None
+    cuts: Any = property(attrgetter("form.cuts"))  # no function of Python, for every operation asks
+    _shape: Any = property(attrgetter("form.shape"))
     split, unflatten, norm = map(asking_at_once, (Tensor.split, Tensor.unflatten, Tensor.norm))
 
     @classmethod
@@ -160,15 +164,6 @@ class Wrapper(Divided):
         if (known := form.calls.get(key)) is None:
             return _met_first(form, key, args, kwargs or {})
         return _called_again(known, form, pattern, args, kwargs or {})
-
-    @property
-    def cuts(self) -> Cuts:  # type: ignore[override]
-        """See `Form.cuts`."""
-        return self.form.cuts
-
-    @property
-    def _shape(self) -> torch.Size:  # type: ignore[override]
-        return self.form.shape
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:  # type: ignore[override]
