@@ -14,15 +14,16 @@ from torch.utils import _pytree as pytree
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.utilities.data import dim_zero_mean
 
+from lightning_parallel.collectives.functional import within_reach
 from lightning_parallel.collectives.point_to_point import share_object
 
 
 class MetricsOfRun:
     """The metrics of a module, which until `close` are those of all ranks that read different samples.
 
-    A collection updates one of those metrics for all whose states are alike after its first update. Ranks, and
-    microbatches, see a part of the first batch, in which states may be alike that are not on one device, as counts of
-    hits that are 0 so far. So for the time of a run each is updated by itself, unless a collection has its groups.
+    A collection updates one of those metrics for all whose states are alike after its first update. A rank sees a part
+    of the first batch, in which states may be alike that are not on one device, as counts of hits that are 0 so far. So
+    all ranks are asked.
 
     Args:
         module: the user's.
@@ -31,21 +32,40 @@ class MetricsOfRun:
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
         self.all = [metric for metric in module.modules() if isinstance(metric, Metric)]
-        collections = [each for each in module.modules() if isinstance(each, MetricCollection)]
-        self._collections = [(each, each._enable_compute_groups) for each in collections if not each._groups_checked]
+        self._collections = [each for each in module.modules() if isinstance(each, MetricCollection)]
         self._own_groups = [(metric, metric.process_group, metric.dist_sync_on_step) for metric in self.all]
         for metric in self.all:
             metric.process_group = None if group.size() == dist.get_world_size() else group
             metric.dist_sync_on_step = True  # until `log` says that nobody asks for its step values
-        for collection, _ in self._collections:
-            collection._enable_compute_groups = False
+        for collection in self._collections if group.size() > 1 else ():
+            vars(collection)["_equal_metric_states"] = AlikeOnAll(group)
 
     def close(self) -> None:
         """Gives metrics their own groups back."""
         for metric, group, on_step in self._own_groups:
             metric.process_group, metric.dist_sync_on_step = group, on_step
-        for collection, grouped in self._collections:
-            collection._enable_compute_groups = grouped
+        for collection in self._collections:
+            vars(collection).pop("_equal_metric_states", None)
+
+
+class AlikeOnAll:
+    """Whether two metrics have equal states on all ranks, which ask in one order.
+
+    Args:
+        group: the ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def __call__(self, one: Metric, other: Metric) -> bool:  # noqa: D102
+        said = within_reach(torch.tensor(float(MetricCollection._equal_metric_states(one, other))), self._group)
+        dist.all_reduce(said, dist.ReduceOp.MIN, group=self._group)
+        return bool(said)
+
+    def __reduce__(self) -> Any:
+        """A copy of the collection, which callbacks make, asks as torchmetrics does."""
+        return getattr, (MetricCollection, "_equal_metric_states")
 
 
 class Uncounted:
