@@ -7,6 +7,7 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -42,7 +43,10 @@ def _children_by(kind: Any) -> Callable[[Any], list[Any]]:
     if issubclass(kind, Mapping):
         return lambda value: list(value.values())
     names = field_names(kind)
-    return lambda value: [getattr(value, name) for name in names]
+    if len(names) < 2:
+        return lambda value: [getattr(value, names[0])] if names else []
+    fields = attrgetter(*names)
+    return lambda value: list(fields(value))
 
 
 @functools.cache
