@@ -127,9 +127,9 @@ def _told(question: Callable[..., Any], tensor: Tensor, *args: Any) -> Any:
 
 
 def asking_at_once(method: Any) -> Callable[..., Any]:
-    """A method that torch has written in Python, of which the tensor is the one argument that may have rules.
+    """A method of which the tensor is the one argument that may have rules.
 
-    Torch would look through all arguments for others that have some, which takes longer than what rules do.
+    Torch would look through all arguments for others that have some, which takes as long as what rules do.
     """
 
     @functools.wraps(method)

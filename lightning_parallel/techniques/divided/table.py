@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from operator import itemgetter
+from itertools import accumulate
+from operator import itemgetter, mul
 from typing import Any, NamedTuple
 
 import torch
@@ -104,6 +105,13 @@ class LocalCall(NamedTuple):
     of_themselves: bool = False
 
 
+class TensorMeta(NamedTuple):
+    """See `Form.tensor_meta`: these names are torch's."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
 class Form:
     """What a divided tensor looks like; one object for all that look so.
 
@@ -114,28 +122,34 @@ class Form:
             elements of other ranks only; else None.
         calls: by operation and further arguments: what rules decided where a tensor of this form came first, and the
             form of the result.
+        tensor_meta: what torch is told of shape and strides as it makes a tensor of this form.
     """
 
-    __slots__ = ("calls", "cuts", "shape", "strides")
+    __slots__ = ("calls", "cuts", "shape", "strides", "tensor_meta")
 
     def __init__(self, shape: torch.Size, cuts: Cuts, strides: tuple[int, ...] | None = None) -> None:
         self.shape, self.cuts, self.strides = shape, cuts, strides
+        dense = tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1]
+        self.tensor_meta = TensorMeta(shape, dense[: len(shape)])
         self.calls: dict[Any, Remembered] = {}
 
-    def remember(self, key: Any, call: LocalCall, result: Form | None) -> None:
+    def remember(self, key: Key, again: Again, looks: Form | None) -> None:
         """Keeps a call; of numbers that change with every step not without end.
 
         Args:
             key: of the operation and what it gets.
-            call: that a rule decided on.
-            result: the form of the result, if the call has `cuts`.
+            again: makes the call that a rule decided on.
+            looks: the form of the result, if it is divided.
         """
         if len(self.calls) >= KEPT:
             self.calls.clear()
-        self.calls[key] = call.run, call.rest, result, call.of_themselves
+        self.calls[key] = again, looks
 
 
-Remembered = tuple[Callable[..., Any], "tuple[Any, ...] | None", "Form | None", bool]
+Again = Callable[[Any, Any], Any]
+"""Gives, of what an operation gets, and gets by name, this rank's own elements of the result."""
+
+Remembered = tuple[Again, "Form | None"]
 """See `Form.remember`."""
 
 KEPT = 1000
@@ -180,7 +194,7 @@ WHOLE_NUMBERS = frozenset((int,))
 
 
 class Pattern:
-    """Which arguments of a call are what, as their types tell; one object for all calls with arguments of these types.
+    """Which arguments of an operation are what, as their types tell; one object for all calls with such arguments.
 
     Attributes:
         alone: whether a divided tensor comes first, and the rest are values.
@@ -202,7 +216,7 @@ class Pattern:
         """By what the form of the first divided tensor remembers a call of more than this one and values.
 
         Args:
-            key: the operation, this pattern, the names of arguments that were given by name, and `values`.
+            key: this pattern, and `values`.
             given: the arguments, those by name last.
 
         Returns:
@@ -220,16 +234,18 @@ class Pattern:
 
 
 Key = tuple[Any, ...]
-"""An operation, the pattern of its arguments, and what of these decides beside the form that remembers it."""
+"""The pattern of an operation's arguments, and what of these decides beside the form that remembers it."""
 
 
 @cache
-def pattern_of(wrapper: type, *kinds: type) -> Pattern | None:
+def pattern_of(operation: Any, names: tuple[str, ...] | None, wrapper: type, *kinds: type) -> Pattern | None:
     """The pattern of arguments of these types: it is looked up, and no function of Python is called for an argument.
 
     Args:
+        operation: that is called.
+        names: of the arguments that are given by name, which come last.
         wrapper: the type of divided tensors, which have a `form`; those of other types are not remembered.
-        kinds: the types of the arguments of an operation, positional ones first.
+        kinds: the types of the arguments.
 
     Returns:
         None where one of them is not known by a form or a value, or none is divided.

@@ -20,7 +20,7 @@ from operator import attrgetter
 from typing import Any, ClassVar, TypeGuard, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_parallel.collectives.by_elements import completed, joined, part, reduced_later, shared_out
@@ -38,12 +38,11 @@ from lightning_parallel.techniques.divided.table import (
     REMEMBERED,
     REORDERED,
     RULES,
+    Again,
     Cuts,
     Form,
     Key,
     LocalCall,
-    Pattern,
-    Remembered,
     form_of,
     in_order,
     is_in_place,
@@ -52,7 +51,7 @@ from lightning_parallel.techniques.divided.table import (
     whole_shape,
 )
 from lightning_parallel.techniques.tools.losses import original
-from lightning_parallel.techniques.tools.shards import as_gradient, local
+from lightning_parallel.techniques.tools.shards import as_gradient, local, made_as_dtensors_are
 
 aten = torch.ops.aten
 
@@ -133,37 +132,45 @@ class Divided(LooksWhole):
         return made
 
 
+AT_ONCE = (Tensor.split, Tensor.unflatten, Tensor.norm, Tensor.transpose, Tensor.flatten, Tensor.view, Tensor.reshape,
+           Tensor.permute, Tensor.contiguous)  # fmt: skip
+"""Methods that the form without memory has itself, see `asking_at_once`."""
+
+
 class Wrapper(Divided):
     """The form that has a shape, but no memory.
 
-    What all have lies in slots: every operation makes one, and a table of attributes would cost a quarter of that.
+    What all have lies in slots: every operation makes one, and a table of attributes would cost a quarter of that. They
+    bear the names that torch gives them as it makes one, see `made_as_dtensors_are`.
     """
 
-    __slots__ = ("form", "own")
+    __slots__ = ("_local_tensor", "_spec")
     form: Form
     origin: Divided | None = None  # over whose memory this one lies
     stored = _known = _gathers = None
     cuts: Any = property(attrgetter("form.cuts"))  # no function of Python, for every operation asks
     _shape: Any = property(attrgetter("form.shape"))
-    split, unflatten, norm = map(asking_at_once, (Tensor.split, Tensor.unflatten, Tensor.norm))
+    split, unflatten, norm, transpose, flatten, view, reshape, permute, contiguous = map(asking_at_once, AT_ONCE)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The remembered call, if there is one; what a rule decides, if not."""
         if kwargs and not REORDERED.isdisjoint(kwargs):
             args, kwargs = in_order(original(func), args, kwargs)
-        if func not in REMEMBERED or not ((torch.is_grad_enabled() and not in_transform()) or not takes_wholes()):
+        if func not in REMEMBERED or not ((is_grad_enabled() and not in_transform()) or not takes_wholes()):
             return super().__torch_function__(func, types, args, kwargs)
         given, names = ((*args, *kwargs.values()), tuple(kwargs)) if kwargs else (args, None)
-        if (pattern := pattern_of(Wrapper, *map(type, given))) is None:
+        if (pattern := pattern_of(func, names, Wrapper, *map(type, given))) is None:
             return super().__torch_function__(func, types, args, kwargs)
-        key: Key = (func, pattern, names, pattern.values(given))
+        key: Key = (pattern, pattern.values(given))
         if not pattern.alone and not (key := pattern.further(key, given)):
             return super().__torch_function__(func, types, args, kwargs)
         form = given[pattern.first].form
         if (known := form.calls.get(key)) is None:
-            return _met_first(form, key, args, kwargs or {})
-        return _called_again(known, form, pattern, args, kwargs or {})
+            return _met_first(form, key, func, args, kwargs or {})
+        again, looks = known
+        own = again(args, kwargs or {})
+        return own if looks is None else made_as_dtensors_are(Wrapper, own, looks, own.requires_grad)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -174,6 +181,8 @@ class Wrapper(Divided):
         remedy = "call it from a torch.autograd.Function, or give it tensor.clone() under torch.no_grad()"
         return called_below(func, args, kwargs, Divided, lambda each: each.whole(str(func)), what, remedy)
 
+
+Wrapper.own, Wrapper.form = (vars(Wrapper)[slot] for slot in ("_local_tensor", "_spec"))  # other names of the slots
 
 OWN = cast(Callable[[Wrapper], Tensor], vars(Wrapper)["own"].__get__)
 """What lies in the slot, where a class derived from this one looks at it before it is given."""
@@ -259,13 +268,9 @@ class _Traced(Divided):
         return iter(torch.unbind(self))
 
 
-_make = cast(Callable[..., Wrapper], Tensor._make_wrapper_subclass)
-
-
 def wrapped(own: Tensor, form: Form) -> Wrapper:
     """The divided tensor of this form of which this rank has these elements."""
-    made = _make(Wrapper, form.shape, dtype=own.dtype, device=own.device)
-    made.own, made.form = own, form
+    made: Wrapper = made_as_dtensors_are(Wrapper, own, form, own.requires_grad)
     return made
 
 
@@ -283,37 +288,37 @@ def by_rule(func: Any, args: Any, kwargs: Any) -> Any:
 
 def carried_out(call: LocalCall, args: Any, kwargs: Any) -> Any:
     """The result of a call that a rule decided on."""
+    made = _again(call, alone=False)(args, kwargs)
+    return made if call.cuts is None else Divided(made, call.cuts)
+
+
+def _again(call: LocalCall, alone: bool) -> Again:
+    """What gives this rank's own elements of the result of a call, of what the operation got.
+
+    Args:
+        call: that a rule decided on.
+        alone: whether one divided tensor comes first, and the rest are values, none given by its name.
+    """
+    run, rest = call.run, call.rest
     if call.cuts is None or call.of_themselves:
-        made = call.run(*args, **kwargs)
-        return made if call.cuts is None else Divided(made, call.cuts)
-    if call.rest is not None:
-        return Divided(call.run(args[0].own, *call.rest), call.cuts)
-    return Divided(call.run(*map(own_use, args), **{name: own_use(each) for name, each in kwargs.items()}), call.cuts)
+        return lambda args, kwargs: run(*args, **kwargs)
+    if rest is not None:
+        return lambda args, _: run(args[0].own, *rest)
+    if alone:
+        return lambda args, _: run(args[0].own, *args[1:])
+    return lambda args, kwargs: run(*map(own_use, args), **{name: own_use(each) for name, each in kwargs.items()})
 
 
-def _met_first(form: Form, key: Key, args: Any, kwargs: Any) -> Any:
+def _met_first(form: Form, key: Key, func: Any, args: Any, kwargs: Any) -> Any:
     """The result of an operation that the form of its first divided tensor does not remember yet."""
-    if not isinstance(result := by_rule(key[0], args, kwargs), LocalCall):
+    if not isinstance(result := by_rule(func, args, kwargs), LocalCall):
         return result
     made = carried_out(result, args, kwargs)
     if type(made) is not _Traced:  # what a compiler makes that reads a function of the user's
-        note_strides(made, key[0], args, kwargs)
-        form.remember(key, result, None if result.cuts is None else made.form)
+        note_strides(made, func, args, kwargs)
+        alone = key[0].alone and len(form.cuts) > 0 and not kwargs
+        form.remember(key, _again(result, alone), None if result.cuts is None else made.form)
     return made
-
-
-def _called_again(known: Remembered, form: Form, pattern: Pattern, args: Any, kwargs: Any) -> Any:
-    """The result of a call that a form remembers; it is called as by `carried_out`."""
-    run, rest, looks, of_themselves = known
-    if looks is None or of_themselves:
-        own = run(*args, **kwargs)
-    elif rest is not None:
-        own = run(args[0].own, *rest)
-    elif pattern.alone and form.cuts and not kwargs:
-        own = run(args[0].own, *args[1:])
-    else:
-        own = run(*map(own_use, args), **{name: own_use(each) for name, each in kwargs.items()})
-    return own if looks is None else wrapped(own, looks)
 
 
 def own_use(given: Any) -> Any:

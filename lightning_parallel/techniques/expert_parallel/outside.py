@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from lightning_parallel.techniques.expert_parallel.calls import Calls
 from lightning_parallel.techniques.expert_parallel.own_experts import OF_EXPERTS
 from lightning_parallel.techniques.tools.leaves import leaf_of
 from lightning_parallel.techniques.tools.losses import original
+from lightning_parallel.techniques.tools.shards import made_as_dtensors_are
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +75,8 @@ class Outside(Wrapper):
     @staticmethod
     def __new__(cls, own: Tensor, elements: Elements, readers: Readers) -> Outside:  # noqa: D102
         form = form_of(own.shape, {0: elements}, elements.ranks)
-        made = _make(cls, form.shape, dtype=own.dtype, device=own.device)
-        made.own, made.form, made.readers = own, form, readers
+        made: Outside = made_as_dtensors_are(cls, own, form, own.requires_grad)
+        made.readers = readers
         return made
 
     def whole(self, reader: str = "") -> Tensor:
@@ -111,8 +112,6 @@ class Outside(Wrapper):
             return args[0].again(args[0].own.detach())
         return called_below(func, args, kwargs, Outside, Outside.whole, OF_EXPERTS, "give it weight.clone() + 0")
 
-
-_make = cast(Callable[..., Outside], Tensor._make_wrapper_subclass)
 
 SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_parallel.collectives.by_elements import complete
 from lightning_parallel.collectives.elements import Elements, Ranks
-from lightning_parallel.techniques.tools.shards import ElementsShard, local, with_spec
+from lightning_parallel.techniques.tools.shards import ElementsShard, local, made_as_dtensors_are
 
 
 def leaf_of(parameter: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def _move_gradient(of: weakref.ref[_PlainPart], tensor: Tensor) -> None:
     if gradient is None:  # handed over by a pipeline for a parameter that no step used
         pass
     elif parameter.grad is None:
-        parameter.grad = with_spec(gradient, parameter._spec)
+        parameter.grad = made_as_dtensors_are(DTensor, gradient, parameter._spec, False)
     else:
         local(parameter.grad).add_(gradient.detach())
     for hook in (parameter._post_accumulate_grad_hooks or {}).values():

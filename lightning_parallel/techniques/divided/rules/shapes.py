@@ -189,8 +189,8 @@ def _itself_in_another_shape(func: Any, args: Any, kwargs: Any) -> Any:
             "graph of torch.compile, nor where there are views of the gathered whole; write "
             f"y = x.{_instead_of(name)} and use y"
         )
-    with torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
-        func(*args, **kwargs)
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
+        func(*args, **kwargs)  # its history is that of its own elements
     divided.own, divided.form = made.own, made.form
     divided.forget()
     return divided
