@@ -8,6 +8,7 @@ from math import prod
 from typing import Literal, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 Axis: TypeAlias = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
@@ -114,6 +115,22 @@ def expert_sizes(sizes: Mapping[Axis, int]) -> list[int]:
     return within + [shards * more for more in range(2, replicas + 1) if replicas % more == 0]
 
 
+def _grid(sizes: Mapping[Axis, int], device_type: str) -> DeviceMesh:
+    """The mesh of all axes, of which those with one rank share one group of this rank alone.
+
+    `init_device_mesh` would make a group of every rank for each of them, one after the other, for each of which all
+    ranks wait; over gloo a group has three threads, one of which wakes up a hundred times a second.
+    """
+    shape, used = tuple(sizes.values()), {axis: size for axis, size in sizes.items() if size > 1}
+    if len(used) in (0, len(sizes)):
+        return init_device_mesh(device_type, shape, mesh_dim_names=AXES)
+    groups = init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    of_axes = [groups.get_group(axis) if axis in used else alone for axis in AXES]
+    ranks = torch.arange(prod(shape)).view(shape)
+    return DeviceMesh.from_group(of_axes, device_type, mesh=ranks, mesh_dim_names=AXES)
+
+
 class ParallelMesh:
     """The grid of ranks, with a process group for every axis and for the views that several techniques share.
 
@@ -126,8 +143,7 @@ class ParallelMesh:
 
     def __init__(self, sizes: Mapping[Axis, int], device_type: str) -> None:
         self.sizes: dict[Axis, int] = {axis: sizes[axis] for axis in AXES}
-        shape = tuple(self.sizes.values())
-        self.device_mesh: DeviceMesh = init_device_mesh(device_type, shape, mesh_dim_names=AXES)
+        self.device_mesh: DeviceMesh = _grid(self.sizes, device_type)
         #: ranks that read different samples
         self.data = self._view("dp_replicate", "dp_shard")
         #: ranks over which ZeRO shards states, gradients and parameters
