@@ -119,10 +119,12 @@ def _grid(sizes: Mapping[Axis, int], device_type: str) -> DeviceMesh:
     """The mesh of all axes, of which those with one rank share one group of this rank alone.
 
     `init_device_mesh` would make a group of every rank for each of them, one after the other, for each of which all
-    ranks wait; over gloo a group has three threads, one of which wakes up a hundred times a second.
+    ranks wait; over gloo a group has three threads, one of which wakes up a hundred times a second. Where ranks have
+    told NCCL their device, it splits off the groups of an axis together, and is left to do so.
     """
     shape, used = tuple(sizes.values()), {axis: size for axis, size in sizes.items() if size > 1}
-    if len(used) in (0, len(sizes)):
+    splits = dist.group.WORLD is None or dist.group.WORLD.bound_device_id is not None
+    if splits or len(used) in (0, len(sizes)):
         return init_device_mesh(device_type, shape, mesh_dim_names=AXES)
     groups = init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
