@@ -15,7 +15,16 @@ from torch.utils.data import DataLoader
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_parallel import DataParallelStrategy, HybridStrategy, TensorParallel, Zero, ZeroStrategy
+from lightning_parallel import (
+    DataParallel,
+    DataParallelStrategy,
+    HybridStrategy,
+    PipelineParallel,
+    PipelineParallelStrategy,
+    TensorParallel,
+    Zero,
+    ZeroStrategy,
+)
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.trainers import trainer
 
@@ -80,17 +89,28 @@ def test_sums_over_gradients_are_those_of_one_device(layout: str) -> None:
         assert got == [pytest.approx(each, rel=1e-9) for each in expected.result()]
 
 
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
 class Collecting(LightningModule):
     """Two metrics that have equal states until a sample is right for one of them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
+        self.blocks = nn.ModuleList(Scale() for _ in range(2))
         self.metrics = MetricCollection({"first": MulticlassAccuracy(4), "two": MulticlassAccuracy(4, top_k=2)})
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         logits, labels = batch
-        self.metrics.update(logits * self.scale, labels)
+        for block in self.blocks:
+            logits = block(logits)
+        self.metrics.update(logits, labels)
 
     def on_validation_epoch_end(self) -> None:
         self.log_dict(self.metrics.compute())
@@ -105,11 +125,20 @@ def validated(batch: int, make_strategy: MakeStrategy | None = None) -> dict[str
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*sync_dist=True")  # of one process in a group
         run.validate(module, DataLoader(samples, batch), verbose=False)  # type: ignore[arg-type]
-    assert "_equal_metric_states" not in vars(module.metrics)
+    assert vars(module.metrics).keys().isdisjoint(("_equal_metric_states", "_merge_compute_groups"))
     return {name: float(value) for name, value in run.callback_metrics.items()}
 
 
-def test_metrics_of_a_collection_are_those_of_one_device() -> None:
+READERS: dict[str, tuple[MakeStrategy, int, int]] = {
+    "data parallel": (DataParallelStrategy, 2, 2),
+    "pipeline": (partial(PipelineParallelStrategy, microbatches=4), 2, 1),
+    "pipeline x data parallel": (partial(HybridStrategy, PipelineParallel(2, microbatches=2), DataParallel(2)), 4, 2),
+}
+
+
+@pytest.mark.parametrize("layout", READERS)
+def test_metrics_of_a_collection_are_those_of_one_device(layout: str) -> None:
+    strategy, ranks, readers = READERS[layout]
     expected = begun_on_one(validated, 4)
-    for got in run_on_ranks(2, validated, 2, DataParallelStrategy):
+    for got in run_on_ranks(ranks, validated, 4 // readers, strategy):
         assert got == expected.result() == {"first": 0.25, "two": 0.5}

@@ -68,6 +68,35 @@ class AlikeOnAll:
         return getattr, (MetricCollection, "_equal_metric_states")
 
 
+class GroupsOfBatch:
+    """Until `close`, a collection updates each of its metrics: whose states are equal is asked of a whole batch.
+
+    Args:
+        collection: may get its first batch in parts.
+    """
+
+    def __init__(self, collection: MetricCollection) -> None:
+        self._collection = collection
+        self._is_asked = bool(collection._enable_compute_groups) and not collection._groups_checked
+        if self._is_asked:
+            vars(collection)["_merge_compute_groups"] = _merge_nothing
+
+    def close(self) -> None:
+        """Finds the groups, if there was an update."""
+        if not self._is_asked:
+            return
+        collection = self._collection
+        del vars(collection)["_merge_compute_groups"]
+        collection._groups_checked = any(metric._update_count for metric in collection.values(copy_state=False))
+        if collection._groups_checked:
+            collection._merge_compute_groups()
+            collection._compute_groups_create_state_ref()
+
+
+def _merge_nothing() -> None:
+    """Stands for what finds the groups of a collection."""
+
+
 class Uncounted:
     """Until `close`, updates leave a metric as it is: it is given samples that another rank counts.
 

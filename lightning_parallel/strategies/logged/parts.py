@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 from typing_extensions import Self
 
 from lightning_parallel.strategies.logged.averages import WeightedUpdates, averages
@@ -26,7 +26,7 @@ from lightning_parallel.strategies.logged.kept.values import Change, KeptValues,
 from lightning_parallel.strategies.logged.kinds import Kind
 from lightning_parallel.strategies.logged.logged_value import LoggedValue, combined
 from lightning_parallel.strategies.logged.logging import StepLog
-from lightning_parallel.strategies.logged.metrics import BatchMetric, UndoableMetric
+from lightning_parallel.strategies.logged.metrics import BatchMetric, GroupsOfBatch, UndoableMetric
 from lightning_parallel.strategies.logged.reductions import HOW, UNSEEN, SeenKind, name_of
 from lightning_parallel.strategies.logged.sums import OfMean
 from lightning_parallel.techniques.step import Run
@@ -93,6 +93,7 @@ class PartsRun(Run[T]):
         self._metrics = {name: part for name, part in module.named_modules() if isinstance(part, Metric)}
         self._names = {id(metric): name for name, metric in self._metrics.items()}
         self._called: dict[str, BatchMetric] = {}
+        self._groups: list[GroupsOfBatch] = []
         self.origin: int | None = None
         self._over: Over | None = None
         self._alone = Scale()  # of a loss that is a sum over targets, where no other rank has targets
@@ -191,12 +192,16 @@ class PartsRun(Run[T]):
     def __enter__(self) -> Self:
         """Metrics that are called will tell their value for the whole batch in the end."""
         self._called = {name: BatchMetric(metric) for name, metric in self._metrics.items()}
+        parts = self._module.modules()
+        self._groups = [GroupsOfBatch(part) for part in parts if isinstance(part, MetricCollection)]
         return self
 
     def __exit__(self, *_: object) -> None:
         """See `Run.__exit__`."""
         for metric in self._called.values():
             metric.close()
+        for groups in self._groups:
+            groups.close()
 
     # ---------------------------------------------------------------- the whole batch
 

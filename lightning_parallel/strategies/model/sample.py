@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader, IterableDataset
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
 from lightning_parallel.strategies.data.batches import length_of
 from lightning_parallel.strategies.data.first_batches import HOST, first_batch, of_rank_zero, untouched
@@ -124,12 +124,13 @@ def _without_traces(module: LightningModule) -> Iterator[None]:
     """Inside, nothing is logged and no metric counts; afterwards the module keeps what it kept."""
     kept, generators = KeptValues(module), [(each, each.get_state()) for each in own_generators(module)]
     silent: dict[str, Any] = {"update": _read, "forward": _read_and_zero, "compute": _zero}
-    metrics = [part for part in module.modules() if isinstance(part, Metric)]
-    before = [{name: vars(metric).get(name) for name in silent} for metric in metrics]
+    metrics = [part for part in module.modules() if isinstance(part, (Metric, MetricCollection))]
+    given = [silent if isinstance(metric, Metric) else {"update": _read} for metric in metrics]  # it asks for states
+    before = [{name: vars(metric).get(name) for name in names} for metric, names in zip(metrics, given, strict=True)]
     logged = vars(module).get("log")
     vars(module)["log"] = _read_to_log
-    for metric in metrics:
-        vars(metric).update(silent)
+    for metric, names in zip(metrics, given, strict=True):
+        vars(metric).update(names)
     try:
         yield
     finally:
