@@ -354,19 +354,19 @@ class _Recorder(Watch):
         Raises:
             RuntimeError: not all blocks have run.
         """
-        said = f"{type(error).__name__}: {error}"
         if not self._has_run_all:
             missing = next((name for name in self._blocks if name not in self._order), "?")
-            place = f"in the block {self._order[-1]}" if self._position % 2 else f"before the block {missing}"
-            raise RuntimeError(refusals.failed(place, said)) from error
+            block, where = (self._order[-1], "in") if self._position % 2 else (missing, "before")
+            raise RuntimeError(refusals.failed(f"{where} the block {block}", block, error)) from error
         self._complete = False
         for tensor in [reference() for reference in self._between]:
             made = None if tensor is None else self._known.made(tensor)
             if tensor is not None and made is not None and made.sources is not None:
                 self._note_skip(made, self._end, f"a tensor of shape {tuple(tensor.shape)}")
         warn(
-            f"What follows the last block could not be followed without values ({said}): the last stage keeps all "
-            "parameters that are in no block, and nothing is known of what the loss reads of parameters in blocks"
+            f"What follows the last block could not be followed without values ({type(error).__name__}: {error}): the "
+            "last stage keeps all parameters that are in no block, and nothing is known of what the loss reads of "
+            "parameters in blocks"
         )
 
     @property
