@@ -15,16 +15,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_parallel import (
-    DataParallel,
-    DataParallelStrategy,
-    HybridStrategy,
-    PipelineParallel,
-    PipelineParallelStrategy,
-    TensorParallel,
-    Zero,
-    ZeroStrategy,
-)
+from lightning_parallel import DataParallel, HybridStrategy, PipelineParallel, TensorParallel, Zero, ZeroStrategy
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.trainers import trainer
 
@@ -73,7 +64,7 @@ def logged(batch: int, make_strategy: MakeStrategy | None = None) -> list[dict[s
 
 
 LAYOUTS: dict[str, tuple[MakeStrategy, int]] = {
-    "data parallel": (DataParallelStrategy, 2),
+    "data parallel": (partial(HybridStrategy, DataParallel()), 2),
     "zero 1": (partial(ZeroStrategy, stage=1), 2),
     "zero 2": (partial(ZeroStrategy, stage=2), 2),
     "zero 3": (ZeroStrategy, 2),
@@ -130,8 +121,8 @@ def validated(batch: int, make_strategy: MakeStrategy | None = None) -> dict[str
 
 
 READERS: dict[str, tuple[MakeStrategy, int, int]] = {
-    "data parallel": (DataParallelStrategy, 2, 2),
-    "pipeline": (partial(PipelineParallelStrategy, microbatches=4), 2, 1),
+    "data parallel": (partial(HybridStrategy, DataParallel()), 2, 2),
+    "pipeline": (partial(HybridStrategy, PipelineParallel(2, microbatches=4)), 2, 1),
     "pipeline x data parallel": (partial(HybridStrategy, PipelineParallel(2, microbatches=2), DataParallel(2)), 4, 2),
 }
 

@@ -82,12 +82,13 @@ class GroupsOfBatch:
             vars(collection)["_merge_compute_groups"] = _merge_nothing
 
     def close(self) -> None:
-        """Finds the groups, if there was an update."""
+        """Finds the groups, if there was an update: calls, which update too, leave them out on one device."""
         if not self._is_asked:
             return
         collection = self._collection
         del vars(collection)["_merge_compute_groups"]
-        collection._groups_checked = any(metric._update_count for metric in collection.values(copy_state=False))
+        counts = [metric._update_count for metric in collection.values(copy_state=False)]  # none of what was undone
+        collection._groups_checked = collection._groups_checked and any(counts)
         if collection._groups_checked:
             collection._merge_compute_groups()
             collection._compute_groups_create_state_ref()

@@ -356,8 +356,8 @@ class _Recorder(Watch):
         """
         if not self._has_run_all:
             missing = next((name for name in self._blocks if name not in self._order), "?")
-            block, where = (self._order[-1], "in") if self._position % 2 else (missing, "before")
-            raise RuntimeError(refusals.failed(f"{where} the block {block}", block, error)) from error
+            place = f"in the block {self._order[-1]}" if self._position % 2 else f"before the block {missing}"
+            raise RuntimeError(refusals.failed(place, error)) from error
         self._complete = False
         for tensor in [reference() for reference in self._between]:
             made = None if tensor is None else self._known.made(tensor)

@@ -17,6 +17,8 @@ REENTRANT = ("CheckpointFunction", "CheckpointFunctionBackward")
 """What `torch.utils.checkpoint` is with use_reentrant=True."""
 
 
+TRANSFORM_LESS = "transform what lies inside one block or follows the last one"
+
 TRANSFORMS = "_functorch"
 """The folder of torch in which transforms of `torch.func` run what they are given."""
 
@@ -64,7 +66,10 @@ def runs_twice(block: str) -> str:
 def runs_within(block: str) -> str | None:
     """Why a step is refused that calls a block where gradients do not come the usual way; None where they do."""
     if torch._C._are_functorch_transforms_active():
-        return _is_transformed(block)
+        return (
+            f"the block {block} runs inside a transform of torch.func, which would have to go through all stages; "
+            f"{TRANSFORM_LESS}, or {UNDIVIDED}"
+        )
     function = running_function()
     if function is None:
         return None
@@ -72,13 +77,6 @@ def runs_within(block: str) -> str | None:
     return (
         f"the block {block} runs inside {function.__name__}, a torch.autograd.Function, whose backward would have to "
         f"go through all stages; {remedy}, or {UNDIVIDED}"
-    )
-
-
-def _is_transformed(block: str) -> str:
-    return (
-        f"the block {block} runs inside a transform of torch.func, which would have to go through all stages; "
-        f"transform what lies inside one block or follows the last one, or {UNDIVIDED}"
     )
 
 
@@ -91,18 +89,17 @@ def unlike_before(block: str) -> str:
     )
 
 
-def failed(place: str, block: str, error: Exception) -> str:
+def failed(place: str, error: Exception) -> str:
     """Why a step is refused that could not be followed up to its last block.
 
     Args:
         place: where it failed.
-        block: the one that ran last, or is missing.
         error: in which the step ended.
     """
+    remedy = "if this place needs values, compute them from the batch alone"
     if any(TRANSFORMS in frame.filename for frame in extract_tb(error.__traceback__)):
-        return _is_transformed(block)
+        remedy = f"it is inside a transform of torch.func, and if blocks run in that, {TRANSFORM_LESS}; else, {remedy}"
     return (
         "the order of the model's parts is found by one step in which parameters have shapes but no values, and that "
-        f"failed {place}: {type(error).__name__}: {error}; if this place needs values, compute them from the batch "
-        f"alone, or {UNDIVIDED} without a look at its step"
+        f"failed {place}: {type(error).__name__}: {error}; {remedy}, or {UNDIVIDED} without a look at its step"
     )
