@@ -101,17 +101,31 @@ class Collecting(LightningModule):
         logits, labels = batch
         for block in self.blocks:
             logits = block(logits)
-        self.metrics.update(logits, labels)
+        self.count(logits, labels)
+
+    def count(self, *batch: Tensor) -> None:
+        self.metrics.update(*batch)
 
     def on_validation_epoch_end(self) -> None:
         self.log_dict(self.metrics.compute())
         self.metrics.reset()
 
 
-def validated(batch: int, make_strategy: MakeStrategy | None = None) -> dict[str, float]:
+class Calling(Collecting):
+    """Calls them, which counts too, and asks for no states."""
+
+    def count(self, *batch: Tensor) -> None:
+        self.metrics(*batch)
+
+    def on_validation_epoch_end(self) -> None:
+        assert not self.metrics._groups_checked
+        super().on_validation_epoch_end()
+
+
+def validated(kind: type[Collecting], batch: int, make_strategy: MakeStrategy | None = None) -> dict[str, float]:
     places = [3, 1, 3, 0, 2, 1, 0, 1]  # of the label among the classes, by their logits
     samples = [(torch.arange(4.0), torch.tensor(3 - place)) for place in places]
-    module = Collecting()
+    module = kind()
     run = trainer("auto" if make_strategy is None else make_strategy())
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*sync_dist=True")  # of one process in a group
@@ -127,9 +141,10 @@ READERS: dict[str, tuple[MakeStrategy, int, int]] = {
 }
 
 
+@pytest.mark.parametrize("kind", [Collecting, Calling])
 @pytest.mark.parametrize("layout", READERS)
-def test_metrics_of_a_collection_are_those_of_one_device(layout: str) -> None:
+def test_metrics_of_a_collection_are_those_of_one_device(layout: str, kind: type[Collecting]) -> None:
     strategy, ranks, readers = READERS[layout]
-    expected = begun_on_one(validated, 4)
-    for got in run_on_ranks(ranks, validated, 4 // readers, strategy):
+    expected = begun_on_one(validated, kind, 4)
+    for got in run_on_ranks(ranks, validated, kind, 4 // readers, strategy):
         assert got == expected.result() == {"first": 0.25, "two": 0.5}
