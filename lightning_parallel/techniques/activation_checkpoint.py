@@ -21,7 +21,7 @@ from lightning_parallel.arguments import one_of
 from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
-from lightning_parallel.techniques.tools.caches import holds_keys, is_filled_by_layers, layers_in
+from lightning_parallel.techniques.tools.caches import holds_keys, is_cache, is_filled_by_layers, layers_in
 from lightning_parallel.techniques.tools.redirect import Forward, default_dtype, redirect_forward
 
 aten = torch.ops.aten
@@ -83,7 +83,9 @@ class ActivationCheckpoint(Technique):
         layers = layers_in(block)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            prefixed = any(holds_keys(each, layers) for each in (*args, *kwargs.values()))  # it would add to them twice
+            caches = [each for each in (*args, *kwargs.values()) if is_cache(each)]
+            # without any, nothing looks at the layers' numbers: a graph would be of one layer alone
+            prefixed = bool(caches) and any(holds_keys(each, layers) for each in caches)  # it would add to them twice
             if prefixed or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             args = tuple([None if is_filled_by_layers("", each) else each for each in args])

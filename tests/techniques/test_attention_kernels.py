@@ -145,7 +145,8 @@ def attention_of_gpt(device: torch.device, dtype: torch.dtype, qk_norm: bool) ->
     module, rotary = Attention(config).to(device, dtype), Rotary(config.head_dim, config.rope_theta)
     x = torch.randn(2, 48, 64, dtype=torch.float64).to(device, dtype).requires_grad_()
     out = module(x, rotary(torch.arange(48, device=device)))
-    F.mse_loss(out.double(), torch.ones_like(out, dtype=torch.float64)).backward()
+    # a sum: gradients of a mean are so small that float16 has few digits for them
+    F.mse_loss(out.double(), torch.ones_like(out, dtype=torch.float64), reduction="sum").backward()
     return [out.detach(), x.grad, *(parameter.grad for parameter in module.parameters())]  # type: ignore[list-item]
 
 

@@ -229,14 +229,19 @@ def test_the_stage_tells_whose_blocks_break_a_graph() -> None:
     assert [len(lines) for lines in told] == [0, 0, 1, 0]
 
 
-def test_blocks_share_one_graph() -> None:
+@pytest.mark.parametrize(("column", "loss"), [("llama", "loss"), ("gpt", "_loss")])
+@pytest.mark.parametrize("mode", [None, "full", "selective"])
+def test_blocks_share_one_graph(column: str, loss: str, mode: Any) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model: nn.Module = build("llama")
-    technique: Any = COMPILED
-    technique.divide(model, ground(model), None)
-    model.loss(next(iter(loaders("llama", 4).train))).backward()
+    model: Any = build(column)
+    model.configure_model()
+    techniques: list[Any] = [COMPILED] if mode is None else [ActivationCheckpoint(mode), COMPILED]
+    for technique in techniques:
+        technique.divide(model, ground(model), None)
+    getattr(model, loss)(next(iter(loaders(column, 4).train))).backward()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
     for module in model.modules():
         restore_forward(module)
 

@@ -9,11 +9,13 @@ from torch import nn
 
 CACHES = ("past_key_values", "past_key_value", "layer_past")
 """The names under which most layers get them."""
+BUILT_IN = (type(None), bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset, slice, range)
+"""Types that are no caches; they are asked for first, as dynamo of torch 2.11 breaks a graph at their names."""
 
 
 def is_cache(value: Any) -> bool:
     """Whether a value holds keys and values of earlier positions; who runs a layer twice must not add to it twice."""
-    return type(value).__name__.endswith("Cache")
+    return type(value) not in BUILT_IN and type(value).__name__.endswith("Cache")
 
 
 def is_filled_by_layers(name: str, value: Any) -> bool:
@@ -26,7 +28,7 @@ def layers_in(block: nn.Module) -> list[int]:
     return [part.layer_idx for part in block.modules() if isinstance(getattr(part, "layer_idx", None), int)]  # type: ignore[misc]
 
 
-def holds_keys(value: Any, layers: Sequence[int]) -> bool:
+def holds_keys(cache: Any, layers: Sequence[int]) -> bool:
     """Whether a cache has keys for layers that are yet to run: these are inputs, as learned prefixes are."""
-    length = getattr(value, "get_seq_length", None) if is_cache(value) else None
+    length = getattr(cache, "get_seq_length", None)
     return length is not None and any(length(layer) for layer in layers)
