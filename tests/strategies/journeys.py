@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 
 from tests.curves import Curve, Recorder, compare, compare_series, whole
 from tests.models import build, loaders
@@ -50,15 +50,28 @@ def journey(
         data = loaders(column, 8 // readers)
         file = Path(os.environ["RANKS_SCRATCH"]) / "stopped.ckpt"
         on_the_way = made(make, place, run, max_epochs=1)
-        first = curve(on_the_way, build(column, **model), data)
+        first = curve(on_the_way, drawn_on_the_host(build(column, **model)), data)
         on_the_way.save_checkpoint(file)
-        going_on, module = made(make, place, run, max_epochs=2), build(column, seed=1, **model)
+        going_on = made(make, place, run, max_epochs=2)
+        module = drawn_on_the_host(build(column, seed=1, **model))
         second = curve(going_on, module, data, ckpt_path=file)
         (metrics,) = going_on.validate(module, data.val, verbose=False)
         predictions = torch.cat([part.double().cpu().flatten() for part in going_on.predict(module, data.val) or []])
     return Journey(
         first, second, metrics, (predictions.sum().item(), predictions.square().sum().item()), device.to_host
     )
+
+
+def drawn_on_the_host(module: LightningModule) -> LightningModule:
+    """The module, whose weights are the same in all places: Lightning makes them with the generator of a GPU there."""
+    configure = module.configure_model
+
+    def configure_model() -> None:
+        with torch.device("cpu"):
+            configure()
+
+    module.configure_model = configure_model
+    return module
 
 
 def around(place: Place) -> AbstractContextManager[Device]:

@@ -1,6 +1,6 @@
-"""A user's script that trains on GPUs and compares with one process: on_gpus.py STRATEGY ACCELERATOR DEVICES FOLDER.
+"""A user's script that trains on GPUs and compares with one: on_gpus.py STRATEGY ACCELERATOR DEVICES FOLDER.
 
-DEVICES is a number, or "shared" for two ranks on one GPU.
+DEVICES is a number, or "shared" for two ranks on one GPU. All draw weights with the generator of a GPU, as Lightning does.
 The module makes tensors on `self.device`, counts in metrics, and logs numbers and tensors of the host, as users do.
 """
 
@@ -104,7 +104,7 @@ def main() -> None:
     ranks = 2 if shared else int(devices)
     readers = 1 if name in ("tensor_parallel", "pipeline_parallel", "zbv") else ranks
     launched = "LOCAL_RANK" in os.environ
-    expected = {} if launched else train(Path(folder) / "one", 8, accelerator="cpu", devices=1)
+    expected = {} if launched else train(Path(folder) / "one", 8, accelerator=accelerator, devices=1)
     place = {"accelerator": accelerator, "devices": 1 if shared else ranks}
     found = train(Path(folder) / "ranks", 8 // readers, partial(STRATEGIES[name], **shared), **place)
     if launched:

@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).with_name("on_gpus.py")
 
 @on_gpu
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_gpus_train_as_the_host_does(strategy: str, tmp_path: Path) -> None:
+def test_gpus_train_as_one_does_without_a_strategy(strategy: str, tmp_path: Path) -> None:
     require_equal(strategy, "gpu", str(min(2, torch.cuda.device_count())), tmp_path)
 
 

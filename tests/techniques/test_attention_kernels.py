@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -106,8 +107,8 @@ def test_a_kernel_of_the_gpu(name: str, dtype: torch.dtype) -> None:
 # ---------------------------------------------------------------- as torch chooses
 
 
-def check_choice(device: torch.device, dtype: torch.dtype, expected: type) -> None:
-    these = given(device, dtype, 40, 40, 2, True)
+def check_choice(device: torch.device, dtype: torch.dtype, expected: type, groups: int = 2) -> None:
+    these = given(device, dtype, 40, 40, groups, True)
     out, total, how = attend(these, None)
     assert type(how.kernel) is expected
     gradients = attend_backward(gradient_of(these.query), these, None, out, total, how)
@@ -118,30 +119,30 @@ def test_what_torch_takes_on_the_host() -> None:
     check_choice(CPU, torch.float32, FlashOnCpu)
 
 
+# with as many heads of queries for one of keys as torch's own kernel takes
 BACKENDS = {
-    "flash": (SDPBackend.FLASH_ATTENTION, Flash),
-    "efficient": (SDPBackend.EFFICIENT_ATTENTION, Efficient),
-    "cudnn": (SDPBackend.CUDNN_ATTENTION, Cudnn),
-    "plain": (SDPBackend.MATH, Plain),
+    "flash": (SDPBackend.FLASH_ATTENTION, Flash, 2),
+    "efficient": (SDPBackend.EFFICIENT_ATTENTION, Efficient, 1),
+    "cudnn": (SDPBackend.CUDNN_ATTENTION, Cudnn, 2),
+    "plain": (SDPBackend.MATH, Plain, 2),
 }
 
 
 @on_gpu
 @pytest.mark.parametrize("name", BACKENDS)
 def test_what_torch_takes_on_a_gpu(name: str) -> None:
-    backend, expected = BACKENDS[name]
+    backend, expected, groups = BACKENDS[name]
     with sdpa_kernel(backend):
-        check_choice(GPU, torch.bfloat16, expected)
+        check_choice(GPU, torch.bfloat16, expected, groups)
 
 
 # ---------------------------------------------------------------- our GPT
 
 
-def attention_of_gpt(device: torch.device, dtype: torch.dtype, qk_norm: bool) -> list[Tensor]:
+def attention_of_gpt(device: torch.device, dtype: torch.dtype, qk_norm: bool, groups: int = 2) -> list[Tensor]:
     torch.manual_seed(0)
-    config = GPTConfig(
-        vocab_size=64, context=64, dim=64, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=64, qk_norm=qk_norm
-    )
+    sizes = {"vocab_size": 64, "context": 64, "dim": 64, "n_layers": 1, "n_heads": 4, "hidden_dim": 64}
+    config = GPTConfig(**sizes, n_kv_heads=4 // groups, qk_norm=qk_norm)
     module, rotary = Attention(config).to(device, dtype), Rotary(config.head_dim, config.rope_theta)
     x = torch.randn(2, 48, 64, dtype=torch.float64).to(device, dtype).requires_grad_()
     out = module(x, rotary(torch.arange(48, device=device)))
@@ -150,10 +151,14 @@ def attention_of_gpt(device: torch.device, dtype: torch.dtype, qk_norm: bool) ->
     return [out.detach(), x.grad, *(parameter.grad for parameter in module.parameters())]  # type: ignore[list-item]
 
 
-def check_attention_of_gpt(device: torch.device, dtype: torch.dtype) -> None:
+def check_attention_of_gpt(
+    device: torch.device, dtype: torch.dtype, groups: int = 2, kernel: SDPBackend | None = None
+) -> None:
     for qk_norm in (False, True):
-        wanted = attention_of_gpt(CPU, torch.float64, qk_norm)
-        for got, exactly in zip(attention_of_gpt(device, dtype, qk_norm), wanted, strict=True):
+        wanted = attention_of_gpt(CPU, torch.float64, qk_norm, groups)
+        with nullcontext() if kernel is None else sdpa_kernel(kernel):
+            found = attention_of_gpt(device, dtype, qk_norm, groups)
+        for got, exactly in zip(found, wanted, strict=True):
             scale = exactly.abs().max().item()
             assert (got.cpu().double() - exactly).abs().max().item() < 2 * TOLERANCE[dtype] * scale
 
@@ -166,5 +171,5 @@ def test_attention_of_our_gpt_on_the_host() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_attention_of_our_gpt(name: str, dtype: torch.dtype) -> None:
-    with sdpa_kernel(BACKENDS[name][0]):
-        check_attention_of_gpt(GPU, dtype)
+    backend, _, groups = BACKENDS[name]
+    check_attention_of_gpt(GPU, dtype, groups, backend)

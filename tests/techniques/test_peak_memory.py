@@ -8,6 +8,7 @@ activations. A pipeline, whose step has both, lets go of them before the first n
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from lightning_parallel.techniques.technique import Technique
 from lightning_parallel.techniques.zero import rows, states
 from lightning_parallel.techniques.zero.sharded import parameters
 from tests.benchmarks.interleaved import Repeated
+from tests.gpu import on_gpu
 from tests.live import LiveBytes, reachable
 from tests.ranks import POOL, run_on_ranks
 from tests.tiers import sampled
@@ -87,6 +89,8 @@ class Towering(LightningModule):
 
 
 class Peak(Callback):
+    """Of all storages that live on this rank, whose device is the host."""
+
     def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx == STEP:
             self.live = LiveBytes(reachable())
@@ -98,17 +102,37 @@ class Peak(Callback):
             self.bytes = self.live.peak
 
 
-def peak(tower: Tower, technique: Technique | None, readers: int) -> int:
-    peak, small = Peak(), {"BUCKET_BYTES": BUCKET * tower.layer}
+class PeakOfGpu(Callback):
+    """What torch had given out at once of the GPU's memory, less what products work in."""
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if batch_idx == STEP:
+            gc.collect()  # what earlier fits of this process left in cycles
+            with_them = torch.cuda.memory_allocated()
+            torch._C._cuda_clearCublasWorkspaces()
+            self.workspaces = with_them - torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+
+    def on_train_batch_end(self, trainer: Trainer, module: LightningModule, *rest: Any) -> None:
+        if rest[-1] == STEP:
+            self.bytes = torch.cuda.max_memory_allocated() - self.workspaces
+
+
+def peak(tower: Tower, technique: Technique | None, readers: int, gpu: bool = False) -> int:
+    peak, small = PeakOfGpu() if gpu else Peak(), {"BUCKET_BYTES": BUCKET * tower.layer}
+    shared = {"parallel_devices": [torch.device("cuda", 0)] * readers} if gpu else {}
     run = {"barebones": True, "log_every_n_steps": None, "max_steps": STEP + 2, "callbacks": [peak]}
     with (
         mock.patch.multiple(states, **small),
         mock.patch.object(parameters, "UNIT_BYTES", UNIT * tower.layer),
         mock.patch.object(rows, "IN_PLACE_BYTES", tower.layer),
     ):
-        strategy, devices = ("auto", 1) if technique is None else (HybridStrategy(technique), None)
+        strategy = "auto" if technique is None else HybridStrategy(technique, **shared)
+        run |= {"accelerator": "cuda"} if gpu else {}
         data = Repeated((tower.width,), tower.samples * readers * (STEP + 2))
-        trainer(strategy, devices, **run).fit(tower.module(), DataLoader(data, tower.samples))
+        trainer(strategy, 1 if gpu or technique is None else None, **run).fit(
+            tower.module(), DataLoader(data, tower.samples)
+        )
     return peak.bytes
 
 
@@ -181,6 +205,20 @@ def test_a_step_holds_what_the_closed_form_says(name: str, d: int, tower: Tower)
     technique, form = FORMS[name]
     for found in run_on_ranks(d, peak, tower, technique(d), d):
         assert found == pytest.approx(form(Bytes.of(tower), d), rel=0.05)
+
+
+BIG = {"wide": Tower(16, 2048, 16), "long": Tower(16, 2048, 16384)}
+"""The same two, so large that what a device gives out in blocks, and works in, does not count."""
+
+
+@on_gpu
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("tower", BIG)
+def test_so_does_one_on_a_gpu(name: str, tower: str) -> None:
+    technique, form = FORMS[name]
+    d = 1 if name == "one device" else 2
+    for found in run_on_ranks(d, peak, BIG[tower], technique(d), d, gpu=True):
+        assert found == pytest.approx(form(Bytes.of(BIG[tower]), d), rel=0.05)
 
 
 # ---------------------------------------------------------------- pipelines
