@@ -1,6 +1,6 @@
 """A user's script that trains on GPUs and compares with one: on_gpus.py STRATEGY ACCELERATOR DEVICES FOLDER.
 
-DEVICES is a number, or "shared" for two ranks on one GPU. All draw weights with the generator of a GPU, as Lightning does.
+DEVICES is a number, or "shared" for two ranks on one GPU. All draw weights with its generator, as Lightning does.
 The module makes tensors on `self.device`, counts in metrics, and logs numbers and tensors of the host, as users do.
 """
 
