@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -43,10 +44,26 @@ def _children_by(kind: Any) -> Callable[[Any], list[Any]]:
     if issubclass(kind, Mapping):
         return lambda value: list(value.values())
     names = field_names(kind)
-    if len(names) < 2:
-        return lambda value: [getattr(value, names[0])] if names else []
+    if not names:
+        return lambda value: []
     fields = attrgetter(*names)
-    return lambda value: list(fields(value))
+
+    def children(value: Any) -> list[Any]:
+        try:
+            return list(fields(value)) if len(names) > 1 else [fields(value)]
+        except AttributeError:
+            return _set_fields(value, names)
+
+    return children
+
+
+def _set_fields(value: Any, names: Sequence[str]) -> list[Any]:
+    """The fields that are set: a copy that is being made has its tensors copied before all of them are."""
+    found = []
+    for name in names:
+        with contextlib.suppress(AttributeError):
+            found.append(getattr(value, name))
+    return found
 
 
 @functools.cache

@@ -141,9 +141,11 @@ class _Runs:
 
 def _with_given(tables: list[dict[str, Any]], forward: Forward) -> Forward:
     """The forward with the tensors that are now in place of parameters, as `functional_call` puts them there."""
+    if torch.compiler.is_dynamo_compiling():  # which computes with what is there, and would ask for it at every call
+        return forward
     given = [(table, name, each) for table in tables for name, each in table.items()
              if each is not None and not isinstance(each, nn.Parameter)]  # fmt: skip
-    if not given or torch.compiler.is_dynamo_compiling():
+    if not given:
         return forward
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -18,7 +18,7 @@ from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.techniques.divided.boundary import CompiledForward, Graphs
 from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
-from lightning_parallel.techniques.tools.redirect import Forward, redirect_forward
+from lightning_parallel.techniques.tools.redirect import Forward, Redirected, redirect_forward
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,8 @@ class Compile(Technique):
         return torch.compile(forward, **{**arguments, **further})
 
 
+OF_ITSELF = ("CLOSURE_MATCH", "FUNCTION_MATCH", "ID_MATCH")
+"""Conditions that a thing is the very same; what is inside a redirected forward has its own."""
 Conditions = Callable[[Sequence[Any]], list[bool]]
 """Which of the conditions that a compiler found a graph keeps."""
 
@@ -89,4 +91,8 @@ def _may_change(guards: Sequence[Any]) -> list[bool]:
 
     They are hundreds, on tables of rules, and would be asked at every call of every block.
     """
-    return ["G['__import_lightning_parallel_" not in guard.name for guard in guards]
+    return [
+        "G['__import_lightning_parallel_" not in guard.name
+        and not (guard.guard_type in OF_ITSELF and isinstance(guard.value, Redirected))
+        for guard in guards
+    ]

@@ -216,3 +216,22 @@ def test_a_list_of_one_sample_may_be_one_of_all() -> None:
         watch.samples = 1
         value = of_each(z)
     assert watch.kind_of(value) is Kind.OTHER
+
+
+@dataclass
+class Pair:
+    one: Tensor
+    other: Tensor
+
+
+@dataclass
+class Single:
+    only: Tensor
+
+
+@pytest.mark.parametrize("value", [Pair(X.clone(), X.clone()), Single(X.clone())])
+def test_what_has_tensors_is_copied_while_a_step_is_watched(value: Any) -> None:
+    """Torch tells the watch of a copy that is half made."""
+    with KindWatch():
+        copied = copy.deepcopy(value)
+    assert all(map(torch.equal, vars(copied).values(), vars(value).values()))

@@ -17,6 +17,7 @@ from lightning_parallel.techniques.activation_checkpoint import ActivationCheckp
 from lightning_parallel.techniques.compile import Compile
 from lightning_parallel.techniques.data_parallel import DataParallel
 from lightning_parallel.techniques.divided.boundary import CompiledForward
+from lightning_parallel.techniques.expert_parallel import ExpertParallel
 from lightning_parallel.techniques.pipeline_parallel.technique import PipelineParallel
 from lightning_parallel.techniques.tensor_parallel import TensorParallel
 from lightning_parallel.techniques.tools.redirect import restore_forward
@@ -244,6 +245,31 @@ def test_blocks_share_one_graph(column: str, loss: str, mode: Any) -> None:
     assert not torch._dynamo.utils.counters["graph_break"]
     for module in model.modules():
         restore_forward(module)
+
+
+def graphs_of_a_fit(column: str, techniques: list[Any], **model: Any) -> tuple[int, int, int]:
+    """How many graphs a fit without a validation made, of how many operations, and how often one was given up."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    going_on = trainer(HybridStrategy(*techniques), max_epochs=1, limit_train_batches=3, limit_val_batches=0)
+    going_on.fit(build(column, **model), *loaders(column, 4))
+    counters = torch._dynamo.utils.counters
+    return counters["stats"]["unique_graphs"], counters["stats"]["calls_captured"], counters["unimplemented"].total()
+
+
+@pytest.mark.parametrize("column", ["llama", "gpt"])
+@pytest.mark.parametrize("technique", [DataParallel(2), TensorParallel(2)])
+def test_a_run_makes_each_graph_once(column: str, technique: Any) -> None:
+    """Though its first steps are watched for what they log."""
+    for graphs, _, given_up in run_on_ranks(2, graphs_of_a_fit, column, [technique, COMPILED]):
+        assert (graphs <= 2, given_up) == (True, 0)  # the first block's input may be of another kind
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_blocks_with_experts_share_graphs_however_many_they_are(mode: Any) -> None:
+    techniques = [DataParallel(2), ExpertParallel(2), ActivationCheckpoint(mode), COMPILED]
+    few, many = (run_on_ranks(2, graphs_of_a_fit, "moe", techniques, n_layers=n)[0] for n in (4, 7))
+    assert few[:2] == many[:2]
 
 
 @pytest.mark.parametrize("world", [(2, 0)], indirect=True)

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lightning_parallel.strategies.logged.kinds import (
     ABOUT,
@@ -43,6 +42,7 @@ from lightning_parallel.strategies.logged.kinds import (
     set_in,
     sum_of,
 )
+from lightning_parallel.techniques.tools.redirect import Listener
 from lightning_parallel.values import tensors_of
 
 MANY = -1
@@ -52,7 +52,7 @@ PATIENCE = 8
 """How many batches of a kind are watched at most."""
 
 
-class KindWatch(TorchFunctionMode):
+class KindWatch(Listener):
     """While active, sees of what kind the tensors are that are computed, and the numbers taken from them."""
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class KindWatch(TorchFunctionMode):
             self._paused = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """See `TorchFunctionMode`."""
+        """See `Listener`."""
         kwargs = kwargs or {}
         if torch.compiler.is_dynamo_compiling() or self._paused:
             return func(*args, **kwargs)

@@ -25,7 +25,7 @@ from lightning_parallel.techniques.divided.rules.parameters import alike
 from lightning_parallel.techniques.divided.table import KEPT
 from lightning_parallel.techniques.divided.tensor import Divided, Wrapper
 from lightning_parallel.techniques.divided.watched import watch
-from lightning_parallel.techniques.tools.redirect import Redirected, Surrounded, own_forward, redirect_forward
+from lightning_parallel.techniques.tools.redirect import Redirected, Surrounded, own_forward, redirect_forward, unheard
 from lightning_parallel.techniques.tools.telling import warn_of_stage
 from lightning_parallel.values import ATOMS, put_together, taken_apart
 
@@ -97,9 +97,11 @@ class Graphs:
 
     def __init__(self, compiled: Callable[..., Forward], mesh: ParallelMesh) -> None:
         self.compiled, self._mesh = compiled, mesh
+        # torch 2.11 would read into it, which fails with divided tensors
+        torch.compiler.allow_in_graph(nn.functional.rms_norm)  # type: ignore[no-untyped-call]
         self.code = _inside.__code__.replace(co_consts=(*_inside.__code__.co_consts, object()))
         """A code of its own: a compiler keeps graphs by the code that it has read."""
-        self.inside = compiled(FunctionType(self.code, globals()), fullgraph=True, asks_for=_asked_of_blocks)
+        self.inside = unheard(compiled(FunctionType(self.code, globals()), fullgraph=True, asks_for=_asked_of_blocks))
         self._calls: dict[Any, Call] = {}
         self._looks: dict[Any, Any] = {}
         self._words: dict[Any, str] = {}
@@ -155,7 +157,7 @@ class CompiledForward:
         self._attributes = list(map(vars, self._parts))
         self._led: list[Any] = []
         self._plain_forwards: list[tuple[dict[str, Any], Redirected, Forward | None]] = []
-        self._plain = graphs.compiled(forward)
+        self._plain = unheard(graphs.compiled(forward))
         self._eager = False
         self._surrounded = _with_surroundings_of(forward, self._run)
 

@@ -29,7 +29,7 @@ class LooksWhole(Tensor):
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         """The shape of the whole."""
-        return self.size() if torch._C._is_torch_function_mode_enabled() else self._shape
+        return self.size() if _is_listened_to() else self._shape
 
     @property
     def ndim(self) -> int:  # type: ignore[override]
@@ -73,13 +73,13 @@ class LooksWhole(Tensor):
 
     def size(self, dim: int | None = None) -> Any:
         """The size of the whole, or of one dimension of it."""
-        if torch._C._is_torch_function_mode_enabled():
+        if _is_listened_to():
             return _told(LooksWhole.size, self, *(() if dim is None else (dim,)))
         return self._shape if dim is None else self._shape[dim]
 
     def numel(self) -> int:
         """How many elements the whole has."""
-        if torch._C._is_torch_function_mode_enabled():
+        if _is_listened_to():
             return int(_told(LooksWhole.numel, self))
         return self._shape.numel()
 
@@ -119,6 +119,11 @@ class LooksWhole(Tensor):
             return repr(self.own)
         here = ", ".join(f"dim {dim}: {elements!r}" for dim, elements in self.cuts.items())
         return f"Divided(shape={tuple(self._shape)}, dtype={self.dtype}, this rank has {here})"
+
+
+def _is_listened_to() -> bool:
+    """Whether modes hear what is asked; in a graph these are numbers."""
+    return torch._C._is_torch_function_mode_enabled() and not torch.compiler.is_dynamo_compiling()
 
 
 def _told(question: Callable[..., Any], tensor: Tensor, *args: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 Forward = Callable[..., Any]
 
@@ -94,6 +95,42 @@ def plain_forwards(module: nn.Module) -> Iterator[None]:
     finally:
         for part, forward in redirected.items():
             vars(part)["forward"] = forward
+
+
+class Listener(TorchFunctionMode):
+    """A mode that hears what a step computes, but not what is in graphs: these are read, and run, without it."""
+
+
+def unheard(forward: Forward) -> Forward:
+    """The forward, as it runs where no listener is: a compiler would read it once more, for each of them."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch._C._is_torch_function_mode_enabled():
+            return forward(*args, **kwargs)
+        with without_listeners():
+            return forward(*args, **kwargs)
+
+    return run
+
+
+@contextmanager
+def without_listeners() -> Iterator[None]:
+    """Inside, no listener is active; modes of others are."""
+    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    left = [mode for mode in modes if not isinstance(mode, Listener)]
+    _replace_modes(modes, left)
+    try:
+        yield
+    finally:
+        _replace_modes(left, modes)
+
+
+def _replace_modes(before: list[Any], now: list[Any]) -> None:
+    if len(before) != len(now):
+        for _ in before:
+            _pop_mode()  # type: ignore[no-untyped-call]
+        for mode in now:
+            _push_mode(mode)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
