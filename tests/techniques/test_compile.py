@@ -354,3 +354,21 @@ def test_values_of_other_containers_are_those_of_pytree() -> None:
     leaves, form = taken_apart(value)
     assert len(leaves) == 4
     assert repr(put_together(leaves, form)) == repr(value)
+
+
+@pytest.mark.parametrize("world", [(2, 0)], indirect=True)
+def test_graphs_of_divided_tensors_that_would_be_wrong_are_not_made(
+    world: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch._dynamo.reset()
+    monkeypatch.setattr("lightning_parallel.techniques.compile.IS_RIGHT", False)
+    model = divided(mesh_of_ranks(), [Block(), Block()], COMPILED, sequence_parallel=False)
+    with heard() as lines:
+        model(torch.randn(1, 8, WIDTH)).sum().backward()
+    assert ["compiles wrong gradients" in line for line in lines] == [True]
+    assert not torch._dynamo.eval_frame._debug_get_cache_entry_list(forwards(model)[0]._graphs.code)
+    strict = divided(mesh_of_ranks(), [Block()], Compile("aot_eager", fullgraph=True), sequence_parallel=False)
+    with pytest.raises(ValueError, match="compiles wrong gradients"):
+        strict(torch.randn(1, 8, WIDTH))
+    for module in (*model.modules(), *strict.modules()):
+        restore_forward(module)

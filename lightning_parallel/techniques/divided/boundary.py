@@ -25,7 +25,14 @@ from lightning_parallel.techniques.divided.rules.parameters import alike
 from lightning_parallel.techniques.divided.table import KEPT
 from lightning_parallel.techniques.divided.tensor import Divided, Wrapper
 from lightning_parallel.techniques.divided.watched import watch
-from lightning_parallel.techniques.tools.redirect import Redirected, Surrounded, own_forward, redirect_forward, unheard
+from lightning_parallel.techniques.tools.redirect import (
+    Redirected,
+    Surrounded,
+    own_forward,
+    redirect_forward,
+    unheard,
+    with_surroundings_of,
+)
 from lightning_parallel.techniques.tools.telling import warn_of_stage
 from lightning_parallel.values import ATOMS, put_together, taken_apart
 
@@ -93,17 +100,15 @@ class Graphs:
     Args:
         compiled: what makes a compiled function of one that takes and returns plain tensors: `torch.compile`.
         mesh: all ranks.
+        wrong: what is, with graphs of divided tensors in this version of torch: none are made then.
     """
 
-    def __init__(self, compiled: Callable[..., Forward], mesh: ParallelMesh) -> None:
-        self.compiled, self._mesh = compiled, mesh
-        # torch 2.11 would read into it, which fails with divided tensors
-        torch.compiler.allow_in_graph(nn.functional.rms_norm)  # type: ignore[no-untyped-call]
+    def __init__(self, compiled: Callable[..., Forward], mesh: ParallelMesh, wrong: str | None) -> None:
+        self.compiled, self._mesh, self.wrong = compiled, mesh, wrong
         self.code = _inside.__code__.replace(co_consts=(*_inside.__code__.co_consts, object()))
         """A code of its own: a compiler keeps graphs by the code that it has read."""
         self.inside = unheard(compiled(FunctionType(self.code, globals()), fullgraph=True, asks_for=_asked_of_blocks))
         self._calls: dict[Any, Call] = {}
-        self._looks: dict[Any, Any] = {}
         self._words: dict[Any, str] = {}
         self._warned: set[str] = set()
 
@@ -159,7 +164,7 @@ class CompiledForward:
         self._plain_forwards: list[tuple[dict[str, Any], Redirected, Forward | None]] = []
         self._plain = unheard(graphs.compiled(forward))
         self._eager = False
-        self._surrounded = _with_surroundings_of(forward, self._run)
+        self._surrounded = with_surroundings_of(forward, self._run)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the graph on a rank's own elements."""
@@ -183,7 +188,7 @@ class CompiledForward:
         leaves, form = taken_apart((args, kwargs))
         if not parameters.divided and not any(isinstance(leaf, Divided) for leaf in leaves):
             return self._plain(*args, **kwargs)
-        if self._eager:
+        if self._eager or self._is_distrusted():
             return self.forward(*args, **kwargs)
         call = self._graphs.call(leaves, form, parameters)
         try:
@@ -246,6 +251,14 @@ class CompiledForward:
             "other lengths: pad batches to a few lengths, or raise the limit"
         )
 
+    def _is_distrusted(self) -> bool:
+        wrong = self._graphs.wrong
+        if wrong and self._must_compile:
+            raise ValueError(f"Compile(fullgraph=True): {wrong}")
+        if wrong:
+            self._graphs.warn_once(wrong)
+        return wrong is not None
+
     def _give_up(self, error: TorchDynamoException) -> None:
         if self._must_compile:
             raise error
@@ -256,17 +269,6 @@ class CompiledForward:
         )
         for part in _parts(self._module):
             redirect_forward(part, lambda forward, part=part: CompiledForward(part, forward, self._graphs, False))  # type: ignore[misc]
-
-
-def _with_surroundings_of(forward: Forward, run: Forward) -> Forward:
-    """What runs, with that around it which was put around a forward, and which its graphs leave out."""
-    wraps = []
-    while isinstance(forward, Redirected):
-        wraps += [forward.wrap] if isinstance(forward, Surrounded) else []
-        forward = forward.original
-    for wrap in reversed(wraps):
-        run = wrap(run)
-    return run
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:
@@ -341,13 +343,12 @@ def _asked_of_blocks(guards: Sequence[Any]) -> list[bool]:
     They are two of three, some five hundred for a block. What elements have become in other shapes is remembered with
     them: a graph that found it missing makes it at each call, so it is asked for, and another graph takes its place.
     """
-    return [_is_kept(guard) for guard in guards]
-
-
-def _is_kept(guard: Any) -> bool:
-    if OF_THE_WORD.match(guard.name):
-        return guard.guard_type in ("DICT_CONTAINS", "DICT_NOT_CONTAINS")
-    return OF_PROGRAMS.search(guard.name) is None
+    return [
+        guard.guard_type in ("DICT_CONTAINS", "DICT_NOT_CONTAINS")
+        if OF_THE_WORD.match(guard.name)
+        else OF_PROGRAMS.search(guard.name) is None
+        for guard in guards
+    ]
 
 
 class InGraph(TorchFunctionMode):

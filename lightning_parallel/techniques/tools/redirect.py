@@ -63,6 +63,17 @@ def surround_forward(module: nn.Module, wrap: Callable[[Forward], Forward]) -> N
     module.__dict__["forward"] = Surrounded(wrap, module.forward)
 
 
+def with_surroundings_of(forward: Forward, run: Forward) -> Forward:
+    """What runs, with that around it which was put around a forward, and which its graphs leave out."""
+    wraps = []
+    while isinstance(forward, Redirected):
+        wraps += [forward.wrap] if isinstance(forward, Surrounded) else []
+        forward = forward.original
+    for wrap in reversed(wraps):
+        run = wrap(run)
+    return run
+
+
 def restore_forward(module: nn.Module) -> None:
     """Takes all redirections of the module back."""
     while isinstance(redirected := module.__dict__.get("forward"), Redirected):
