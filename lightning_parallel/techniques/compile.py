@@ -21,8 +21,8 @@ from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools.redirect import Forward, Redirected, redirect_forward
 
-IS_RIGHT = TorchVersion(torch.__version__) >= "2.13"  # 2.12 has not been tried
-WRONG = (
+COMPILES_DIVIDED = TorchVersion(torch.__version__) >= "2.13"  # 2.12 has not been tried
+NOT_COMPILED = (
     f"blocks of tensors that ranks divide run as they are: torch {torch.__version__} compiles wrong gradients of them; "
     "take torch 2.13 to have them compiled"
 )
@@ -72,7 +72,7 @@ class Compile(Technique):
 
     def divide(self, model: nn.Module, ground: Ground, seen: None) -> Division:
         """Leads the forward of every block through its compiled form."""
-        graphs = Graphs(self._compile, ground.mesh, None if IS_RIGHT else WRONG)
+        graphs = Graphs(self._compile, ground.mesh, None if COMPILES_DIVIDED else NOT_COMPILED)
         for block in ground.plan.require_blocks(model, repr(self)).values():
             redirect_forward(block, partial(self._compiled, block, graphs))
         return Division(model)
@@ -88,7 +88,7 @@ class Compile(Technique):
 
 
 OF_ITSELF = ("CLOSURE_MATCH", "FUNCTION_MATCH", "ID_MATCH")
-"""Conditions that a thing is the very same; what is inside a redirected forward has its own."""
+"""Conditions that a thing is the very same."""
 Conditions = Callable[[Sequence[Any]], list[bool]]
 """Which of the conditions that a compiler found a graph keeps."""
 
@@ -96,7 +96,8 @@ Conditions = Callable[[Sequence[Any]], list[bool]]
 def _may_change(guards: Sequence[Any]) -> list[bool]:
     """Which conditions a graph keeps: what modules of this project hold stays the same while a program runs.
 
-    They are hundreds, on tables of rules, and would be asked at every call of every block.
+    They are hundreds, on tables of rules, and would be asked at every call of every block. Nor need a redirected forward
+    be the very same, which would make a graph one block's alone: what it leads to is asked for by conditions of its own.
     """
     return [
         "G['__import_lightning_parallel_" not in guard.name

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.strategies.hybrid import HybridStrategy
 from lightning_parallel.techniques.activation_checkpoint import ActivationCheckpoint
-from lightning_parallel.techniques.compile import IS_RIGHT, Compile
+from lightning_parallel.techniques.compile import COMPILES_DIVIDED, Compile
 from lightning_parallel.techniques.data_parallel import DataParallel
 from lightning_parallel.techniques.divided.boundary import CompiledForward
 from lightning_parallel.techniques.expert_parallel import ExpertParallel
@@ -37,7 +37,7 @@ from tests.trainers import trainer
 assert world  # a fixture
 
 COMPILED = Compile(backend="aot_eager")
-of_divided = pytest.mark.skipif(not IS_RIGHT, reason="before torch 2.13 no graph is made of divided tensors")
+of_divided = pytest.mark.skipif(not COMPILES_DIVIDED, reason="before torch 2.13 no graph is made of divided tensors")
 LAYOUTS: dict[str, tuple[str, Callable[[], list[Any]]]] = {
     "zero 3, recomputed": ("llama", lambda: [Zero(2, stage=3), COMPILED, ActivationCheckpoint()]),
     "data parallel": ("gpt2", lambda: [DataParallel(2), COMPILED]),
@@ -370,7 +370,7 @@ def test_graphs_of_divided_tensors_that_would_be_wrong_are_not_made(
     world: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch._dynamo.reset()
-    monkeypatch.setattr("lightning_parallel.techniques.compile.IS_RIGHT", False)
+    monkeypatch.setattr("lightning_parallel.techniques.compile.COMPILES_DIVIDED", False)
     model = divided(mesh_of_ranks(), [Block(), Block()], COMPILED, sequence_parallel=False)
     with heard() as lines:
         model(torch.randn(1, 8, WIDTH)).sum().backward()

@@ -116,7 +116,7 @@ def unheard(forward: Forward) -> Forward:
     """The forward, as it runs where no listener is: a compiler would read it once more, for each of them."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch._C._is_torch_function_mode_enabled():
+        if not torch._C._is_torch_function_mode_enabled() or torch.compiler.is_dynamo_compiling():
             return forward(*args, **kwargs)
         with without_listeners():
             return forward(*args, **kwargs)
