@@ -96,8 +96,8 @@ Conditions = Callable[[Sequence[Any]], list[bool]]
 def _may_change(guards: Sequence[Any]) -> list[bool]:
     """Which conditions a graph keeps: what modules of this project hold stays the same while a program runs.
 
-    They are hundreds, on tables of rules, and would be asked at every call of every block. Nor need a redirected forward
-    be the very same, which would make a graph one block's alone: what it leads to is asked for by conditions of its own.
+    They are hundreds, on tables of rules, and would be asked at every call of every block. Nor need a redirected
+    forward be the very same, which would make a graph one block's alone: what it leads to has conditions of its own.
     """
     return [
         "G['__import_lightning_parallel_" not in guard.name
