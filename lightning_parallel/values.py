@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_is_leaf, tree_leaves, tree_unflatten
 
 T = TypeVar("T")
 
@@ -245,3 +245,15 @@ def _value_of(form: Any, leaves: Iterator[Any]) -> Any:
         return {name: _value_of(each, leaves) for name, each in zip(form[1], form[2:], strict=True)}
     made = [_value_of(each, leaves) for each in form[1:]]
     return tuple(made) if form[0] is tuple else made
+
+
+def are_same(now: Any, before: Any) -> bool:
+    """Whether containers hold the same tensors and equal atoms in the same places."""
+    if type(now) is not type(before) or (isinstance(now, dict) and list(now) != list(before)):
+        return False
+    if isinstance(now, ATOMS):
+        return bool(now == before)
+    if isinstance(now, Tensor) or tree_is_leaf(now):
+        return now is before
+    inner, former = [list(each) if isinstance(each, (list, tuple)) else tree_leaves(each) for each in (now, before)]
+    return len(inner) == len(former) and all(map(are_same, inner, former))

@@ -22,7 +22,7 @@ from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools.caches import holds_keys, is_cache, is_filled_by_layers, layers_in
-from lightning_parallel.techniques.tools.redirect import Forward, default_dtype, redirect_forward
+from lightning_parallel.techniques.tools.redirect import Forward, Recomputed, default_dtype, redirect_forward
 
 aten = torch.ops.aten
 EXPENSIVE = frozenset(
@@ -74,11 +74,11 @@ class ActivationCheckpoint(Technique):
     def divide(self, model: nn.Module, ground: Ground, seen: None) -> Division:
         """Leads the forward of every block through a checkpoint."""
         for block in ground.plan.require_blocks(model, repr(self)).values():
-            redirect_forward(block, functools.partial(self._recomputed, block))
+            redirect_forward(block, functools.partial(self._recomputed, block), Recomputed)
         return Division(model)
 
-    def _recomputed(self, block: nn.Module, forward: Forward) -> Forward:
-        extra: dict[str, Any] = {} if self.mode == "full" else {"context_fn": _keep_expensive}
+    def _recomputed(self, block: nn.Module, forward: Forward, *, as_a_whole: bool = False) -> Forward:
+        extra: dict[str, Any] = {} if as_a_whole or self.mode == "full" else {"context_fn": _keep_expensive}
         tables = [part._parameters for part in block.modules() if part._parameters]
         layers = layers_in(block)
 

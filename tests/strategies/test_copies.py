@@ -22,7 +22,7 @@ from lightning_parallel import (
     TensorParallelStrategy,
     ZeroStrategy,
 )
-from lightning_parallel.techniques.tools.redirect import redirect_forward, surround_forward
+from lightning_parallel.techniques.tools.redirect import Surrounded, redirect_forward
 from tests.ranks import RanksFailed, begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import made, require_like
 from tests.strategies.test_unusual_models import WIDTH, Layer
@@ -89,7 +89,7 @@ class Student(LightningModule):
 def test_a_redirected_module_is_copied_and_kept_without_what_leads_it() -> None:
     module = nn.Linear(2, 2)
     redirect_forward(module, lambda forward: lambda x: -forward(x))
-    surround_forward(module, lambda forward: lambda x: 2 * forward(x))
+    redirect_forward(module, lambda forward: lambda x: 2 * forward(x), Surrounded)
     kept, x = io.BytesIO(), torch.ones(1, 2)
     torch.save(module, kept)
     kept.seek(0)

@@ -4,11 +4,13 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.data import DataLoader
 
 from lightning_parallel.plan import ParallelPlan
@@ -264,10 +266,12 @@ def graphs_of_a_fit(column: str, techniques: list[Any], **model: Any) -> tuple[i
 
 
 @pytest.mark.parametrize("column", ["llama", "gpt"])
-@pytest.mark.parametrize("technique", [DataParallel(2), TensorParallel(2)])
-def test_a_run_makes_each_graph_once(column: str, technique: Any) -> None:
+@pytest.mark.parametrize(
+    "techniques", [[DataParallel(2)], [TensorParallel(2)], [TensorParallel(2), ActivationCheckpoint("selective")]]
+)
+def test_a_run_makes_each_graph_once(column: str, techniques: list[Any]) -> None:
     """Though its first steps are watched for what they log."""
-    for graphs, _, given_up in run_on_ranks(2, graphs_of_a_fit, column, [technique, COMPILED]):
+    for graphs, _, given_up in run_on_ranks(2, graphs_of_a_fit, column, [*techniques, COMPILED]):
         assert (graphs <= 2, given_up) == (True, 0)  # the first block's input may be of another kind
 
 
@@ -363,6 +367,29 @@ def test_values_of_other_containers_are_those_of_pytree() -> None:
     leaves, form = taken_apart(value)
     assert len(leaves) == 4
     assert repr(put_together(leaves, form)) == repr(value)
+
+
+@of_divided
+@pytest.mark.parametrize("world", [(2, 0)], indirect=True)
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_a_graph_of_divided_tensors_runs_again_in_backward(world: None, mode: Any) -> None:
+    """And of what it made nothing is kept but what the next block gets."""
+    torch._dynamo.reset()
+    runs, kept = [], []
+    for recomputed in ([], [ActivationCheckpoint(mode)]):
+        model = divided(mesh_of_ranks(), [Block() for _ in range(3)], *recomputed, COMPILED, sequence_parallel=False)
+        graphs = compiled_forward(model.model.blocks[0])._graphs
+        graphs.inside = counted = Mock(wraps=graphs.inside)
+        with saved_tensors_hooks(lambda tensor: kept.append(tensor.numel()) or tensor, lambda tensor: tensor):
+            output = model(torch.randn(1, 8, WIDTH)).sum()
+        runs += [counted.call_count, sum(kept)]
+        kept.clear()
+        output.backward()
+        runs.append(counted.call_count)
+        for module in model.modules():
+            restore_forward(module)
+    assert [runs[0], runs[2], runs[3], runs[5]] == [3, 3, 3, 6]
+    assert runs[4] < runs[1] / 4
 
 
 @pytest.mark.parametrize("world", [(2, 0)], indirect=True)

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from lightning_parallel.collectives.by_elements import complete
 from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.techniques.divided import rules  # noqa: F401
-from lightning_parallel.techniques.divided.boundary import InGraph
 from lightning_parallel.techniques.divided.functions import FunctionsGetWholes
+from lightning_parallel.techniques.divided.in_graph import InGraph
 from lightning_parallel.techniques.divided.rules.parameters import alike
 from lightning_parallel.techniques.divided.tensor import Divided
 from tests.ranks import ranks

@@ -1,13 +1,8 @@
-"""Divided tensors on their way into and out of what a compiler reads.
-
-A graph gets and returns plain tensors: a rank's own elements. Which elements they are is told beside them, by a mark,
-and is a constant of the graph. A mark is the cuts of a divided tensor, the ranks of an alike parameter, or None.
-"""
+"""Divided tensors on their way into and out of what a compiler reads, see `in_graph`."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import chain
 from operator import is_
 from types import FunctionType
@@ -16,16 +11,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec, tree_is_leaf, tree_leaves, tree_map
+from torch.utils._pytree import TreeSpec
 
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.mesh import ParallelMesh
-from lightning_parallel.techniques.divided.rules.parameters import alike
+from lightning_parallel.techniques.divided.in_graph import (
+    Place,
+    asked_of_blocks,
+    hashable,
+    inside,
+    made,
+    mark_of,
+    ranks_of,
+    watch,
+)
 from lightning_parallel.techniques.divided.table import KEPT
 from lightning_parallel.techniques.divided.tensor import Divided, Wrapper
-from lightning_parallel.techniques.divided.watched import watch
 from lightning_parallel.techniques.tools.redirect import (
+    Recomputed,
     Redirected,
     Surrounded,
     own_forward,
@@ -34,15 +37,12 @@ from lightning_parallel.techniques.tools.redirect import (
     with_surroundings_of,
 )
 from lightning_parallel.techniques.tools.telling import warn_of_stage
-from lightning_parallel.values import ATOMS, put_together, taken_apart
+from lightning_parallel.values import put_together, taken_apart
 
 Forward = Callable[..., Any]
 
 Slot = tuple[int, str, Wrapper]
 """Where a divided parameter is: the number of a table of parameters, and its name there."""
-
-Place = tuple[int, str, Any]
-"""The same with its mark."""
 
 
 class Parameters(NamedTuple):
@@ -105,9 +105,11 @@ class Graphs:
 
     def __init__(self, compiled: Callable[..., Forward], mesh: ParallelMesh, wrong: str | None) -> None:
         self.compiled, self._mesh, self.wrong = compiled, mesh, wrong
-        self.code = _inside.__code__.replace(co_consts=(*_inside.__code__.co_consts, object()))
+        self.code = inside.__code__.replace(co_consts=(*inside.__code__.co_consts, object()))
         """A code of its own: a compiler keeps graphs by the code that it has read."""
-        self.inside = unheard(compiled(FunctionType(self.code, globals()), fullgraph=True, asks_for=_asked_of_blocks))
+        self.inside = unheard(
+            compiled(FunctionType(self.code, inside.__globals__), fullgraph=True, asks_for=asked_of_blocks)
+        )
         self._calls: dict[Any, Call] = {}
         self._words: dict[Any, str] = {}
         self._warned: set[str] = set()
@@ -131,11 +133,11 @@ class Graphs:
         return known
 
     def _new(self, spelled: Any, form: Any, leaves: list[Any], divided: list[Slot]) -> Call:
-        marks = list(map(_mark, leaves))
-        places = [(number, name, _mark(each)) for number, name, each in divided]
-        key = spelled, *map(_hashable, marks), *[(number, name, _hashable(mark)) for number, name, mark in places]
+        marks = list(map(mark_of, leaves))
+        places = [(number, name, mark_of(each)) for number, name, each in divided]
+        key = spelled, *map(hashable, marks), *[(number, name, hashable(mark)) for number, name, mark in places]
         word = self._words.setdefault(key, str(len(self._words)))  # lengths of sequences are none of it
-        return Call(word, marks, form, places, list(dict.fromkeys(_ranks(marks, places))))
+        return Call(word, marks, form, places, list(dict.fromkeys(ranks_of(marks, places))))
 
 
 class CompiledForward:
@@ -165,16 +167,30 @@ class CompiledForward:
         self._plain = unheard(graphs.compiled(forward))
         self._eager = False
         self._surrounded = with_surroundings_of(forward, self._run)
+        self.inner, self._recomputed = forward, self._once
+        if isinstance(
+            forward, Recomputed
+        ):  # which compilers cannot read where tensors are divided: it is around graphs
+            self.inner = forward.original
+            self._recomputed = forward.around(with_surroundings_of(self.inner, self._once))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the graph on a rank's own elements."""
         return self._surrounded(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if self.inner is self.forward or not _are_divided(self._parameters(), taken_apart((args, kwargs))[0]):
+            return self._once(*args, **kwargs)
+        return self._recomputed(*args, **kwargs)
+
+    def _parameters(self) -> Parameters:
         now = list(chain.from_iterable(map(dict.values, self.tables)))
         if not self._found.are(now):
             self._found = _parameters(self.tables, now)
-        found = self._found
+        return self._found
+
+    def _once(self, *args: Any, **kwargs: Any) -> Any:
+        found = self._parameters()
         if not found.looked_at:
             return self._called(found, args, kwargs)
         for number, name, each in found.looked_at:  # no module computes with these
@@ -186,22 +202,22 @@ class CompiledForward:
 
     def _called(self, parameters: Parameters, args: Any, kwargs: Any) -> Any:
         leaves, form = taken_apart((args, kwargs))
-        if not parameters.divided and not any(isinstance(leaf, Divided) for leaf in leaves):
+        if not _are_divided(parameters, leaves):
             return self._plain(*args, **kwargs)
         if self._eager or self._is_distrusted():
-            return self.forward(*args, **kwargs)
+            return self.inner(*args, **kwargs)
         call = self._graphs.call(leaves, form, parameters)
         try:
             output = self._in_graph(call, leaves, parameters.divided)
         except TorchDynamoException as error:  # nothing of the forward has run yet
             self._give_up(error)
-            return self.forward(*args, **kwargs)
+            return self.inner(*args, **kwargs)
         except FailOnRecompileLimitHit:
             self._go_without()
-            return self.forward(*args, **kwargs)
+            return self.inner(*args, **kwargs)
         leaves, form = taken_apart(output)
         watch(leaves, call.ranks, parameters.all)
-        return put_together(list(map(_made, leaves, self.told)), form)
+        return put_together(list(map(made, leaves, self.told)), form)
 
     def _in_graph(self, call: Call, leaves: list[Any], divided: list[Slot]) -> Any:
         """Runs the graph; meanwhile divided parameters are own elements, and forwards of parts plain functions.
@@ -271,6 +287,10 @@ class CompiledForward:
             redirect_forward(part, lambda forward, part=part: CompiledForward(part, forward, self._graphs, False))  # type: ignore[misc]
 
 
+def _are_divided(parameters: Parameters, leaves: list[Any]) -> bool:
+    return bool(parameters.divided) or any(isinstance(leaf, Divided) for leaf in leaves)
+
+
 def _parts(module: nn.Module) -> Iterator[nn.Module]:
     """The modules within that have parts of their own: a graph of a single map is worth nothing."""
     for child in module.children():
@@ -284,115 +304,3 @@ def _said(error: TorchDynamoException) -> str:
     """The message of a break on purpose, else the first line."""
     lines = str(error).strip().splitlines()
     return next((line.partition("Message: ")[2] for line in lines if "Message: " in line), lines[0])
-
-
-# ---------------------------------------------------------------- in the graph
-
-
-def _inside(block: CompiledForward, word: str, own: list[Any], marks: list[Any], form: Any, places: list[Place]) -> Any:
-    """What the compiler reads: plain tensors come in and go out."""
-    assert word  # the graph asks for it
-    tables, told = block.tables, block.told
-    with InGraph():
-        leaves = [_made(*each) for each in zip(own, marks, strict=True)]
-        args, kwargs = put_together(leaves, form)
-        plain = [tables[number][name] for number, name, _ in places]
-        for parameter, (number, name, mark) in zip(plain, places, strict=True):
-            tables[number][name] = _made(parameter, mark)
-        output = block.forward(*args, **kwargs)
-        _refuse_writes((args, kwargs), leaves, form)
-        for parameter, (number, name, _) in zip(plain, places, strict=True):
-            tables[number][name] = parameter
-        for ranks in _ranks(marks, places):
-            ranks.last_in_graph = None
-        told.clear()
-        return tree_map(lambda leaf: _told(leaf, told), output)
-
-
-def _refuse_writes(arguments: Any, leaves: list[Any], form: Any) -> None:
-    """Gives up a graph that changed a list or a dict of its arguments: these were put together for it."""
-    if not _are_same(arguments, put_together(leaves, form)):
-        torch._dynamo.graph_break(msg="it changes a list or a dict that it is given, of which graphs get copies")
-
-
-def _are_same(now: Any, before: Any) -> bool:
-    """Whether containers have what they had; asked while a graph is read, and never when it runs."""
-    if type(now) is not type(before) or (isinstance(now, dict) and list(now) != list(before)):
-        return False
-    if isinstance(now, ATOMS):
-        return bool(now == before)
-    if isinstance(now, Tensor) or tree_is_leaf(now):
-        return now is before
-    inner, former = [list(each) if isinstance(each, (list, tuple)) else tree_leaves(each) for each in (now, before)]
-    return len(inner) == len(former) and all(map(_are_same, inner, former))
-
-
-OF_THE_WORD = re.compile(r"(L\[')?(marks|form|places)\b|(L\[')?block('\])?\.told\b")
-"""What graphs read of arguments that have one word alike."""
-
-OF_PROGRAMS = re.compile(
-    r"G\['(?!__|___unnamed_scope)|G\['__(builtins_dict|subclass__Traced|import_lightning_parallel_|"
-    r"import_torch_dot_(utils_dot__pytree|distributed_dot_|_dynamo_dot_))|__import__\('torch'\)\.utils\._pytree\."
-)
-"""What graphs read of this file, of this project, and of how torch itself reads programs and sends messages."""
-
-
-def _asked_of_blocks(guards: Sequence[Any]) -> list[bool]:
-    """Which conditions a graph keeps: what cannot change as long as the word is the same it need not ask at every call.
-
-    They are two of three, some five hundred for a block. What elements have become in other shapes is remembered with
-    them: a graph that found it missing makes it at each call, so it is asked for, and another graph takes its place.
-    """
-    return [
-        guard.guard_type in ("DICT_CONTAINS", "DICT_NOT_CONTAINS")
-        if OF_THE_WORD.match(guard.name)
-        else OF_PROGRAMS.search(guard.name) is None
-        for guard in guards
-    ]
-
-
-class InGraph(TorchFunctionMode):
-    """Asks for rules in place of compilers, which do not look for divided tensors in tuples: `torch.cat((a, b))`."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(isinstance(leaf, Divided) for leaf in tree_leaves((args, kwargs))):
-            return Divided.__torch_function__(func, types, args, kwargs)
-        return func(*args, **(kwargs or {}))
-
-
-def _mark(leaf: Any) -> Any:
-    if not isinstance(leaf, Divided):
-        return None
-    return leaf.cuts or leaf.ranks
-
-
-def _hashable(mark: Any) -> Any:
-    """A mark by its value: graphs make elements anew."""
-    if not isinstance(mark, dict):
-        return mark
-    return tuple([(dim, elements.ranks, elements.size, elements.runs) for dim, elements in mark.items()])
-
-
-def _ranks(marks: list[Any], places: list[Any]) -> list[Ranks]:
-    """The groups that divide what comes in."""
-    found = []
-    for mark in [*marks, *[mark for _, _, mark in places]]:
-        if isinstance(mark, Ranks):
-            found.append(mark)
-        elif mark is not None:
-            found += [elements.ranks for elements in mark.values()]
-    return found
-
-
-def _made(own: Any, mark: Any) -> Any:
-    """The divided tensor of these own elements and this mark."""
-    if mark is None:
-        return own
-    return Divided(own, mark) if isinstance(mark, dict) else alike(own, mark)
-
-
-def _told(leaf: Any, told: list[Any]) -> Any:
-    """A leaf's own elements, the only thing that a graph can return; its cuts are added to `told`."""
-    divided = isinstance(leaf, Divided)
-    told.append(leaf.cuts if divided else None)
-    return leaf.own if divided else leaf

@@ -23,7 +23,7 @@ from lightning_parallel.techniques.divided.table import Cuts
 from lightning_parallel.techniques.divided.tensor import Divided, Wrapper
 from lightning_parallel.techniques.tools import elsewhere
 from lightning_parallel.techniques.tools.leaves import leaf_of
-from lightning_parallel.techniques.tools.redirect import Forward, surround_forward
+from lightning_parallel.techniques.tools.redirect import Forward, Surrounded, redirect_forward
 from lightning_parallel.techniques.tools.shards import divides, given_by_users, pieces
 
 
@@ -137,9 +137,9 @@ class Partition:
         self._units = [Unit(name, block, ranks, deep=True) for name, block in blocks.items()]
         self._units += [Unit(name, module, ranks, deep=False) for name, module in outside.items()]
         for unit in self._units:
-            surround_forward(unit.module, unit.wrap)
+            redirect_forward(unit.module, unit.wrap, Surrounded)
             for part in unit.parts:  # a layer that recomputes what is in it calls them alone, in backward
-                surround_forward(part.module, part.wrap)
+                redirect_forward(part.module, part.wrap, Surrounded)
 
     @property
     def partial(self) -> list[str]:

@@ -15,11 +15,12 @@ Forward = Callable[..., Any]
 
 
 class Redirected:
-    """A module's `forward` led through `wrapped`, remembering the `original` so that it can be taken back."""
+    """A module's `forward` led through `wrap` of it, remembering the `original` so that it can be taken back."""
 
-    def __init__(self, wrapped: Forward, original: Forward) -> None:
+    def __init__(self, wrap: Callable[[Forward], Forward], original: Forward) -> None:
         functools.update_wrapper(self, original)  # Hugging Face reads the signature of `forward`
-        self.wrapped = wrapped
+        self.wrap = wrap
+        self.wrapped = wrap(original)
         self.original = original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
@@ -34,23 +35,20 @@ def _itself(forward: Forward) -> Forward:
     return forward
 
 
-def redirect_forward(module: nn.Module, wrap: Callable[[Forward], Forward]) -> None:
-    """Replaces the module's `forward` by `wrap(forward)`; later redirections wrap earlier ones."""
-    original = module.forward
-    module.__dict__["forward"] = Redirected(wrap(original), original)
+class Recomputed(Redirected):
+    """A forward whose activations are recomputed in backward.
+
+    Attributes:
+        around: makes of a graph, of which no part can be kept, one that is recomputed as a whole.
+    """
+
+    def __init__(self, wrap: Callable[..., Forward], original: Forward) -> None:
+        super().__init__(wrap, original)
+        self.around = functools.partial(wrap, as_a_whole=True)
 
 
 class Surrounded(Redirected):
-    """A forward with something done around it that computes nothing: a compiler does it around its graph.
-
-    Args:
-        wrap: makes a forward with that around it.
-        original: see `Redirected`.
-    """
-
-    def __init__(self, wrap: Callable[[Forward], Forward], original: Forward) -> None:
-        super().__init__(wrap(original), original)
-        self.wrap = wrap
+    """A forward with something done around it that computes nothing: a compiler does it around its graph."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: D102
         if torch.compiler.is_dynamo_compiling():
@@ -58,9 +56,11 @@ class Surrounded(Redirected):
         return self.wrapped(*args, **kwargs)
 
 
-def surround_forward(module: nn.Module, wrap: Callable[[Forward], Forward]) -> None:
-    """As `redirect_forward`, with a `wrap` that adds nothing to what is computed, see `Surrounded`."""
-    module.__dict__["forward"] = Surrounded(wrap, module.forward)
+def redirect_forward(
+    module: nn.Module, wrap: Callable[[Forward], Forward], kind: type[Redirected] = Redirected
+) -> None:
+    """Replaces the module's `forward` by `wrap(forward)`; later redirections wrap earlier ones."""
+    module.__dict__["forward"] = kind(wrap, module.forward)
 
 
 def with_surroundings_of(forward: Forward, run: Forward) -> Forward:
@@ -162,7 +162,7 @@ def redirect_call(module: nn.Module, wrap: Callable[[Forward], Forward]) -> None
     """
     before = module._compiled_call_impl  # where torch keeps the call of a compiled module, and looks first
     original = before.original if isinstance(before, Redirected) else before or module._call_impl
-    module._compiled_call_impl = Redirected(wrap(original), original)
+    module._compiled_call_impl = Redirected(wrap, original)
 
 
 def restore_call(module: nn.Module) -> None:

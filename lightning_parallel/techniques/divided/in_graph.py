@@ -1,0 +1,179 @@
+"""What a compiler reads of a block with divided tensors, and what a graph cannot do.
+
+A graph gets and returns plain tensors: a rank's own elements. Which elements they are is told beside them, by a mark,
+and is a constant of the graph. A mark is the cuts of a divided tensor, the ranks of an alike parameter, or None.
+
+A graph is the same for all backward passes, so it leaves gradients of parameters to be reduced when the step ends.
+A step that asks for one in between would get a summand.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_parallel.collectives.elements import Ranks
+from lightning_parallel.techniques.divided.rules.parameters import alike
+from lightning_parallel.techniques.divided.tensor import Divided
+from lightning_parallel.values import are_same, put_together
+
+Place = tuple[int, str, Any]
+"""Where a parameter is that looks whole: the number of a table, its name there, and its mark."""
+
+
+def inside(block: Any, word: str, own: list[Any], marks: list[Any], form: Any, places: list[Place]) -> Any:
+    """What the compiler reads: plain tensors come in and go out.
+
+    Args:
+        block: the `CompiledForward`; the marks of what goes out are left in it.
+        word: stands for all that follows but the tensors.
+        own: a rank's own elements of what comes in.
+        marks: of these.
+        form: of what comes in.
+        places: of parameters that look whole.
+    """
+    assert word  # the graph asks for it
+    tables, told = block.tables, block.told
+    with InGraph():
+        leaves = [made(*each) for each in zip(own, marks, strict=True)]
+        args, kwargs = put_together(leaves, form)
+        plain = [tables[number][name] for number, name, _ in places]
+        for parameter, (number, name, mark) in zip(plain, places, strict=True):
+            tables[number][name] = made(parameter, mark)
+        output = block.inner(*args, **kwargs)
+        _refuse_writes((args, kwargs), leaves, form)
+        for parameter, (number, name, _) in zip(plain, places, strict=True):
+            tables[number][name] = parameter
+        for ranks in ranks_of(marks, places):
+            ranks.last_in_graph = None
+        told.clear()
+        return tree_map(lambda leaf: _told(leaf, told), output)
+
+
+def _refuse_writes(arguments: Any, leaves: list[Any], form: Any) -> None:
+    """Gives up a graph that changed a list or a dict of its arguments: these were put together for it."""
+    if not are_same(arguments, put_together(leaves, form)):  # asked while a graph is read, and never when it runs
+        torch._dynamo.graph_break(msg="it changes a list or a dict that it is given, of which graphs get copies")
+
+
+OF_THE_WORD = re.compile(r"(L\[')?(marks|form|places)\b|(L\[')?block('\])?\.told\b")
+"""What graphs read of arguments that have one word alike."""
+
+OF_PROGRAMS = re.compile(
+    r"G\['(?!__|___unnamed_scope)|G\['__(builtins_dict|subclass__Traced|import_lightning_parallel_|"
+    r"import_torch_dot_(utils_dot__pytree|distributed_dot_|_dynamo_dot_))|__import__\('torch'\)\.utils\._pytree\."
+)
+"""What graphs read of this file, of this project, and of how torch itself reads programs and sends messages."""
+
+
+def asked_of_blocks(guards: Sequence[Any]) -> list[bool]:
+    """Which conditions a graph keeps: what cannot change as long as the word is the same it need not ask at every call.
+
+    They are two of three, some five hundred for a block. What elements have become in other shapes is remembered with
+    them: a graph that found it missing makes it at each call, so it is asked for, and another graph takes its place.
+    """
+    return [
+        guard.guard_type in ("DICT_CONTAINS", "DICT_NOT_CONTAINS")
+        if OF_THE_WORD.match(guard.name)
+        else OF_PROGRAMS.search(guard.name) is None
+        for guard in guards
+    ]
+
+
+class InGraph(TorchFunctionMode):
+    """Asks for rules in place of compilers, which do not look for divided tensors in tuples: `torch.cat((a, b))`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See `TorchFunctionMode`."""
+        if any(isinstance(leaf, Divided) for leaf in tree_leaves((args, kwargs))):
+            return Divided.__torch_function__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+def mark_of(leaf: Any) -> Any:
+    """What a graph is told of a tensor beside its own elements."""
+    if not isinstance(leaf, Divided):
+        return None
+    return leaf.cuts or leaf.ranks
+
+
+def hashable(mark: Any) -> Any:
+    """A mark by its value: graphs make elements anew."""
+    if not isinstance(mark, dict):
+        return mark
+    return tuple([(dim, elements.ranks, elements.size, elements.runs) for dim, elements in mark.items()])
+
+
+def ranks_of(marks: list[Any], places: list[Any]) -> list[Ranks]:
+    """The groups that divide what comes in."""
+    found = []
+    for mark in [*marks, *[mark for _, _, mark in places]]:
+        if isinstance(mark, Ranks):
+            found.append(mark)
+        elif mark is not None:
+            found += [elements.ranks for elements in mark.values()]
+    return found
+
+
+def made(own: Any, mark: Any) -> Any:
+    """The divided tensor of these own elements and this mark."""
+    if mark is None:
+        return own
+    return Divided(own, mark) if isinstance(mark, dict) else alike(own, mark)
+
+
+def _told(leaf: Any, told: list[Any]) -> Any:
+    """A leaf's own elements, the only thing that a graph can return; its cuts are added to `told`."""
+    divided = isinstance(leaf, Divided)
+    told.append(leaf.cuts if divided else None)
+    return leaf.own if divided else leaf
+
+
+# ---------------------------------------------------------------- what a graph cannot do
+
+
+def watch(outputs: Sequence[Any], ranks: Sequence[Ranks], parameters: Sequence[Tensor | None]) -> None:
+    """Watches what a graph returned: a backward pass that would give summands for gradients raises RuntimeError there.
+
+    Args:
+        outputs: plain tensors; what is none is left alone.
+        ranks: that divide what comes in or goes out.
+        parameters: of the module that is a graph, as it held them; None where it has none.
+    """
+    check = partial(_check, ranks, parameters)
+    nodes = {each.grad_fn for each in outputs if isinstance(each, Tensor)}
+    for node in nodes:
+        if node is not None:
+            node.register_prehook(check)
+
+
+def _check(ranks: Sequence[Ranks], parameters: Sequence[Tensor | None], gradients: Any) -> None:
+    if all(each.reduces_later for each in ranks):
+        return
+    averages = any(each.averages is not None for each in ranks)
+    learning = [each for each in parameters if each is not None and each.requires_grad]
+    if any(_gets_a_summand(parameter, averages) for parameter in learning):
+        raise RuntimeError(
+            "a backward pass of the step's own asks for gradients of parameters in a compiled block, of which "
+            "ranks have summands until the step ends; use self.manual_backward(loss) in place of "
+            "loss.backward(), leave out the loss that needs torch.autograd.grad, or leave out Compile"
+        )
+
+
+def _gets_a_summand(parameter: Tensor, averages: bool) -> bool:
+    """Whether the backward pass that runs returns the gradient, or adds it where nobody sums it later."""
+    alike = isinstance(parameter, Divided) and not parameter.cuts
+    leaf = parameter.own if isinstance(parameter, Divided) else parameter
+    try:
+        accumulates: bool = torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
+    except RuntimeError:  # torch does not say so of what `torch.autograd.grad` was asked for
+        return averages or alike
+    return accumulates and alike
