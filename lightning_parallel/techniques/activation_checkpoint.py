@@ -19,10 +19,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lightning_parallel.arguments import one_of
 from lightning_parallel.mesh import Axis, Size
+from lightning_parallel.techniques.divided.in_graph import recomputed_in_graph
+from lightning_parallel.techniques.divided.tensor import Divided
+from torch.utils._pytree import tree_leaves
 from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools.caches import holds_keys, is_cache, is_filled_by_layers, layers_in
-from lightning_parallel.techniques.tools.redirect import Forward, Recomputed, default_dtype, redirect_forward
+from lightning_parallel.techniques.tools.redirect import Forward, default_dtype, redirect_forward
 
 aten = torch.ops.aten
 EXPENSIVE = frozenset(
@@ -74,11 +77,11 @@ class ActivationCheckpoint(Technique):
     def divide(self, model: nn.Module, ground: Ground, seen: None) -> Division:
         """Leads the forward of every block through a checkpoint."""
         for block in ground.plan.require_blocks(model, repr(self)).values():
-            redirect_forward(block, functools.partial(self._recomputed, block), Recomputed)
+            redirect_forward(block, functools.partial(self._recomputed, block))
         return Division(model)
 
-    def _recomputed(self, block: nn.Module, forward: Forward, *, as_a_whole: bool = False) -> Forward:
-        extra: dict[str, Any] = {} if as_a_whole or self.mode == "full" else {"context_fn": _keep_expensive}
+    def _recomputed(self, block: nn.Module, forward: Forward) -> Forward:
+        extra: dict[str, Any] = {} if self.mode == "full" else {"context_fn": _keep_expensive}
         tables = [part._parameters for part in block.modules() if part._parameters]
         layers = layers_in(block)
 
@@ -89,12 +92,12 @@ class ActivationCheckpoint(Technique):
             if prefixed or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             args = tuple([None if is_filled_by_layers("", each) else each for each in args])
-            return _recomputed(_with_given(tables, forward), extra, args, _without_caches(kwargs))
+            return _recomputed(_with_given(tables, forward), extra, args, _without_caches(kwargs), tables)
 
         return run
 
 
-def _recomputed(forward: Forward, extra: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _recomputed(forward: Forward, extra: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any], tables: list[Any]) -> Any:
     """What the forward returns, whose activations are recomputed.
 
     Args:
@@ -104,6 +107,8 @@ def _recomputed(forward: Forward, extra: dict[str, Any], args: tuple[Any, ...], 
         kwargs: the same by name.
     """
     if torch.compiler.is_dynamo_compiling():  # what is in a graph writes into nothing
+        if any(isinstance(each, Divided) for each in tree_leaves((args, kwargs))):
+            return recomputed_in_graph(forward, extra, args, kwargs, tables)
         return checkpoint(forward, *args, use_reentrant=False, **extra, **kwargs)
     kept = _as_they_are((args, kwargs))
     return checkpoint(_Runs(forward, args, kwargs), *kept[0], use_reentrant=False, **extra, **kept[1])

@@ -28,7 +28,6 @@ from lightning_parallel.techniques.divided.in_graph import (
 from lightning_parallel.techniques.divided.table import KEPT
 from lightning_parallel.techniques.divided.tensor import Divided, Wrapper
 from lightning_parallel.techniques.tools.redirect import (
-    Recomputed,
     Redirected,
     Surrounded,
     own_forward,
@@ -167,30 +166,16 @@ class CompiledForward:
         self._plain = unheard(graphs.compiled(forward))
         self._eager = False
         self._surrounded = with_surroundings_of(forward, self._run)
-        self.inner, self._recomputed = forward, self._once
-        if isinstance(
-            forward, Recomputed
-        ):  # which compilers cannot read where tensors are divided: it is around graphs
-            self.inner = forward.original
-            self._recomputed = forward.around(with_surroundings_of(self.inner, self._once))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the graph on a rank's own elements."""
         return self._surrounded(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if self.inner is self.forward or not _are_divided(self._parameters(), taken_apart((args, kwargs))[0]):
-            return self._once(*args, **kwargs)
-        return self._recomputed(*args, **kwargs)
-
-    def _parameters(self) -> Parameters:
         now = list(chain.from_iterable(map(dict.values, self.tables)))
         if not self._found.are(now):
             self._found = _parameters(self.tables, now)
-        return self._found
-
-    def _once(self, *args: Any, **kwargs: Any) -> Any:
-        found = self._parameters()
+        found = self._found
         if not found.looked_at:
             return self._called(found, args, kwargs)
         for number, name, each in found.looked_at:  # no module computes with these
@@ -202,19 +187,19 @@ class CompiledForward:
 
     def _called(self, parameters: Parameters, args: Any, kwargs: Any) -> Any:
         leaves, form = taken_apart((args, kwargs))
-        if not _are_divided(parameters, leaves):
+        if not parameters.divided and not any(isinstance(leaf, Divided) for leaf in leaves):
             return self._plain(*args, **kwargs)
         if self._eager or self._is_distrusted():
-            return self.inner(*args, **kwargs)
+            return self.forward(*args, **kwargs)
         call = self._graphs.call(leaves, form, parameters)
         try:
             output = self._in_graph(call, leaves, parameters.divided)
         except TorchDynamoException as error:  # nothing of the forward has run yet
             self._give_up(error)
-            return self.inner(*args, **kwargs)
+            return self.forward(*args, **kwargs)
         except FailOnRecompileLimitHit:
             self._go_without()
-            return self.inner(*args, **kwargs)
+            return self.forward(*args, **kwargs)
         leaves, form = taken_apart(output)
         watch(leaves, call.ranks, parameters.all)
         return put_together(list(map(made, leaves, self.told)), form)
@@ -285,10 +270,6 @@ class CompiledForward:
         )
         for part in _parts(self._module):
             redirect_forward(part, lambda forward, part=part: CompiledForward(part, forward, self._graphs, False))  # type: ignore[misc]
-
-
-def _are_divided(parameters: Parameters, leaves: list[Any]) -> bool:
-    return bool(parameters.divided) or any(isinstance(leaf, Divided) for leaf in leaves)
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:

@@ -18,11 +18,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as _disable
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.techniques.divided.rules.parameters import alike
 from lightning_parallel.techniques.divided.tensor import Divided
+from lightning_parallel.techniques.tools.redirect import Forward
 from lightning_parallel.values import are_same, put_together
 
 Place = tuple[int, str, Any]
@@ -48,7 +51,7 @@ def inside(block: Any, word: str, own: list[Any], marks: list[Any], form: Any, p
         plain = [tables[number][name] for number, name, _ in places]
         for parameter, (number, name, mark) in zip(plain, places, strict=True):
             tables[number][name] = made(parameter, mark)
-        output = block.inner(*args, **kwargs)
+        output = block.forward(*args, **kwargs)
         _refuse_writes((args, kwargs), leaves, form)
         for parameter, (number, name, _) in zip(plain, places, strict=True):
             tables[number][name] = parameter
@@ -56,6 +59,38 @@ def inside(block: Any, word: str, own: list[Any], marks: list[Any], form: Any, p
             ranks.last_in_graph = None
         told.clear()
         return tree_map(lambda leaf: _told(leaf, told), output)
+
+
+def recomputed_in_graph(forward: Forward, extra: dict[str, Any], args: Any, kwargs: Any, tables: list[Any]) -> Any:
+    leaves, form = tree_flatten((args, kwargs))
+    own, marks, told = [own_of_leaf(leaf) for leaf in leaves], list(map(mark_of, leaves)), []
+    slots = [(table, name, own_of_leaf(each), mark_of(each)) for table in tables for name, each in table.items() if isinstance(each, Divided)]
+    before = [table[name] for table, name, _, _ in slots]
+
+    def body() -> Any:
+        with InGraph():
+            return _disable(run)
+
+    def run() -> Any:
+        given, names = tree_unflatten([made(*each) for each in zip(own, marks, strict=True)], form)
+        for table, name, plain, mark in slots:
+            table[name] = made(plain, mark)
+        output = forward(*given, **names)
+        for (table, name, _, _), each in zip(slots, before, strict=True):
+            table[name] = each
+        out, shape = tree_flatten(output)
+        for ranks in ranks_of(marks, [(0, "", mark) for *_, mark in slots]):
+            ranks.last_in_graph = None
+        told.append(shape)
+        told.append([mark_of(leaf) for leaf in out])
+        return [own_of_leaf(leaf) for leaf in out]
+
+    outputs = checkpoint(body, use_reentrant=False, **extra)
+    return tree_unflatten([made(*each) for each in zip(outputs, told[1], strict=True)], told[0])
+
+
+def own_of_leaf(leaf: Any) -> Any:
+    return leaf.own if isinstance(leaf, Divided) else leaf
 
 
 def _refuse_writes(arguments: Any, leaves: list[Any], form: Any) -> None:
