@@ -19,9 +19,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lightning_parallel.arguments import one_of
 from lightning_parallel.mesh import Axis, Size
-from lightning_parallel.techniques.divided.in_graph import recomputed_in_graph
-from lightning_parallel.techniques.divided.tensor import Divided
-from torch.utils._pytree import tree_leaves
 from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools.caches import holds_keys, is_cache, is_filled_by_layers, layers_in
@@ -92,12 +89,12 @@ class ActivationCheckpoint(Technique):
             if prefixed or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             args = tuple([None if is_filled_by_layers("", each) else each for each in args])
-            return _recomputed(_with_given(tables, forward), extra, args, _without_caches(kwargs), tables)
+            return _recomputed(_with_given(tables, forward), extra, args, _without_caches(kwargs))
 
         return run
 
 
-def _recomputed(forward: Forward, extra: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any], tables: list[Any]) -> Any:
+def _recomputed(forward: Forward, extra: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the forward returns, whose activations are recomputed.
 
     Args:
@@ -107,8 +104,6 @@ def _recomputed(forward: Forward, extra: dict[str, Any], args: tuple[Any, ...], 
         kwargs: the same by name.
     """
     if torch.compiler.is_dynamo_compiling():  # what is in a graph writes into nothing
-        if any(isinstance(each, Divided) for each in tree_leaves((args, kwargs))):
-            return recomputed_in_graph(forward, extra, args, kwargs, tables)
         return checkpoint(forward, *args, use_reentrant=False, **extra, **kwargs)
     kept = _as_they_are((args, kwargs))
     return checkpoint(_Runs(forward, args, kwargs), *kept[0], use_reentrant=False, **extra, **kept[1])

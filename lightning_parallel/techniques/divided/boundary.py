@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cached_property, partial
 from itertools import chain
 from operator import is_
 from types import FunctionType
@@ -22,9 +23,11 @@ from lightning_parallel.techniques.divided.in_graph import (
     inside,
     made,
     mark_of,
+    own_of,
     ranks_of,
     watch,
 )
+from lightning_parallel.techniques.divided.regather import checkpoint_around
 from lightning_parallel.techniques.divided.table import KEPT
 from lightning_parallel.techniques.divided.tensor import Divided, Wrapper
 from lightning_parallel.techniques.tools.redirect import (
@@ -104,6 +107,7 @@ class Graphs:
 
     def __init__(self, compiled: Callable[..., Forward], mesh: ParallelMesh, wrong: str | None) -> None:
         self.compiled, self._mesh, self.wrong = compiled, mesh, wrong
+        self._warned: set[str] = set()
         self.code = inside.__code__.replace(co_consts=(*inside.__code__.co_consts, object()))
         """A code of its own: a compiler keeps graphs by the code that it has read."""
         self.inside = unheard(
@@ -111,7 +115,16 @@ class Graphs:
         )
         self._calls: dict[Any, Call] = {}
         self._words: dict[Any, str] = {}
-        self._warned: set[str] = set()
+
+    @cached_property
+    def static(self) -> Graphs:
+        """Those for forwards in a checkpoint that no graph contains: each is for its shapes and numbers alone.
+
+        A forward and its recomputation must run the same graph, and of several that would do torch takes any.
+        """
+        static = Graphs(partial(self.compiled, dynamic=False), self._mesh, self.wrong)
+        static._warned = self._warned
+        return static
 
     def warn_once(self, message: str) -> None:
         """Logs a warning on one rank of a stage, which many blocks of a kind have in common."""
@@ -136,7 +149,9 @@ class Graphs:
         places = [(number, name, mark_of(each)) for number, name, each in divided]
         key = spelled, *map(hashable, marks), *[(number, name, hashable(mark)) for number, name, mark in places]
         word = self._words.setdefault(key, str(len(self._words)))  # lengths of sequences are none of it
-        return Call(word, marks, form, places, list(dict.fromkeys(ranks_of(marks, places))))
+        return Call(
+            word, marks, form, places, list(dict.fromkeys(ranks_of([*marks, *[mark for _, _, mark in places]])))
+        )
 
 
 class CompiledForward:
@@ -163,7 +178,7 @@ class CompiledForward:
         self._attributes = list(map(vars, self._parts))
         self._led: list[Any] = []
         self._plain_forwards: list[tuple[dict[str, Any], Redirected, Forward | None]] = []
-        self._plain = unheard(graphs.compiled(forward))
+        self._plain, self._plain_static = (unheard(each.compiled(forward)) for each in (graphs, graphs.static))
         self._eager = False
         self._surrounded = with_surroundings_of(forward, self._run)
 
@@ -188,12 +203,14 @@ class CompiledForward:
     def _called(self, parameters: Parameters, args: Any, kwargs: Any) -> Any:
         leaves, form = taken_apart((args, kwargs))
         if not parameters.divided and not any(isinstance(leaf, Divided) for leaf in leaves):
-            return self._plain(*args, **kwargs)
+            plain = self._plain if checkpoint_around() is None else self._plain_static
+            return plain(*args, **kwargs)
         if self._eager or self._is_distrusted():
             return self.forward(*args, **kwargs)
-        call = self._graphs.call(leaves, form, parameters)
+        graphs = self._graphs if checkpoint_around() is None else self._graphs.static
+        call = graphs.call(leaves, form, parameters)
         try:
-            output = self._in_graph(call, leaves, parameters.divided)
+            output = self._in_graph(graphs, call, leaves, parameters.divided)
         except TorchDynamoException as error:  # nothing of the forward has run yet
             self._give_up(error)
             return self.forward(*args, **kwargs)
@@ -204,13 +221,13 @@ class CompiledForward:
         watch(leaves, call.ranks, parameters.all)
         return put_together(list(map(made, leaves, self.told)), form)
 
-    def _in_graph(self, call: Call, leaves: list[Any], divided: list[Slot]) -> Any:
+    def _in_graph(self, graphs: Graphs, call: Call, leaves: list[Any], divided: list[Slot]) -> Any:
         """Runs the graph; meanwhile divided parameters are own elements, and forwards of parts plain functions.
 
         Compilers look at all that a module has before they read a line, and tell objects apart by identity, functions
         by their code, so that blocks of a kind share a graph.
         """
-        own = [leaf.own if isinstance(leaf, Divided) else leaf for leaf in leaves]
+        own = list(map(own_of, leaves))
         redirected = self._redirected()
         try:
             for number, name, each in divided:
@@ -220,7 +237,7 @@ class CompiledForward:
                     del attributes["forward"]
                 else:
                     attributes["forward"] = plain
-            return self._graphs.inside(self, call.word, own, call.marks, call.form, call.places)
+            return graphs.inside(self, call.word, own, call.marks, call.form, call.places)
         finally:
             self._put_back(divided)
             for attributes, led, _ in redirected:

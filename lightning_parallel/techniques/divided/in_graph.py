@@ -16,10 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.utils import (
+    _disable_side_effect_safety_checks_for_current_subtracer as writes_outside,
+)
 from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
-from torch._dynamo.utils import _disable_side_effect_safety_checks_for_current_subtracer as _disable
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.collectives.elements import Ranks
@@ -30,6 +32,13 @@ from lightning_parallel.values import are_same, put_together
 
 Place = tuple[int, str, Any]
 """Where a parameter is that looks whole: the number of a table, its name there, and its mark."""
+
+
+Slot = tuple[dict[str, Any], str]
+"""The same: a table, and the name there."""
+
+OPTIONS = ("use_reentrant", "context_fn", "preserve_rng_state", "determinism_check", "debug", "early_stop")
+"""Of `torch.utils.checkpoint.checkpoint`; what else it is given by name is the forward's."""
 
 
 def inside(block: Any, word: str, own: list[Any], marks: list[Any], form: Any, places: list[Place]) -> Any:
@@ -45,52 +54,65 @@ def inside(block: Any, word: str, own: list[Any], marks: list[Any], form: Any, p
     """
     assert word  # the graph asks for it
     tables, told = block.tables, block.told
-    with InGraph():
+    slots = [(tables[number], name) for number, name, _ in places]
+    with InGraph(slots):
         leaves = [made(*each) for each in zip(own, marks, strict=True)]
         args, kwargs = put_together(leaves, form)
-        plain = [tables[number][name] for number, name, _ in places]
-        for parameter, (number, name, mark) in zip(plain, places, strict=True):
-            tables[number][name] = made(parameter, mark)
+        plain = [table[name] for table, name in slots]
+        _put(slots, [made(parameter, mark) for parameter, (_, _, mark) in zip(plain, places, strict=True)])
         output = block.forward(*args, **kwargs)
         _refuse_writes((args, kwargs), leaves, form)
-        for parameter, (number, name, _) in zip(plain, places, strict=True):
-            tables[number][name] = parameter
-        for ranks in ranks_of(marks, places):
-            ranks.last_in_graph = None
+        _put(slots, plain)
+        forget_entrances([*marks, *[mark for _, _, mark in places]])
         told.clear()
-        return tree_map(lambda leaf: _told(leaf, told), output)
+        returned, form = tree_flatten(output)
+        told += map(mark_of, returned)
+        return tree_unflatten(list(map(own_of, returned)), form)
 
 
-def recomputed_in_graph(forward: Forward, extra: dict[str, Any], args: Any, kwargs: Any, tables: list[Any]) -> Any:
+def _recomputed(slots: list[Slot], forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    """What a checkpoint in a graph returns. It gets and returns plain tensors, as the graph does.
+
+    What is divided is made anew in it, so that it leaves nothing of its own in what is outside.
+
+    Args:
+        slots: where parameters are that look whole.
+        forward: takes, returns, and finds in the slots, what may be divided.
+        args: what it gets.
+        kwargs: the same by name, and options of `torch.utils.checkpoint.checkpoint`.
+    """
+    options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
     leaves, form = tree_flatten((args, kwargs))
-    own, marks, told = [own_of_leaf(leaf) for leaf in leaves], list(map(mark_of, leaves)), []
-    slots = [(table, name, own_of_leaf(each), mark_of(each)) for table in tables for name, each in table.items() if isinstance(each, Divided)]
-    before = [table[name] for table, name, _, _ in slots]
+    outside = [table[name] for table, name in slots]
+    own, marks = list(map(own_of, [*leaves, *outside])), list(map(mark_of, [*leaves, *outside]))
+    told: list[Any] = []
 
-    def body() -> Any:
-        with InGraph():
-            return _disable(run)
+    def run() -> list[Any]:
+        inside = [made(*each) for each in zip(own, marks, strict=True)]
+        given = tree_unflatten(inside[: len(leaves)], form)
+        _put(slots, inside[len(leaves) :])
+        output = forward(*given[0], **given[1])
+        _refuse_writes(given, inside[: len(leaves)], form)
+        _put(slots, outside)
+        forget_entrances(marks)
+        returned, shape = tree_flatten(output)
+        tensors = [leaf for leaf in returned if isinstance(leaf, Tensor)]
+        told.extend(
+            (shape, [None if isinstance(leaf, Tensor) else (leaf,) for leaf in returned], map(mark_of, tensors))
+        )
+        return list(map(own_of, tensors))  # torch lets a checkpoint return nothing else
 
-    def run() -> Any:
-        given, names = tree_unflatten([made(*each) for each in zip(own, marks, strict=True)], form)
-        for table, name, plain, mark in slots:
-            table[name] = made(plain, mark)
-        output = forward(*given, **names)
-        for (table, name, _, _), each in zip(slots, before, strict=True):
-            table[name] = each
-        out, shape = tree_flatten(output)
-        for ranks in ranks_of(marks, [(0, "", mark) for *_, mark in slots]):
-            ranks.last_in_graph = None
-        told.append(shape)
-        told.append([mark_of(leaf) for leaf in out])
-        return [own_of_leaf(leaf) for leaf in out]
+    def within() -> list[Any]:
+        with InGraph(slots):  # what a mode calls is without it
+            return writes_outside(run)
 
-    outputs = checkpoint(body, use_reentrant=False, **extra)
-    return tree_unflatten([made(*each) for each in zip(outputs, told[1], strict=True)], told[0])
+    tensors = map(made, checkpoint(within, **options), told[2])
+    return tree_unflatten([next(tensors) if other is None else other[0] for other in told[1]], told[0])
 
 
-def own_of_leaf(leaf: Any) -> Any:
-    return leaf.own if isinstance(leaf, Divided) else leaf
+def _put(slots: list[Slot], parameters: list[Any]) -> None:
+    for (table, name), parameter in zip(slots, parameters, strict=True):
+        table[name] = parameter
 
 
 def _refuse_writes(arguments: Any, leaves: list[Any], form: Any) -> None:
@@ -124,10 +146,20 @@ def asked_of_blocks(guards: Sequence[Any]) -> list[bool]:
 
 
 class InGraph(TorchFunctionMode):
-    """Asks for rules in place of compilers, which do not look for divided tensors in tuples: `torch.cat((a, b))`."""
+    """Asks for rules in place of compilers, which do not look for divided tensors in tuples: `torch.cat((a, b))`.
+
+    Args:
+        slots: where parameters are that look whole, for checkpoints.
+    """
+
+    def __init__(self, slots: list[Slot] | None = None) -> None:
+        super().__init__()
+        self._slots = slots or []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See `TorchFunctionMode`."""
+        if func is checkpoint:
+            return _recomputed(self._slots, *args, **(kwargs or {}))
         if any(isinstance(leaf, Divided) for leaf in tree_leaves((args, kwargs))):
             return Divided.__torch_function__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))
@@ -147,15 +179,21 @@ def hashable(mark: Any) -> Any:
     return tuple([(dim, elements.ranks, elements.size, elements.runs) for dim, elements in mark.items()])
 
 
-def ranks_of(marks: list[Any], places: list[Any]) -> list[Ranks]:
-    """The groups that divide what comes in."""
+def ranks_of(marks: list[Any]) -> list[Ranks]:
+    """The groups that divide what has these marks."""
     found = []
-    for mark in [*marks, *[mark for _, _, mark in places]]:
+    for mark in marks:
         if isinstance(mark, Ranks):
             found.append(mark)
         elif mark is not None:
             found += [elements.ranks for elements in mark.values()]
     return found
+
+
+def forget_entrances(marks: list[Any]) -> None:
+    """Lets nothing that entered a part of a graph be used behind it."""
+    for ranks in ranks_of(marks):
+        ranks.last_in_graph = None
 
 
 def made(own: Any, mark: Any) -> Any:
@@ -165,11 +203,9 @@ def made(own: Any, mark: Any) -> Any:
     return Divided(own, mark) if isinstance(mark, dict) else alike(own, mark)
 
 
-def _told(leaf: Any, told: list[Any]) -> Any:
-    """A leaf's own elements, the only thing that a graph can return; its cuts are added to `told`."""
-    divided = isinstance(leaf, Divided)
-    told.append(leaf.cuts if divided else None)
-    return leaf.own if divided else leaf
+def own_of(leaf: Any) -> Any:
+    """A rank's own elements, the only thing that a graph can get and return."""
+    return leaf.own if isinstance(leaf, Divided) else leaf
 
 
 # ---------------------------------------------------------------- what a graph cannot do

@@ -35,18 +35,6 @@ def _itself(forward: Forward) -> Forward:
     return forward
 
 
-class Recomputed(Redirected):
-    """A forward whose activations are recomputed in backward.
-
-    Attributes:
-        around: makes of a graph, of which no part can be kept, one that is recomputed as a whole.
-    """
-
-    def __init__(self, wrap: Callable[..., Forward], original: Forward) -> None:
-        super().__init__(wrap, original)
-        self.around = functools.partial(wrap, as_a_whole=True)
-
-
 class Surrounded(Redirected):
     """A forward with something done around it that computes nothing: a compiler does it around its graph."""
 
