@@ -27,12 +27,13 @@ from lightning_parallel.techniques.divided.in_graph import (
     ranks_of,
     watch,
 )
-from lightning_parallel.techniques.divided.regather import checkpoint_around
+from lightning_parallel.techniques.divided.regather import checkpoint_around, is_recomputed
 from lightning_parallel.techniques.divided.table import KEPT
 from lightning_parallel.techniques.divided.tensor import Divided, Wrapper
 from lightning_parallel.techniques.tools.redirect import (
     Redirected,
     Surrounded,
+    default_dtype,
     own_forward,
     redirect_forward,
     unheard,
@@ -149,9 +150,8 @@ class Graphs:
         places = [(number, name, mark_of(each)) for number, name, each in divided]
         key = spelled, *map(hashable, marks), *[(number, name, hashable(mark)) for number, name, mark in places]
         word = self._words.setdefault(key, str(len(self._words)))  # lengths of sequences are none of it
-        return Call(
-            word, marks, form, places, list(dict.fromkeys(ranks_of([*marks, *[mark for _, _, mark in places]])))
-        )
+        ranks = list(dict.fromkeys(ranks_of([*marks, *[mark for _, _, mark in places]])))
+        return Call(word, marks, form, places, ranks)
 
 
 class CompiledForward:
@@ -180,10 +180,15 @@ class CompiledForward:
         self._plain_forwards: list[tuple[dict[str, Any], Redirected, Forward | None]] = []
         self._plain, self._plain_static = (unheard(each.compiled(forward)) for each in (graphs, graphs.static))
         self._eager = False
+        self._dtype = torch.get_default_dtype()
         self._surrounded = with_surroundings_of(forward, self._run)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the graph on a rank's own elements."""
+        if is_recomputed():  # by the user's checkpoint: Lightning sets a dtype for forwards alone
+            with default_dtype(self._dtype):
+                return self._surrounded(*args, **kwargs)
+        self._dtype = torch.get_default_dtype()
         return self._surrounded(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:

@@ -33,7 +33,6 @@ from lightning_parallel.values import are_same, put_together
 Place = tuple[int, str, Any]
 """Where a parameter is that looks whole: the number of a table, its name there, and its mark."""
 
-
 Slot = tuple[dict[str, Any], str]
 """The same: a table, and the name there."""
 
@@ -97,9 +96,8 @@ def _recomputed(slots: list[Slot], forward: Forward, *args: Any, **kwargs: Any) 
         forget_entrances(marks)
         returned, shape = tree_flatten(output)
         tensors = [leaf for leaf in returned if isinstance(leaf, Tensor)]
-        told.extend(
-            (shape, [None if isinstance(leaf, Tensor) else (leaf,) for leaf in returned], map(mark_of, tensors))
-        )
+        others = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in returned]
+        told.extend((shape, others, map(mark_of, tensors)))
         return list(map(own_of, tensors))  # torch lets a checkpoint return nothing else
 
     def within() -> list[Any]:

@@ -86,3 +86,9 @@ def checkpoint_around() -> Any:
     """
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return weakref.ref(hooks[0]) if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint" else None
+
+
+def is_recomputed() -> bool:
+    """Whether what runs is what a checkpoint recomputes in backward."""
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__qualname__.startswith("_recomputation_hook")
