@@ -27,7 +27,7 @@ from lightning_parallel.techniques.divided.in_graph import (
     ranks_of,
     watch,
 )
-from lightning_parallel.techniques.divided.regather import checkpoint_around, is_recomputed
+from lightning_parallel.techniques.divided.regather import is_in_checkpoint, is_recomputed
 from lightning_parallel.techniques.divided.table import KEPT
 from lightning_parallel.techniques.divided.tensor import Divided, Wrapper
 from lightning_parallel.techniques.tools.redirect import (
@@ -208,11 +208,11 @@ class CompiledForward:
     def _called(self, parameters: Parameters, args: Any, kwargs: Any) -> Any:
         leaves, form = taken_apart((args, kwargs))
         if not parameters.divided and not any(isinstance(leaf, Divided) for leaf in leaves):
-            plain = self._plain if checkpoint_around() is None else self._plain_static
+            plain = self._plain_static if is_in_checkpoint() else self._plain
             return plain(*args, **kwargs)
         if self._eager or self._is_distrusted():
             return self.forward(*args, **kwargs)
-        graphs = self._graphs if checkpoint_around() is None else self._graphs.static
+        graphs = self._graphs.static if is_in_checkpoint() else self._graphs
         call = graphs.call(leaves, form, parameters)
         try:
             output = self._in_graph(graphs, call, leaves, parameters.divided)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_parallel.collectives.by_elements import gathered_again
@@ -84,11 +85,16 @@ def checkpoint_around() -> Any:
 
     Equal to what is told in the same run of the same block, and to nothing else; it keeps nothing alive.
     """
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks: Any = _top_saved_tensors_default_hooks(True)
     return weakref.ref(hooks[0]) if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint" else None
 
 
+def is_in_checkpoint() -> bool:
+    """Whether a checkpoint is around what runs, which no compiler reads."""
+    return not torch.compiler.is_dynamo_compiling() and checkpoint_around() is not None
+
+
 def is_recomputed() -> bool:
-    """Whether what runs is what a checkpoint recomputes in backward."""
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    """Whether what runs, and no compiler reads, is what a checkpoint recomputes in backward."""
+    hooks: Any = None if torch.compiler.is_dynamo_compiling() else _top_saved_tensors_default_hooks(True)
     return hooks is not None and hooks[0].__qualname__.startswith("_recomputation_hook")
