@@ -127,3 +127,38 @@ def test_it_is_laid_out_as_the_whole(division: str) -> None:
     for name, made in LAID.items():
         assert layout(made(divided)) == layout(made(x)), name
         torch.testing.assert_close(by_strides(made(divided)), by_strides(made(x)), msg=name)
+
+
+DROPOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "of a module": torch.nn.Dropout(0.3).eval(),
+    "of probability 0": torch.nn.Dropout(0.0),
+    "of a function": lambda x: F.dropout(x, training=False),
+    "by places": lambda x: torch.dropout(x, 0.3, False),
+    "by names": lambda x: torch.dropout(input=x, p=0.0, train=True),
+    "alpha": lambda x: F.alpha_dropout(x, 0.3) + F.feature_alpha_dropout(x, 0.0, True),
+    "leaks": lambda x: F.rrelu(x, 0.1, 0.3) + torch.rrelu(x, 0.1, 0.3, False),
+    "in place": lambda x: F.dropout(x.clone(), 0.3, False, True),
+}
+DROPPED: dict[str, Callable[[Tensor], Tensor]] = {
+    "of a function": lambda x: F.dropout(x, 0.5),
+    "by places": lambda x: torch.dropout(x, 0.5, True),
+    "alpha": lambda x: F.alpha_dropout(x, p=0.5, training=True),
+    "leaks": lambda x: F.rrelu(x - 9, training=True),
+}
+
+
+@ranks(2)
+def test_dropout_moves_the_generator_where_it_draws_alone() -> None:
+    among = Ranks(dist.group.WORLD, "tp")
+    x, _ = values()
+    divided = Divided(among.chunks(8).take(x, 3).clone(), {3: among.chunks(8)})
+    before = torch.get_rng_state()
+    for name, drop in DROPOUTS.items():
+        torch.testing.assert_close(drop(divided).whole(), drop(x), msg=name)
+        assert torch.equal(torch.get_rng_state(), before), name
+    for name, drop in DROPPED.items():
+        torch.set_rng_state(before)
+        assert not torch.equal(drop(divided).whole(), drop(x)), name
+        torch.set_rng_state(before)
+        drop(divided)
+        assert not torch.equal(torch.get_rng_state(), before), name

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_parallel.techniques.divided.looks import copied_as_whole, strides_of, tells_strides
@@ -44,8 +46,10 @@ OPERATORS = ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__"
              "__imul__", "__itruediv__", "__idiv__", "__ipow__", "__iand__", "__ior__", "__ixor__")  # fmt: skip
 CHANGING = (*(f"{name}_" for name in (*ARITHMETIC, *COMPARISONS, *FUNCTIONS)), "copy_")
 ONE_BY_ONE = operations(*ARITHMETIC, *COMPARISONS, *FUNCTIONS, *KEEPING, *OPERATORS, *CHANGING)
-DRAWN = operations("dropout", "alpha_dropout", "feature_alpha_dropout", "rand_like", "randn_like", "bernoulli", "rrelu",
-                   "bernoulli_", "uniform_", "normal_", "dropout_", "exponential_")  # fmt: skip
+LEAKS = frozenset(operations("rrelu"))
+DROPS = frozenset(operations("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout_")) | LEAKS
+DRAWN = (*DROPS, *operations("rand_like", "randn_like", "bernoulli", "bernoulli_", "uniform_", "normal_",
+                             "exponential_"))  # fmt: skip
 IN_PLACE = frozenset(each for each in (*ONE_BY_ONE, *DRAWN) if is_in_place(each.__name__))
 
 
@@ -121,9 +125,18 @@ def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if not all(elements.alike_where_shared for elements in divided.cuts.values()):
         return NotImplemented  # copies must be drawn alike
-    with drawn_apart(divided.own.device, divided.cuts.values()):
+    draws = func not in DROPS or _drops(func, args, kwargs)
+    with drawn_apart(divided.own.device, divided.cuts.values()) if draws else nullcontext():
         made = func(divided.own, *args[1:], **kwargs)
     return _result(func, divided, made, divided.cuts, func in IN_PLACE)
+
+
+def _drops(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a kind of dropout draws numbers: not in evaluation, and none with a probability of 0."""
+    at = 3 if func in LEAKS else 2
+    trains = args[at] if len(args) > at else kwargs.get("training", kwargs.get("train", func is functional.dropout))
+    probability = 1.0 if func in LEAKS else args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+    return bool(trains) and probability != 0
 
 
 @rule(*operations("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"))
