@@ -55,24 +55,40 @@ def inside(block: Any, word: str, own: list[Any], marks: list[Any], form: Any, p
     tables, told = block.tables, block.told
     slots = [(tables[number], name) for number, name, _ in places]
     with InGraph(slots):
-        leaves = [made(*each) for each in zip(own, marks, strict=True)]
-        args, kwargs = put_together(leaves, form)
         plain = [table[name] for table, name in slots]
-        _put(slots, [made(parameter, mark) for parameter, (_, _, mark) in zip(plain, places, strict=True)])
-        output = block.forward(*args, **kwargs)
-        _refuse_writes((args, kwargs), leaves, form)
-        _put(slots, plain)
-        forget_entrances([*marks, *[mark for _, _, mark in places]])
+        returned, form = _computed(
+            block.forward, [*own, *plain], [*marks, *[mark for _, _, mark in places]], form, slots
+        )
         told.clear()
-        returned, form = tree_flatten(output)
         told += map(mark_of, returned)
         return tree_unflatten(list(map(own_of, returned)), form)
 
 
+def _computed(forward: Forward, own: list[Any], marks: list[Any], form: Any, slots: list[Slot]) -> Any:
+    """The leaves of what a forward returns, and their form; what is divided is made anew for it.
+
+    Args:
+        forward: takes, returns, and finds in the slots, what may be divided.
+        own: a rank's own elements of what it gets, and then of what is in the slots.
+        marks: of these.
+        form: of what it gets.
+        slots: where parameters are that look whole; they have afterwards what they had before.
+    """
+    leaves = [made(*each) for each in zip(own, marks, strict=True)]
+    given, parameters = leaves[: len(own) - len(slots)], leaves[len(own) - len(slots) :]
+    args, kwargs = put_together(given, form)
+    before = [table[name] for table, name in slots]
+    _put(slots, parameters)
+    output = forward(*args, **kwargs)
+    _refuse_writes((args, kwargs), given, form)
+    _put(slots, before)
+    for ranks in ranks_of(marks):
+        ranks.last_in_graph = None  # nothing that entered here is used behind it
+    return tree_flatten(output)
+
+
 def _recomputed(slots: list[Slot], forward: Forward, *args: Any, **kwargs: Any) -> Any:
     """What a checkpoint in a graph returns. It gets and returns plain tensors, as the graph does.
-
-    What is divided is made anew in it, so that it leaves nothing of its own in what is outside.
 
     Args:
         slots: where parameters are that look whole.
@@ -82,19 +98,12 @@ def _recomputed(slots: list[Slot], forward: Forward, *args: Any, **kwargs: Any) 
     """
     options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
     leaves, form = tree_flatten((args, kwargs))
-    outside = [table[name] for table, name in slots]
-    own, marks = list(map(own_of, [*leaves, *outside])), list(map(mark_of, [*leaves, *outside]))
+    leaves += [table[name] for table, name in slots]
+    own, marks = list(map(own_of, leaves)), list(map(mark_of, leaves))
     told: list[Any] = []
 
     def run() -> list[Any]:
-        inside = [made(*each) for each in zip(own, marks, strict=True)]
-        given = tree_unflatten(inside[: len(leaves)], form)
-        _put(slots, inside[len(leaves) :])
-        output = forward(*given[0], **given[1])
-        _refuse_writes(given, inside[: len(leaves)], form)
-        _put(slots, outside)
-        forget_entrances(marks)
-        returned, shape = tree_flatten(output)
+        returned, shape = _computed(forward, own, marks, form, slots)
         tensors = [leaf for leaf in returned if isinstance(leaf, Tensor)]
         others = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in returned]
         told.extend((shape, others, map(mark_of, tensors)))
@@ -186,12 +195,6 @@ def ranks_of(marks: list[Any]) -> list[Ranks]:
         elif mark is not None:
             found += [elements.ranks for elements in mark.values()]
     return found
-
-
-def forget_entrances(marks: list[Any]) -> None:
-    """Lets nothing that entered a part of a graph be used behind it."""
-    for ranks in ranks_of(marks):
-        ranks.last_in_graph = None
 
 
 def made(own: Any, mark: Any) -> Any:
