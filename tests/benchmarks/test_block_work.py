@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -18,6 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_parallel import Compile
+from lightning_parallel.techniques.compile import COMPILES_DIVIDED, NOT_COMPILED
 from tests.benchmarks.test_tensor_parallel import (
     RANKS,
     WIDTH,
@@ -56,19 +60,25 @@ def storage(tensor: Tensor) -> int:
 
 def counts(model: nn.Module, split: bool = False) -> Counter[str]:
     run = backward_of(model, positions=4 if split else 8)
+    found = Counter(calls=calls(run))
+    with Storages() as storages:
+        run()
+    return found + storages.of
+
+
+def calls(run: Callable[[], object]) -> int:
     for _ in range(3):
         run()
-    found: Counter[str] = Counter()
+    found = 0
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
-        found["calls"] += event == "call"
+        nonlocal found
+        found += event == "call"
 
     sys.setprofile(note)
     run()
     sys.setprofile(None)
-    with Storages() as storages:
-        run()
-    return found + storages.of
+    return found
 
 
 def of_one_block(few: Counter[str], many: Counter[str]) -> dict[str, float]:
@@ -77,6 +87,7 @@ def of_one_block(few: Counter[str], many: Counter[str]) -> dict[str, float]:
 
 # Calls, operations and storages of a block more than by hand; with Python 3.11 there were (99, 2, 2) and (187, 8, 0).
 MOST = {False: (120, 4, 2), True: (205 if torch.__version__ >= (2, 13) else 225, 10, 2)}
+MOST_COMPILED = 60  # with Python 3.11 there were 52.5
 
 
 @pytest.mark.parametrize("world", [(RANKS, 0)], indirect=True)
@@ -90,6 +101,17 @@ def test_a_block_does_little_more_than_by_hand(world: None, sequence_parallel: b
     over = {name: mine[name] - theirs[name] for name in mine}
     most = dict(zip(("calls", "operations", "storages"), MOST[sequence_parallel], strict=True))
     assert {name: count for name, count in over.items() if count > most[name]} == {}
+
+
+@pytest.mark.parametrize("world", [(RANKS, 0)], indirect=True)
+@pytest.mark.skipif(not COMPILES_DIVIDED, reason=NOT_COMPILED)
+def test_a_compiled_block_does_little_more_than_by_hand(world: None) -> None:
+    torch.manual_seed(0)
+    mesh, compiled = mesh_of_ranks(), partial(torch.compile, backend="aot_eager")
+    hand = [calls(backward_of(nn.Sequential(*(compiled(ByHand()) for _ in range(n))))) for n in (2, 6)]
+    blocks = [divided(mesh, [Block() for _ in range(n)], Compile("aot_eager"), sequence_parallel=False) for n in (2, 6)]
+    ours = [calls(backward_of(each)) for each in blocks]
+    assert (ours[1] - ours[0] - hand[1] + hand[0]) / 4 <= MOST_COMPILED
 
 
 class Products(TorchFunctionMode):

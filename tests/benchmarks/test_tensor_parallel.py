@@ -2,7 +2,7 @@
 
 Beside ours: the same block written by hand with Megatron's two functions, the recipe of DTensor's documentation, and
 the block as it is. All take turns in one process; the ratio is taken within a round. With a split sequence it is a
-ratio to what is written by hand for that. Ours is the mean of three blocks: the first splits, the last joins.
+ratio to what is written by hand for that: three blocks, for the first splits, and the last joins.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ class Sum(torch.autograd.Function):
 class ByHand(Block):
     """Megatron's functions at the entrance and the exit of each region."""
 
-    def __init__(self) -> None:
-        super().__init__(RANKS)
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(RANKS, width)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + Sum.apply(self.attention(Copy.apply(self.norm1(x))))
@@ -147,12 +147,50 @@ def scatter(x: Tensor) -> Tensor:
 class SplitByHand(Block):
     """The same with a split sequence; each rank has half of it already."""
 
-    def __init__(self) -> None:
-        super().__init__(RANKS)
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(RANKS, width)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + Scatter.apply(self.attention(Gather.apply(self.norm1(x))))
         return x + Scatter.apply(self.mlp(Gather.apply(self.norm2(x))))
+
+
+class Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.chunk(RANKS, 1)[dist.get_rank()].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gather(gradient)
+
+
+class Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return gather(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.chunk(RANKS, 1)[dist.get_rank()].contiguous()
+
+
+class SplitTower(nn.Module):
+    """Such blocks as a model has them: they split the sequence, join it, and add up the gradients of norms."""
+
+    def __init__(self, blocks: int, width: int = WIDTH) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(SplitByHand(width) for _ in range(blocks)))
+        self.norms = [p for block in self.blocks for norm in (block.norm1, block.norm2) for p in norm.parameters()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Join.apply(self.blocks(Split.apply(x)))
+
+    def add_up(self) -> None:
+        gradients = [p.grad for p in self.norms if p.grad is not None]
+        message = torch.cat(gradients)
+        dist.all_reduce(message)
+        torch._foreach_copy_(gradients, list(message.split([g.numel() for g in gradients])))
 
 
 RECIPE = {
@@ -172,8 +210,10 @@ SPLIT_RECIPE = {
 
 COMPILED_BY_HAND, COMPILED = "by hand, compiled", "TensorParallel(sequence_parallel=False), compiled"
 GRAPH_EACH = "by hand, a graph of each block"
+WHOLE, SPLIT = "TensorParallel(sequence_parallel=False)", "TensorParallel()"
+SPLIT_BY_HAND, ONE_SPLIT = "by hand, split sequence", "by hand, split sequence, one block alone"
 BASES = {
-    "TensorParallel()": "by hand, split sequence",
+    SPLIT: SPLIT_BY_HAND,
     "by hand, compiled again": COMPILED_BY_HAND,
     GRAPH_EACH: COMPILED_BY_HAND,
     COMPILED: COMPILED_BY_HAND,
@@ -189,10 +229,11 @@ def runs() -> dict[str, Callable[[], float]]:
     return {
         "by hand": backward_of(ByHand()),
         "by hand again": backward_of(ByHand()),
-        "by hand, split sequence": backward_of(SplitByHand(), positions=4),
+        ONE_SPLIT: backward_of(SplitByHand(), positions=4),
+        SPLIT_BY_HAND: backward_of(SplitTower(3), blocks=3),
         "not divided": backward_of(Block()),
-        "TensorParallel(sequence_parallel=False)": ours(mesh, sequence_parallel=False),
-        "TensorParallel()": ours(mesh),
+        WHOLE: ours(mesh, sequence_parallel=False),
+        SPLIT: ours(mesh),
         "DTensor's recipe": backward_of(parallelize_module(Block(), mesh["tp"], RECIPE)),
         COMPILED_BY_HAND: backward_of(torch.compile(nn.Sequential(*(ByHand() for _ in range(3)))), blocks=3),
         "by hand, compiled again": backward_of(torch.compile(nn.Sequential(*(ByHand() for _ in range(3)))), blocks=3),
@@ -242,6 +283,8 @@ def go_back(model: nn.Module, loss: Tensor) -> None:
         model.step.backward(loss.backward)
     else:
         loss.backward()
+    if isinstance(model, SplitTower):
+        model.add_up()
 
 
 def backward_of(block: nn.Module, positions: int = 8, blocks: int = 1) -> Callable[[], float]:
@@ -283,6 +326,13 @@ def test_host_cost_of_a_block(world: None, capsys: pytest.CaptureFixture[str]) -
 
 HIDDEN, TOKENS, LAYERS, STEPS = 256, (4, 128), 4, 5
 RECIPES = "DTensor's recipe", "DTensor's recipe, split sequence"
+BY_HAND, RECIPE_AGAIN, COMPILED_AGAIN = "by hand", "the recipe again", "by hand, compiled, again"
+COMPARED = (
+    *[(name, RECIPES[0]) for name in (RECIPE_AGAIN, RECIPES[1], WHOLE)],
+    *[(name, BY_HAND) for name in (WHOLE, COMPILED_BY_HAND)],
+    *[(SPLIT, base) for base in (RECIPES[1], SPLIT_BY_HAND)],
+    *[(name, COMPILED_BY_HAND) for name in (COMPILED_AGAIN, COMPILED)],
+)
 
 
 def steps_on_gloo() -> list[dict[str, float]]:
@@ -291,11 +341,16 @@ def steps_on_gloo() -> list[dict[str, float]]:
     mesh = mesh_of_ranks()
     whole, part = TOKENS[1], TOKENS[1] // RANKS
     steps = {
-        "TensorParallel(sequence_parallel=False)": step_of(divided(mesh, tower(), sequence_parallel=False), whole),
+        WHOLE: step_of(divided(mesh, tower(), sequence_parallel=False), whole),
         RECIPES[0]: step_of(by_recipe(mesh, RECIPE), whole),
-        "the recipe again": step_of(by_recipe(mesh, RECIPE), whole),
-        "TensorParallel()": step_of(divided(mesh, tower()), whole),
+        RECIPE_AGAIN: step_of(by_recipe(mesh, RECIPE), whole),
+        SPLIT: step_of(divided(mesh, tower()), whole),
         RECIPES[1]: step_of(by_recipe(mesh, SPLIT_RECIPE), part),
+        BY_HAND: step_of(nn.Sequential(*(ByHand(HIDDEN) for _ in range(LAYERS))), whole),
+        SPLIT_BY_HAND: step_of(SplitTower(LAYERS, HIDDEN), whole),
+        COMPILED_BY_HAND: step_of(nn.Sequential(*(torch.compile(ByHand(HIDDEN)) for _ in range(LAYERS))), whole),
+        COMPILED_AGAIN: step_of(nn.Sequential(*(torch.compile(ByHand(HIDDEN)) for _ in range(LAYERS))), whole),
+        COMPILED: step_of(divided(mesh, tower(), Compile(), sequence_parallel=False), whole),
     }
     rounds = [{name: timed(steps[name]) for name in list(steps)[:: -1 if r % 2 else 1]} for r in range(ROUNDS + 1)]
     return rounds[1:]
@@ -334,9 +389,9 @@ def test_steps_of_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     rounds = [{name: statistics.mean(r[k][name] for r in ranks) for name in ranks[0][k]} for k in range(ROUNDS)]
     with capsys.disabled():
         print()
-        for name in rounds[0]:
-            base = RECIPES[name == "TensorParallel()"]
+        for name, base in COMPARED:
             ratios = [each[name] / each[base] for each in rounds]
             low, *_, high = statistics.quantiles(ratios, n=10)
-            ms = 1e3 * statistics.median(each[name] for each in rounds)
-            print(f"{name:42} {ms:7.1f} ms   {statistics.median(ratios):.2f} [{low:.2f}, {high:.2f}]")
+            ms, of_base = (1e3 * statistics.median(each[one] for each in rounds) for one in (name, base))
+            ratio = f"{statistics.median(ratios):.2f} [{low:.2f}, {high:.2f}]"
+            print(f"{name:50} {ms:6.1f} ms   {ratio} of {base}, {of_base:.1f} ms")

@@ -23,6 +23,7 @@ from torch._functorch import apis, eager_transforms
 from torch._functorch import utils as of_functions
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_parallel.techniques.divided.in_graph import inside
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.tools.redirect import Pass, Redirected, led_backward
 
@@ -57,7 +58,7 @@ LED: tuple[tuple[Any, str], ...] = (
 )
 """All that is replaced for the time of a step."""
 
-OF_BLOCKS = "lightning_parallel.techniques.divided.boundary"
+OF_BLOCKS = inside.__module__
 """Where the functions are from that the strategy has compiled: they get plain tensors."""
 
 NOT_THE_USERS = ("torch.", "lightning_parallel.")
