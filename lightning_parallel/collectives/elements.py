@@ -102,6 +102,8 @@ class Ranks:
         """The tensor that entered last (a weak reference), what it was then and where, and what stands for it since."""
         self.last_in_graph: tuple[Tensor, Any, Tensor] | None = None
         """The same while a compiler reads a graph; None before and after."""
+        self.draws_in_graph = 0
+        """How often a graph draws for elements of these ranks, while a compiler reads it; 0 before and after."""
         self.attention: SequenceAttention | None = None
         """What is called where these ranks have divided queries, keys and values along the sequence, by their owner."""
         self.forms: dict[Any, Any] = {}

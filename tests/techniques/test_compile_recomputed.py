@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -59,6 +60,15 @@ class Recomputes(Scaled):
 
     def forward(self, x: Tensor) -> Any:
         return x + checkpoint(self.change, x, use_reentrant=False)
+
+
+class Drops(Scaled):
+    """A block that draws in several ways, of one tensor twice."""
+
+    def change(self, x: Tensor) -> Tensor:
+        hidden = F.dropout(self.up(x), 0.3)
+        both = F.dropout(hidden, 0.5) + torch.dropout(hidden, 0.5, True)
+        return F.dropout(self.scale * self.down(F.dropout(both + 1, 0.2, True, True)), p=1 / 3)
 
 
 class Parted(nn.Module):
@@ -128,6 +138,22 @@ def test_blocks_with_numbers_of_their_own_train_the_same_on_batches_of_changing_
     expected = begun_on_one(trained, block, [])
     for got in run_on_ranks(1 if "not" in case else 2, trained, block, techniques, recomputes):
         compare_weights(expected.result(), got, 1e-8)
+
+
+DRAWN: dict[str, list[Any]] = {
+    "in the graph": [TP, STRICT],
+    "whole sequences": [TensorParallel(2, sequence_parallel=False), STRICT],
+    "recomputed": [TP, ActivationCheckpoint(), STRICT],
+    "selectively": [TP, ActivationCheckpoint("selective"), STRICT],
+}
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=of_divided) for case in DRAWN])
+def test_graphs_drop_what_would_be_dropped_without_them(case: str) -> None:
+    tensor_parallel, *compiled = DRAWN[case]
+    results = [run_on_ranks(2, trained, Drops, [tensor_parallel, *each]) for each in ((), compiled)]
+    for expected, got in zip(*results, strict=True):
+        compare_weights(expected, got, 1e-8)
 
 
 @of_divided

@@ -132,6 +132,7 @@ def test_it_is_laid_out_as_the_whole(division: str) -> None:
 DROPOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "of a module": torch.nn.Dropout(0.3).eval(),
     "of probability 0": torch.nn.Dropout(0.0),
+    "of all": lambda x: F.dropout(x, 1.0) + torch.dropout(x, 1.0, True),
     "of a function": lambda x: F.dropout(x, training=False),
     "by places": lambda x: torch.dropout(x, 0.3, False),
     "by names": lambda x: torch.dropout(input=x, p=0.0, train=True),

@@ -59,6 +59,8 @@ def inside(block: Any, word: str, own: list[Any], marks: list[Any], form: Any, p
         returned, form = _computed(
             block.forward, [*own, *plain], [*marks, *[mark for _, _, mark in places]], form, slots
         )
+        for ranks in ranks_of([*marks, *[mark for _, _, mark in places]]):
+            ranks.draws_in_graph = 0
         told.clear()
         told += map(mark_of, returned)
         return tree_unflatten(list(map(own_of, returned)), form)

@@ -6,10 +6,12 @@ a recomputation, which starts from the same state, draws the same ones again. Th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
+from torch import Tensor
 
 from lightning_parallel.collectives.elements import Elements
 
@@ -25,16 +27,48 @@ def drawn_apart(device: torch.device, cuts: Iterable[Elements]) -> Iterator[None
         device: where is drawn.
         cuts: of what is drawn for; ranks that have copies of the same elements draw the same.
     """
+    with _drawn_for(device, places_of(cuts)):
+        yield
+
+
+def places_of(cuts: Iterable[Elements]) -> list[int]:
+    """Numbers that are alike where ranks have the same elements, and there alone."""
+    spans = [(elements.size, len(elements.own), *chain(*elements.own)) for elements in cuts]
+    return list(chain(*spans))
+
+
+@contextmanager
+def _drawn_for(device: torch.device, places: Sequence[int]) -> Iterator[None]:
     generator = _generator(device)
     seed = _next_seed(generator, device)
     after = generator.get_state()
-    for elements in cuts:
-        seed = hash((seed, elements.size, elements.own))
-    generator.manual_seed(seed % 2**63)
+    generator.manual_seed(hash((seed, *places)) % 2**63)
     try:
         yield
     finally:
         generator.set_state(after)
+
+
+@torch.library.custom_op(
+    "lightning_parallel::kept_in_dropout", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
+def kept_in_dropout(own: Tensor, p: float, places: Sequence[int], number: int) -> Tensor:
+    """Which of a rank's own elements dropout keeps, in a graph, which has no way to set a generator's state.
+
+    Args:
+        own: the elements.
+        p: the probability with which one is dropped.
+        places: what `places_of` says of them.
+        number: of this draw among those of the graph: compilers take equal calls for one, and know by name alone which
+            of torch's own draw.
+    """
+    with _drawn_for(own.device, places):
+        return torch.empty_like(own).bernoulli_(1 - p).bool()
+
+
+@kept_in_dropout.register_fake
+def _kept_in_dropout(own: Tensor, p: float, places: Sequence[int], number: int) -> Tensor:
+    return torch.empty_like(own, dtype=torch.bool)
 
 
 def _generator(device: torch.device) -> torch.Generator:

@@ -18,7 +18,7 @@ from lightning_parallel.techniques.divided.meeting import (
     in_step,
     names_in_step,
 )
-from lightning_parallel.techniques.divided.randomness import drawn_apart
+from lightning_parallel.techniques.divided.randomness import drawn_apart, kept_in_dropout, places_of
 from lightning_parallel.techniques.divided.table import LocalCall, is_in_place, operations, rule, same_cuts
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided
 
@@ -48,6 +48,7 @@ CHANGING = (*(f"{name}_" for name in (*ARITHMETIC, *COMPARISONS, *FUNCTIONS)), "
 ONE_BY_ONE = operations(*ARITHMETIC, *COMPARISONS, *FUNCTIONS, *KEEPING, *OPERATORS, *CHANGING)
 LEAKS = frozenset(operations("rrelu"))
 DROPS = frozenset(operations("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout_")) | LEAKS
+DROPOUT = frozenset(operations("dropout", "dropout_"))
 DRAWN = (*DROPS, *operations("rand_like", "randn_like", "bernoulli", "bernoulli_", "uniform_", "normal_",
                              "exponential_"))  # fmt: skip
 IN_PLACE = frozenset(each for each in (*ONE_BY_ONE, *DRAWN) if is_in_place(each.__name__))
@@ -126,17 +127,36 @@ def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
     if not all(elements.alike_where_shared for elements in divided.cuts.values()):
         return NotImplemented  # copies must be drawn alike
     draws = func not in DROPS or _drops(func, args, kwargs)
+    if draws and func in DROPOUT and torch.compiler.is_dynamo_compiling():
+        made = _dropped_in_graph(divided, _probability(args, kwargs), func in IN_PLACE or _is_in_place(args, kwargs))
+        return _result(func, divided, made, divided.cuts, func in IN_PLACE)
     with drawn_apart(divided.own.device, divided.cuts.values()) if draws else nullcontext():
         made = func(divided.own, *args[1:], **kwargs)
     return _result(func, divided, made, divided.cuts, func in IN_PLACE)
 
 
 def _drops(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a kind of dropout draws numbers: not in evaluation, and none with a probability of 0."""
+    """Whether a kind of dropout draws numbers: not in evaluation, nor where it keeps all or nothing."""
     at = 3 if func in LEAKS else 2
     trains = args[at] if len(args) > at else kwargs.get("training", kwargs.get("train", func is functional.dropout))
-    probability = 1.0 if func in LEAKS else args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-    return bool(trains) and probability != 0
+    return bool(trains) and (func in LEAKS or _probability(args, kwargs) not in (0, 1))
+
+
+def _probability(args: Any, kwargs: Any) -> Any:
+    return args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+
+
+def _is_in_place(args: Any, kwargs: Any) -> Any:
+    return args[3] if len(args) > 3 else kwargs.get("inplace", False)
+
+
+def _dropped_in_graph(divided: Divided, p: float, in_place: bool) -> Tensor:
+    """What dropout makes of a rank's own elements, with the draws that it makes where no compiler reads."""
+    ranks, own = divided.only.ranks, divided.own
+    ranks.draws_in_graph += 1
+    kept = kept_in_dropout(own.detach(), p, places_of(divided.cuts.values()), ranks.draws_in_graph)
+    factor = kept.to(own.dtype) / (1 - p)
+    return own.mul_(factor) if in_place else own * factor
 
 
 @rule(*operations("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"))
