@@ -31,6 +31,7 @@ from lightning_parallel.collectives.functional import (
     joined_parts,
     part_of_total,
     parts_of_all,
+    result,
     scattered,
     summed,
 )
@@ -131,8 +132,8 @@ def _apply(function: Any, *args: Any) -> Tensor:
         traced: Tensor = function.apply(*args)
         return traced
     # Without what `Function.apply` looks for first, for it is not here: defaults of a `setup_context`, and transforms.
-    result: Tensor = super(Function, function).apply(*args)
-    return result
+    made: Tensor = super(Function, function).apply(*args)
+    return made
 
 
 class _Enter(Function):
@@ -172,7 +173,7 @@ class _Total(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
         ctx.ranks = ranks
-        return summed(x, ranks.group)
+        return result(summed(x, ranks.group))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -183,7 +184,7 @@ class _Part(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, elements: Elements) -> Tensor:
         ctx.dim, ctx.elements = dim, elements
-        return elements.take(x, dim).contiguous()
+        return result(elements.take(x, dim).contiguous())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -195,7 +196,7 @@ class _Joined(Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, dim: int, elements: Elements) -> Tensor:
         ctx.dim, ctx.elements = dim, elements
-        return whole_of(own, dim, elements)
+        return result(whole_of(own, dim, elements))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -210,7 +211,7 @@ class _Gathered(Function):
         ctx.dim, ctx.elements = dim, elements
         if keep:
             ctx.save_for_backward(own)
-        return whole_of(own, dim, elements)
+        return result(whole_of(own, dim, elements))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -223,7 +224,7 @@ class _TotalPart(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, elements: Elements) -> Tensor:
         ctx.dim, ctx.elements = dim, elements
-        return part_of_sum(x, dim, elements)
+        return result(part_of_sum(x, dim, elements))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -239,7 +240,7 @@ class _CopiesAddedUp(Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, dim: int, elements: Elements) -> Tensor:
         ctx.dim, ctx.elements = dim, elements
-        return sum_of_copies(own, dim, elements)
+        return result(sum_of_copies(own, dim, elements))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:

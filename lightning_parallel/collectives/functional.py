@@ -125,6 +125,15 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> 
 # is sent for them.
 
 
+def result(tensor: Tensor) -> Tensor:
+    """What a function of autograd returns; for a compiler an object that nothing within it was.
+
+    Some operations return what they got: those that wait for messages, and `contiguous`. Graphs of torch 2.11 then have
+    it twice among their results, and its gradient got lost.
+    """
+    return tensor.view_as(tensor) if torch.compiler.is_dynamo_compiling() else tensor
+
+
 def summed(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of the ranks' tensors."""
     if torch.compiler.is_dynamo_compiling():

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from lightning_parallel.collectives.by_elements import require_first_order
-from lightning_parallel.collectives.functional import joined_parts, part_of_total, uses_exchange
+from lightning_parallel.collectives.functional import joined_parts, part_of_total, result, uses_exchange
 
 
 def gather_and_multiply(part: Tensor, weight: Tensor, dim: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
@@ -30,8 +30,8 @@ def gather_and_multiply(part: Tensor, weight: Tensor, dim: int, group: dist.Proc
 
 def multiply_and_scatter(x: Tensor, weight: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """This rank's part of the sum over ranks of their products of `x` with `weight` (out, in)."""
-    result: Tensor = _MultiplyAndScatter.apply(x, weight, dim, group)  # type: ignore[no-untyped-call]
-    return result
+    own: Tensor = _MultiplyAndScatter.apply(x, weight, dim, group)  # type: ignore[no-untyped-call]
+    return own
 
 
 class _GatherAndMultiply(Function):
@@ -41,7 +41,7 @@ class _GatherAndMultiply(Function):
         ctx.save_for_backward(whole, weight)
         ctx.set_materialize_grads(False)
         ctx.dim, ctx.group = dim, group
-        return whole, product
+        return result(whole), result(product)
 
     @staticmethod
     def backward(ctx: Any, of_whole: Tensor | None, of_product: Tensor | None) -> Any:
@@ -58,7 +58,7 @@ class _MultiplyAndScatter(Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.dim, ctx.group = dim, group
-        return _scattered_product(x, weight.t(), dim, group)
+        return result(_scattered_product(x, weight.t(), dim, group))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
@@ -84,8 +84,8 @@ def _gathered_product(part: Tensor, matrix: Tensor, dim: int, group: dist.Proces
 def _scattered_product(x: Tensor, matrix: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     if reaches_memory(x, group):
         fused = symmetric("fused_matmul_reduce_scatter")
-        result: Tensor = fused(x.contiguous(), matrix, "sum", dim, group.group_name)
-        return result
+        own: Tensor = fused(x.contiguous(), matrix, "sum", dim, group.group_name)
+        return own
     return part_of_total(F.linear(x, matrix.t()), dim, group)
 
 

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.torch_version import TorchVersion
 
 from lightning_parallel.arguments import one_of, true_or_false
 from lightning_parallel.mesh import Axis, Size
@@ -20,12 +19,6 @@ from lightning_parallel.techniques.divided.boundary import CompiledForward, Grap
 from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools.redirect import Forward, Redirected, redirect_forward
-
-COMPILES_DIVIDED = TorchVersion(torch.__version__) >= "2.13"  # 2.12 has not been tried
-NOT_COMPILED = (
-    f"blocks of tensors that ranks divide run as they are: torch {torch.__version__} compiles wrong gradients of them; "
-    "take torch 2.13 to have them compiled"
-)
 
 
 @dataclass(frozen=True)
@@ -72,7 +65,7 @@ class Compile(Technique):
 
     def divide(self, model: nn.Module, ground: Ground, seen: None) -> Division:
         """Leads the forward of every block through its compiled form."""
-        graphs = Graphs(self._compile, ground.mesh, None if COMPILES_DIVIDED else NOT_COMPILED)
+        graphs = Graphs(self._compile, ground.mesh)
         for block in ground.plan.require_blocks(model, repr(self)).values():
             redirect_forward(block, partial(self._compiled, block, graphs))
         return Division(model)

@@ -21,7 +21,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_parallel import Compile
-from lightning_parallel.techniques.compile import COMPILES_DIVIDED, NOT_COMPILED
 from tests.benchmarks.test_tensor_parallel import (
     RANKS,
     WIDTH,
@@ -104,7 +103,6 @@ def test_a_block_does_little_more_than_by_hand(world: None, sequence_parallel: b
 
 
 @pytest.mark.parametrize("world", [(RANKS, 0)], indirect=True)
-@pytest.mark.skipif(not COMPILES_DIVIDED, reason=NOT_COMPILED)
 def test_a_compiled_block_does_little_more_than_by_hand(world: None) -> None:
     torch.manual_seed(0)
     mesh, compiled = mesh_of_ranks(), partial(torch.compile, backend="aot_eager")

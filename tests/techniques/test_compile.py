@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.strategies.hybrid import HybridStrategy
 from lightning_parallel.techniques.activation_checkpoint import ActivationCheckpoint
-from lightning_parallel.techniques.compile import COMPILES_DIVIDED, Compile
+from lightning_parallel.techniques.compile import Compile
 from lightning_parallel.techniques.data_parallel import DataParallel
 from lightning_parallel.techniques.divided.boundary import CompiledForward
 from lightning_parallel.techniques.expert_parallel import ExpertParallel
@@ -37,7 +37,6 @@ from tests.trainers import trainer
 assert world  # a fixture
 
 COMPILED = Compile(backend="aot_eager")
-of_divided = pytest.mark.skipif(not COMPILES_DIVIDED, reason="before torch 2.13 no graph is made of divided tensors")
 LAYOUTS: dict[str, tuple[str, Callable[[], list[Any]]]] = {
     "zero 3, recomputed": ("llama", lambda: [Zero(2, stage=3), COMPILED, ActivationCheckpoint()]),
     "data parallel": ("gpt2", lambda: [DataParallel(2), COMPILED]),
@@ -138,12 +137,10 @@ def compare_divided(block: Any, compiled: Compile) -> None:
         compare_weights(expected.result(), got, 1e-5)
 
 
-@of_divided
 def test_gradients_of_divided_fused_weights_add_up() -> None:
     compare_divided(Gated, Compile(backend="aot_eager", fullgraph=True))
 
 
-@of_divided
 def test_divided_blocks_that_break_a_graph_run_as_they_are() -> None:
     compare_divided(Breaks, COMPILED)
     of_first, of_second = run_on_ranks(2, said_of_breaks, (Breaks, Breaks), TensorParallel(2))
@@ -194,7 +191,6 @@ def test_what_divided_blocks_write_into_lists_and_dicts_reaches_the_step() -> No
         compare_weights(expected.result(), got, 1e-5)
 
 
-@of_divided
 def test_divided_blocks_that_read_lists_and_dicts_stay_graphs() -> None:
     expected, whole = begun_on_one(trained, (Reads, Reads), of=Reading), Compile(backend="aot_eager", fullgraph=True)
     for got in run_on_ranks(2, trained, (Reads, Reads), TensorParallel(2), whole, of=Reading):
@@ -207,7 +203,6 @@ def said_of_breaks(blocks: Any, *techniques: Any) -> list[str]:
     return [line for line in lines if "runs as it is" in line]
 
 
-@of_divided
 @sampled(1, "others", [(COMPILED,), ()], ids=["in compiled blocks", "alone"])
 def test_what_the_user_compiled_runs_as_it_is_on_divided_tensors(others: Any) -> None:
     expected = begun_on_one(trained, (Activates, Activates))
@@ -230,7 +225,6 @@ def test_stages_are_watched_while_blocks_are_compiled_for_changing_lengths(kinds
         compare_weights(expected.result(), got, 1e-5)
 
 
-@of_divided
 def test_the_stage_tells_whose_blocks_break_a_graph() -> None:
     told = run_on_ranks(4, said_of_breaks, (Straight, Breaks), PipelineParallel(2, microbatches=2), TensorParallel(2))
     assert [len(lines) for lines in told] == [0, 0, 1, 0]
@@ -269,6 +263,8 @@ def graphs_of_a_fit(column: str, techniques: list[Any], **model: Any) -> tuple[i
 )
 def test_a_run_makes_each_graph_once(column: str, techniques: list[Any]) -> None:
     """Though its first steps are watched for what they log."""
+    if column == "gpt" and techniques[0] == TensorParallel(2) and torch.__version__ < (2, 12):
+        pytest.skip("torch 2.11 cannot read nn.RMSNorm of divided tensors")
     for graphs, _, given_up in run_on_ranks(2, graphs_of_a_fit, column, [*techniques, COMPILED]):
         assert (graphs <= 2, given_up) == (True, 0)  # the first block's input may be of another kind
 
@@ -280,7 +276,6 @@ def test_blocks_with_experts_share_graphs_however_many_they_are(mode: Any) -> No
     assert few[:2] == many[:2]
 
 
-@of_divided
 @pytest.mark.parametrize("world", [(2, 0)], indirect=True)
 def test_graphs_do_not_ask_for_what_the_project_itself_contains(world: None) -> None:
     torch._dynamo.reset()
@@ -303,7 +298,6 @@ def compiled_forward(block: nn.Module) -> CompiledForward:
     return redirected.wrapped
 
 
-@of_divided
 @pytest.mark.parametrize("world", [(2, 0)], indirect=True)
 @sampled(1, "sequence_parallel", [True, False])
 def test_graphs_wait_once_for_each_message(world: None, sequence_parallel: bool) -> None:
@@ -319,7 +313,6 @@ def test_graphs_wait_once_for_each_message(world: None, sequence_parallel: bool)
         restore_forward(module)
 
 
-@of_divided
 @pytest.mark.parametrize("world", [(2, 0)], indirect=True)
 @sampled(1, "sequence_parallel", [True, False])
 def test_graphs_are_shared_by_blocks_and_steps_of_a_run(world: None, sequence_parallel: bool) -> None:
@@ -365,21 +358,3 @@ def test_values_of_other_containers_are_those_of_pytree() -> None:
     leaves, form = taken_apart(value)
     assert len(leaves) == 4
     assert repr(put_together(leaves, form)) == repr(value)
-
-
-@pytest.mark.parametrize("world", [(2, 0)], indirect=True)
-def test_graphs_of_divided_tensors_that_would_be_wrong_are_not_made(
-    world: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch._dynamo.reset()
-    monkeypatch.setattr("lightning_parallel.techniques.compile.COMPILES_DIVIDED", False)
-    model = divided(mesh_of_ranks(), [Block(), Block()], COMPILED, sequence_parallel=False)
-    with heard() as lines:
-        model(torch.randn(1, 8, WIDTH)).sum().backward()
-    assert ["compiles wrong gradients" in line for line in lines] == [True]
-    assert not torch._dynamo.eval_frame._debug_get_cache_entry_list(forwards(model)[0]._graphs.code)
-    strict = divided(mesh_of_ranks(), [Block()], Compile("aot_eager", fullgraph=True), sequence_parallel=False)
-    with pytest.raises(ValueError, match="compiles wrong gradients"):
-        strict(torch.randn(1, 8, WIDTH))
-    for module in (*model.modules(), *strict.modules()):
-        restore_forward(module)

@@ -22,7 +22,7 @@ from tests.benchmarks.test_tensor_parallel import WIDTH, Block, divided, mesh_of
 from tests.curves import compare_weights
 from tests.models import points
 from tests.ranks import begun_on_one, run_on_ranks
-from tests.techniques.test_compile import COMPILED, of_divided
+from tests.techniques.test_compile import COMPILED
 from tests.techniques.test_wire import world
 from tests.trainers import trainer
 
@@ -132,7 +132,7 @@ CASES: dict[str, tuple[type[nn.Module], list[Any], bool]] = {
 }
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=of_divided) for case in CASES])
+@pytest.mark.parametrize("case", CASES)
 def test_blocks_with_numbers_of_their_own_train_the_same_on_batches_of_changing_sizes(case: str) -> None:
     block, techniques, recomputes = CASES[case]
     expected = begun_on_one(trained, block, [])
@@ -148,7 +148,7 @@ DRAWN: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=of_divided) for case in DRAWN])
+@pytest.mark.parametrize("case", DRAWN)
 def test_graphs_drop_what_would_be_dropped_without_them(case: str) -> None:
     tensor_parallel, *compiled = DRAWN[case]
     results = [run_on_ranks(2, trained, Drops, [tensor_parallel, *each]) for each in ((), compiled)]
@@ -156,7 +156,6 @@ def test_graphs_drop_what_would_be_dropped_without_them(case: str) -> None:
         compare_weights(expected, got, 1e-8)
 
 
-@of_divided
 @pytest.mark.parametrize("world", [(2, 0)], indirect=True)
 def test_the_graph_of_a_recomputed_block_keeps_less(world: None) -> None:
     kept = {}

@@ -103,11 +103,10 @@ class Graphs:
     Args:
         compiled: what makes a compiled function of one that takes and returns plain tensors: `torch.compile`.
         mesh: all ranks.
-        wrong: what is, with graphs of divided tensors in this version of torch: none are made then.
     """
 
-    def __init__(self, compiled: Callable[..., Forward], mesh: ParallelMesh, wrong: str | None) -> None:
-        self.compiled, self._mesh, self.wrong = compiled, mesh, wrong
+    def __init__(self, compiled: Callable[..., Forward], mesh: ParallelMesh) -> None:
+        self.compiled, self._mesh = compiled, mesh
         self._warned: set[str] = set()
         self.code = inside.__code__.replace(co_consts=(*inside.__code__.co_consts, object()))
         """A code of its own: a compiler keeps graphs by the code that it has read."""
@@ -123,7 +122,7 @@ class Graphs:
 
         A forward and its recomputation must run the same graph, and of several that would do torch takes any.
         """
-        static = Graphs(partial(self.compiled, dynamic=False), self._mesh, self.wrong)
+        static = Graphs(partial(self.compiled, dynamic=False), self._mesh)
         static._warned = self._warned
         return static
 
@@ -210,7 +209,7 @@ class CompiledForward:
         if not parameters.divided and not any(isinstance(leaf, Divided) for leaf in leaves):
             plain = self._plain_static if is_in_checkpoint() else self._plain
             return plain(*args, **kwargs)
-        if self._eager or self._is_distrusted():
+        if self._eager:
             return self.forward(*args, **kwargs)
         graphs = self._graphs.static if is_in_checkpoint() else self._graphs
         call = graphs.call(leaves, form, parameters)
@@ -273,14 +272,6 @@ class CompiledForward:
             f"(torch._dynamo.config.recompile_limit = {torch._dynamo.config.recompile_limit}), and runs as it is for "
             "other lengths: pad batches to a few lengths, or raise the limit"
         )
-
-    def _is_distrusted(self) -> bool:
-        wrong = self._graphs.wrong
-        if wrong and self._must_compile:
-            raise ValueError(f"Compile(fullgraph=True): {wrong}")
-        if wrong:
-            self._graphs.warn_once(wrong)
-        return wrong is not None
 
     def _give_up(self, error: TorchDynamoException) -> None:
         if self._must_compile:

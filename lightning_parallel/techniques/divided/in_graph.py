@@ -62,7 +62,7 @@ def inside(block: Any, word: str, own: list[Any], marks: list[Any], form: Any, p
         for ranks in ranks_of([*marks, *[mark for _, _, mark in places]]):
             ranks.draws_in_graph = 0
         told.clear()
-        told += map(mark_of, returned)
+        told += list(map(mark_of, returned))
         return tree_unflatten(list(map(own_of, returned)), form)
 
 
