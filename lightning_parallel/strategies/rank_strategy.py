@@ -40,7 +40,12 @@ from lightning_parallel.strategies.ranks.backends import backend_for
 from lightning_parallel.strategies.ranks.failures import Failure, Failures, said_of
 from lightning_parallel.strategies.ranks.launchers import Launcher, make_launcher
 from lightning_parallel.strategies.ranks.roll_call import RollCall
-from lightning_parallel.strategies.ranks.signals import die_with_parent, end_children, is_launched_child
+from lightning_parallel.strategies.ranks.signals import (
+    die_with_parent,
+    end_children,
+    is_launched_child,
+    outlive_parent,
+)
 from lightning_parallel.strategies.ranks.tracebacks import note, show_in_one_line, show_own_frames, tell_torchrun
 from lightning_parallel.strategies.ranks.watchdog import Watchdog
 from lightning_parallel.strategies.trainer import lightnings
@@ -178,9 +183,7 @@ class RankStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         """Joins the process group and builds the mesh."""
         super().setup_environment()
-        if isinstance(self._environment(), LightningEnvironment) and is_launched_child(
-            self.local_rank, self._start_method
-        ):
+        if self._is_launched:
             die_with_parent()
         self.set_world_ranks()
         self._require_world_size()
@@ -335,6 +338,14 @@ class RankStrategy(ParallelStrategy):
         if self._watchdog is not None:
             self._watchdog.stop()
         super().teardown()
+        if self._is_launched:
+            outlive_parent()
+
+    @property
+    def _is_launched(self) -> bool:
+        """Whether this process was made by the strategy's own launcher."""
+        ours = isinstance(self.cluster_environment, LightningEnvironment)
+        return ours and is_launched_child(self.local_rank, self._start_method)
 
     @property
     def _is_alone(self) -> bool:

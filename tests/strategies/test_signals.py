@@ -89,3 +89,30 @@ def test_processes_that_do_not_end_are_killed_however_they_were_started() -> Non
     forked.join(10)
     assert (script.wait(10), forked.exitcode) == (-signal.SIGKILL, -signal.SIGKILL)
     assert time.monotonic() - began < 10
+
+
+SLOW_AFTERWARDS = """
+import sys, time
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning_parallel import DataParallelStrategy
+
+if __name__ == "__main__":
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(accelerator="cpu", devices=2, strategy=DataParallelStrategy(), limit_predict_batches=1, **quiet)
+    trainer.predict(BoringModel())
+    time.sleep(3 * trainer.global_rank)
+    print("rank", trainer.global_rank, "has written what it predicted", flush=True)
+"""
+
+
+def test_what_ranks_do_after_a_run_is_done_though_rank_0_ends_first(tmp_path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SLOW_AFTERWARDS)
+    command = [sys.executable, "-W", "ignore", str(script)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert all(f"rank {rank} has written" in done.stdout for rank in (0, 1)), done.stdout

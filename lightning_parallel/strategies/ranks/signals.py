@@ -85,14 +85,22 @@ class Signals:
         self.requested = self.requested._replace(requeue=True)
 
 
+SET_PARENT_DEATH_SIGNAL = 1
+
+
 def die_with_parent() -> None:
     """Has the kernel kill this process when the one that launched it dies, even by SIGKILL (Linux)."""
     if not sys.platform.startswith("linux"):
         return
-    set_parent_death_signal = 1
-    ctypes.CDLL(None, use_errno=True).prctl(set_parent_death_signal, signal.SIGKILL)
+    ctypes.CDLL(None, use_errno=True).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() == 1:  # it died before the call
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def outlive_parent() -> None:
+    """Takes `die_with_parent` back: after a run a script may take longer than that of rank 0."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(SET_PARENT_DEATH_SIGNAL, 0)
 
 
 def is_launched_child(local_rank: int, start_method: str) -> bool:
