@@ -1,0 +1,95 @@
+"""The look that a pipeline takes at a step before the run leaves no trace in the parts of the module."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_parallel.plan import ParallelPlan
+from lightning_parallel.strategies.hybrid import HybridStrategy
+from lightning_parallel.techniques.pipeline_parallel.technique import PipelineParallel
+from tests.curves import compare_weights
+from tests.models import points
+from tests.ranks import begun_on_one, run_on_ranks
+from tests.trainers import trainer
+
+
+class Counts(nn.Module):
+    """Warms up by its own count of calls, and keeps what it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.seen, self.by_size = 0, [], {}
+        self.scale = nn.Parameter(torch.ones(13))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(float(self.calls))
+        self.by_size[len(x)] = self.calls
+        return x * self.scale * min(1.0, sum(self.seen) / 9 + self.by_size[len(x)] / 20)
+
+
+class Begins(nn.Module):
+    """Makes its weights of the first batch, and remembers in an attribute of Python that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun = False
+        self.scale = nn.Parameter(torch.ones(13))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.begun:
+            self.scale.data = 1 / (1 + x.detach().std(0))
+            self.begun, self.new = True, 1
+        return x * self.scale * self.new
+
+
+class Remembers(nn.Module):
+    """Mixes in what it computed for the batch before."""
+
+    last: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(13))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = x * self.scale if self.last is None else x * self.scale + 0.1 * self.last
+        self.last = made.detach()
+        return made
+
+
+class Model(LightningModule):
+    def __init__(self, part: type[nn.Module]) -> None:
+        super().__init__()
+        self.part = part()
+        self.layers = nn.ModuleList(nn.Linear(13, 13) for _ in range(2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.part(batch[0])
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return x.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trained(part: type[nn.Module], strategy: Any) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    module = Model(part)
+    trainer(strategy, max_epochs=2, limit_val_batches=0, precision="64-true").fit(
+        module, DataLoader(points(8, seed=1), 4)
+    )
+    return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("part", [Counts, Begins, Remembers])
+def test_attributes_of_parts_are_what_they_were(part: type[nn.Module]) -> None:
+    expected = begun_on_one(trained, part, "auto")
+    strategy = HybridStrategy(PipelineParallel(2, microbatches=1), plan=ParallelPlan(blocks="layers.*"))
+    for got in run_on_ranks(2, trained, part, strategy):
+        compare_weights(expected.result(), got, 1e-8)
