@@ -18,7 +18,7 @@ from lightning_parallel.checkpoint.damage import Damaged, shortened
 from lightning_parallel.checkpoint.hub.folder import CONFIG, LARGEST, write
 from lightning_parallel.checkpoint.hub.weights import content_of, weights_of
 from lightning_parallel.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from lightning_parallel.checkpoint.sealed import SealedFile, require_unchanged
+from lightning_parallel.checkpoint.sealed import SealedFile, require_readable, require_unchanged
 from lightning_parallel.checkpoint.tensors_file import DTYPES
 
 
@@ -58,6 +58,7 @@ def verify(line: argparse.Namespace) -> None:
         folder.require_whole(line.path, folder.faults(line.path, _manifest_of(line.path)))
     else:
         require_unchanged(line.path)
+        require_readable(line.path)
     print(f"{line.path} is as it was written")
 
 

@@ -87,6 +87,18 @@ def load(path: Any, device: Any = "cpu", weights_only: bool = True) -> Any:
         raise Damaged(_broken(path, error)) from error
 
 
+def require_readable(path: Path) -> None:
+    """Raises ValueError if a file is no checkpoint, or so much of one that torch cannot read it.
+
+    An archive whose values only code could bring back is one.
+    """
+    try:
+        load(path)
+    except ValueError as error:
+        if isinstance(error, Damaged) or not zipfile.is_zipfile(path):
+            raise
+
+
 def _broken(path: Any, error: Exception) -> str:
     return f"{path} is no checkpoint, or was cut off; take an earlier one ({error})"
 

@@ -45,3 +45,14 @@ def test_files_that_hold_no_model_are_not_converted(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"is no checkpoint, or was cut off"):
         main(["convert", str(tmp_path / "one.ckpt"), str(tmp_path / "out"), "--config", str(tmp_path)])
     assert not (tmp_path / "out").exists()
+
+
+def test_what_is_cut_off_or_no_checkpoint_is_not_as_it_was_written(tmp_path: Path) -> None:
+    whole, cut = tmp_path / "one.ckpt", tmp_path / "cut.ckpt"
+    torch.save({"state_dict": {"weight": torch.randn(5000)}, "hyper_parameters": Path("code")}, whole)
+    main(["verify", str(whole)])
+    content = whole.read_bytes()
+    for damaged in (b"", content[:100], content[:3000], content[:-200], content[:-20], b"hello", bytes(range(256)) * 9):
+        cut.write_bytes(damaged)
+        with pytest.raises(SystemExit, match=r"error: .*cut off"):
+            main(["verify", str(cut)])
