@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -26,12 +27,14 @@ class Sample:
         batch: the batch.
         device: where the batch and the module are at that time.
         layout: where samples are in the batch.
+        unchanged: makes a context; after it the module's parts keep in their attributes what they kept before.
     """
 
     run: Callable[..., Any]
     batch: Any
     device: torch.device
     layout: Layout = None
+    unchanged: Callable[[], AbstractContextManager[object]] = nullcontext
 
     @property
     def size(self) -> int | None:

@@ -76,59 +76,25 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-class Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
+def function(forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Any:
+    """A function of autograd that keeps nothing."""
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        gradient = gradient.contiguous()
-        dist.all_reduce(gradient)
-        return gradient
+    class Made(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return forward(x)
 
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return backward(gradient)
 
-class Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        x = x.clone()
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
+    return Made
 
 
-class ByHand(Block):
-    """Megatron's functions at the entrance and the exit of each region."""
-
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__(RANKS, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + Sum.apply(self.attention(Copy.apply(self.norm1(x))))
-        return x + Sum.apply(self.mlp(Copy.apply(self.norm2(x))))
-
-
-class Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return gather(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return scatter(gradient)
-
-
-class Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return scatter(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gather(gradient)
+def summed(x: Tensor) -> Tensor:
+    x = x.clone()
+    dist.all_reduce(x)
+    return x
 
 
 def gather(x: Tensor) -> Tensor:
@@ -144,6 +110,32 @@ def scatter(x: Tensor) -> Tensor:
     return own
 
 
+def own_part(x: Tensor) -> Tensor:
+    return x.chunk(RANKS, 1)[dist.get_rank()].contiguous()
+
+
+def summed_in_place(gradient: Tensor) -> Tensor:
+    gradient = gradient.contiguous()
+    dist.all_reduce(gradient)
+    return gradient
+
+
+Copy, Sum = function(lambda x: x.view_as(x), summed_in_place), function(summed, lambda gradient: gradient)
+Gather, Scatter = function(gather, scatter), function(scatter, gather)
+Split, Join = function(own_part, gather), function(gather, own_part)
+
+
+class ByHand(Block):
+    """Megatron's functions at the entrance and the exit of each region."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__(RANKS, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + Sum.apply(self.attention(Copy.apply(self.norm1(x))))
+        return x + Sum.apply(self.mlp(Copy.apply(self.norm2(x))))
+
+
 class SplitByHand(Block):
     """The same with a split sequence; each rank has half of it already."""
 
@@ -153,26 +145,6 @@ class SplitByHand(Block):
     def forward(self, x: Tensor) -> Tensor:
         x = x + Scatter.apply(self.attention(Gather.apply(self.norm1(x))))
         return x + Scatter.apply(self.mlp(Gather.apply(self.norm2(x))))
-
-
-class Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.chunk(RANKS, 1)[dist.get_rank()].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gather(gradient)
-
-
-class Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return gather(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.chunk(RANKS, 1)[dist.get_rank()].contiguous()
 
 
 class SplitTower(nn.Module):

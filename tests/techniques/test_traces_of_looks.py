@@ -1,10 +1,13 @@
 """The look that a pipeline takes at a step before the run leaves no trace in the parts of the module."""
 
+from collections import deque
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -17,19 +20,28 @@ from tests.ranks import begun_on_one, run_on_ranks
 from tests.trainers import trainer
 
 
+class State:
+    """An object of the user's."""
+
+    calls = 0
+
+
 class Counts(nn.Module):
     """Warms up by its own count of calls, and keeps what it saw."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls, self.seen, self.by_size = 0, [], {}
+        self.calls, self.seen, self.by_size, self.latest, self.state = 0, [], {}, deque(maxlen=2), State()
         self.scale = nn.Parameter(torch.ones(13))
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         self.seen.append(float(self.calls))
         self.by_size[len(x)] = self.calls
-        return x * self.scale * min(1.0, sum(self.seen) / 9 + self.by_size[len(x)] / 20)
+        self.latest.append(self.calls)
+        self.state.calls += 1
+        counted = sum(self.seen) + self.by_size[len(x)] + sum(self.latest) + self.state.calls
+        return x * self.scale * min(1.0, counted / 40)
 
 
 class Begins(nn.Module):
@@ -93,3 +105,36 @@ def test_attributes_of_parts_are_what_they_were(part: type[nn.Module]) -> None:
     strategy = HybridStrategy(PipelineParallel(2, microbatches=1), plan=ParallelPlan(blocks="layers.*"))
     for got in run_on_ranks(2, trained, part, strategy):
         compare_weights(expected.result(), got, 1e-8)
+
+
+class Written(CSVLogger):
+    """A logger that a step writes to itself."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder)
+        self.rows: list[dict[str, float]] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.rows.append(metrics)
+
+
+class Writes(Model):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.logger.log_metrics({"own": loss.item()}, step=self.global_step)
+        return loss
+
+
+def written(folder: str) -> list[float]:
+    strategy = HybridStrategy(PipelineParallel(2, microbatches=1), plan=ParallelPlan(blocks="layers.*"))
+    logger = Written(folder)
+    run = trainer(strategy, max_epochs=1, limit_val_batches=0, precision="64-true", logger=logger)
+    run.fit(Writes(Counts), DataLoader(points(8, seed=1), 4))
+    assert run.loggers == [logger]
+    return [row["own"] for row in logger.rows if "own" in row]
+
+
+def test_nothing_is_written_to_loggers(tmp_path: Path) -> None:
+    for values in run_on_ranks(2, written, str(tmp_path)):
+        assert 1.0 not in values  # what a look has in place of values
+        assert len(values) <= 2

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.utils.data import DataLoader, IterableDataset
@@ -61,7 +62,7 @@ def take_sample(trainer: Trainer, host: dist.ProcessGroup, layouts: Layouts | No
         with untouched([], trainer), _without_traces(module), trainer.precision_plugin.forward_context():
             return step(on, *numbers)
 
-    return Sample(run, batch, HOST, layout)
+    return Sample(run, batch, HOST, layout, partial(_parts_unchanged, module))
 
 
 @contextmanager
@@ -120,6 +121,16 @@ def _loop_and_step(trainer: Trainer, module: LightningModule) -> tuple[Any, Call
 
 
 @contextmanager
+def _parts_unchanged(module: LightningModule) -> Iterator[None]:
+    kept = [KeptValues(part) for part in module.modules() if part is not module]
+    try:
+        yield
+    finally:
+        for values in kept:
+            values.undo()
+
+
+@contextmanager
 def _without_traces(module: LightningModule) -> Iterator[None]:
     """Inside, nothing is logged and no metric counts; afterwards the module keeps what it kept."""
     kept, generators = KeptValues(module), [(each, each.get_state()) for each in own_generators(module)]
@@ -127,8 +138,9 @@ def _without_traces(module: LightningModule) -> Iterator[None]:
     metrics = [part for part in module.modules() if isinstance(part, (Metric, MetricCollection))]
     given = [silent if isinstance(metric, Metric) else {"update": _read} for metric in metrics]  # it asks for states
     before = [{name: vars(metric).get(name) for name in names} for metric, names in zip(metrics, given, strict=True)]
-    logged = vars(module).get("log")
+    logged, loggers = vars(module).get("log"), module.trainer.loggers
     vars(module)["log"] = _read_to_log
+    module.trainer.loggers = [DummyLogger() for _ in loggers]  # for a step that writes to them itself
     for metric, names in zip(metrics, given, strict=True):
         vars(metric).update(names)
     try:
@@ -137,6 +149,7 @@ def _without_traces(module: LightningModule) -> Iterator[None]:
         kept.undo()
         for generator, state in generators:
             generator.set_state(state)
+        module.trainer.loggers = loggers
         vars(module).pop("log")
         if logged is not None:
             vars(module)["log"] = logged

@@ -6,39 +6,27 @@ a recomputation, which starts from the same state, draws the same ones again. Th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 
 import torch
 from torch import Tensor
 
-from lightning_parallel.collectives.elements import Elements
+from lightning_parallel.techniques.divided.table import Cuts
 
 _STEP = 4
 """By how much a GPU's generator moves on: its offset counts in fours."""
 
 
 @contextmanager
-def drawn_apart(device: torch.device, cuts: Iterable[Elements]) -> Iterator[None]:
+def drawn_apart(device: torch.device, places: Sequence[int]) -> Iterator[None]:
     """Inside, the device's generator draws for this rank alone.
 
     Args:
         device: where is drawn.
-        cuts: of what is drawn for; ranks that have copies of the same elements draw the same.
+        places: what `places_of` says of what is drawn for; ranks that have copies of the same elements draw the same.
     """
-    with _drawn_for(device, places_of(cuts)):
-        yield
-
-
-def places_of(cuts: Iterable[Elements]) -> list[int]:
-    """Numbers that are alike where ranks have the same elements, and there alone."""
-    spans = [(elements.size, len(elements.own), *chain(*elements.own)) for elements in cuts]
-    return list(chain(*spans))
-
-
-@contextmanager
-def _drawn_for(device: torch.device, places: Sequence[int]) -> Iterator[None]:
     generator = _generator(device)
     seed = _next_seed(generator, device)
     after = generator.get_state()
@@ -47,6 +35,12 @@ def _drawn_for(device: torch.device, places: Sequence[int]) -> Iterator[None]:
         yield
     finally:
         generator.set_state(after)
+
+
+def places_of(cuts: Cuts) -> list[int]:
+    """Numbers that are alike where ranks have the same elements, and there alone."""
+    spans = [(elements.size, len(elements.own), *chain(*elements.own)) for elements in cuts.values()]
+    return list(chain(*spans))
 
 
 @torch.library.custom_op(
@@ -62,7 +56,7 @@ def kept_in_dropout(own: Tensor, p: float, places: Sequence[int], number: int) -
         number: of this draw among those of the graph: compilers take equal calls for one, and know by name alone which
             of torch's own draw.
     """
-    with _drawn_for(own.device, places):
+    with drawn_apart(own.device, places):
         return torch.empty_like(own).bernoulli_(1 - p).bool()
 
 

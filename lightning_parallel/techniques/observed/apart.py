@@ -286,7 +286,8 @@ def _look(model: nn.Module, sample: Sample, batch: Any, last: nn.Module) -> _Loo
     buffers = {memory_of(each): name for name, each in model.named_buffers() if each.is_floating_point()}
     look = _Look(buffers)
     handle = last.register_forward_hook(look.blocks_end)
-    with torch.no_grad(), tensors_kept(model), ShapesOnly(model.parameters(), sample.device, look):
+    shapes = ShapesOnly(model.parameters(), sample.device, look)
+    with torch.no_grad(), sample.unchanged(), tensors_kept(model), shapes:
         try:
             sample.run(batch)
         except Exception as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,7 +24,7 @@ def tensors_kept(model: nn.Module) -> Iterator[dict[str, torch.dtype]]:
     before = {name: parameter.dtype for name, parameter in model.named_parameters(remove_duplicate=False)}
     cast: dict[str, torch.dtype] = {}
     try:
-        with in_place(model), _attributes_kept(model), torch.compiler.set_stance("force_eager"):
+        with in_place(model), torch.compiler.set_stance("force_eager"):
             try:
                 yield cast
             finally:
@@ -36,38 +36,6 @@ def tensors_kept(model: nn.Module) -> Iterator[dict[str, torch.dtype]]:
         for parameter, data in shapes:
             if parameter.dtype != data.dtype:
                 parameter.data = data
-
-
-@contextmanager
-def _attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Afterwards modules have the attributes that they had, and no new ones; lists and dicts have what was in them."""
-    tables = list(map(vars, model.modules()))
-    of_torch = vars(nn.Module()).keys()
-    before = [dict(table) for table in tables]
-    contents: dict[int, tuple[Any, Any]] = {}
-    for table in tables:
-        _note_contents([value for name, value in table.items() if name not in of_torch], contents)
-    try:
-        yield
-    finally:
-        for container, own in contents.values():
-            if isinstance(container, list):
-                container[:] = own
-            else:
-                container.clear()
-                container.update(own)
-        for table, attributes in zip(tables, before, strict=True):
-            for name in table.keys() - attributes.keys():
-                del table[name]
-            table.update(attributes)
-
-
-def _note_contents(values: Iterable[Any], found: dict[int, tuple[Any, Any]]) -> None:
-    """Notes what lists, dicts and sets contain, also those within them."""
-    for value in values:
-        if type(value) in (list, dict, set) and id(value) not in found:
-            found[id(value)] = value, value.copy()
-            _note_contents(value.values() if isinstance(value, dict) else value, found)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ Clusters, SC 2021; P. Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import ClassVar, Literal, get_args
 
@@ -127,8 +127,8 @@ class PipelineParallel(Technique):
         try:
             cut(seen.step, stages, self.split, loss_stage=True)
             size = one.size or 1
-            twice = partial(one.run, again(one.batch, one.layout))
-            dims = sample_dims(seen.step, traverse(model, blocks, twice, one.device), (size, 2 * size))
+            twice = replace(one, run=partial(one.run, again(one.batch, one.layout)))
+            dims = sample_dims(seen.step, _seen(model, blocks, twice), (size, 2 * size))
         except (ValueError, RuntimeError) as error:
             if self.loss_over == "batch":
                 raise ValueError(f"PipelineParallel(loss_over='batch') cannot be: {error}") from error
@@ -264,7 +264,7 @@ def _block_counts(split: object) -> tuple[int, ...]:
 def _traversed(model: nn.Module, plan: ParallelPlan, blocks: dict[str, nn.Module], one: Sample) -> Traversal:
     """What a step shows; of an inferred plan, with those lists of layers for blocks that run in it."""
     try:
-        return traverse(model, blocks, one.run, one.device)
+        return _seen(model, blocks, one)
     except BlocksMissingError as error:
         running = running_blocks(plan, model, error.called) if plan.inferred else {}
         if not running:
@@ -274,7 +274,12 @@ def _traversed(model: nn.Module, plan: ParallelPlan, blocks: dict[str, nn.Module
         f"The pipeline is cut at {', '.join(cut_at)}: the step that was looked at runs without {', '.join(left)}. "
         "Where other steps run them, use ZeroStrategy, which divides any model"
     )
-    return traverse(model, running, one.run, one.device)
+    return _seen(model, running, one)
+
+
+def _seen(model: nn.Module, blocks: Mapping[str, nn.Module], one: Sample) -> Traversal:
+    with one.unchanged():
+        return traverse(model, blocks, one.run, one.device)
 
 
 def _cast(model: nn.Module, casts: Mapping[str, torch.dtype]) -> None:

@@ -65,10 +65,10 @@ class KeptValues:
     """Remembers the plain attributes of a module.
 
     Args:
-        module: the user's.
+        module: the user's, or a part of it.
     """
 
-    def __init__(self, module: LightningModule) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._attributes = vars(module)
         users = self._users()
         self._before = _container(None, users, users, None)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_parallel.collectives.elements import Elements
 from lightning_parallel.collectives.made_of import Made
 from lightning_parallel.techniques.divided.meeting import as_divided, as_they_are, brought_together, learns, own_part
-from lightning_parallel.techniques.divided.randomness import drawn_apart
+from lightning_parallel.techniques.divided.randomness import drawn_apart, places_of
 from lightning_parallel.techniques.divided.rules.repeats import without_repeats
 from lightning_parallel.techniques.divided.table import Cuts, LocalCall, rule, same_cuts
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided, own_use
@@ -48,7 +48,7 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Any:
     cuts = {of_result.index(name): elements for name, elements in mine[1].items()}
     if usual is not None and not drops and not grouped:
         return LocalCall(_attended if is_divided(mask) else func, cuts)
-    with drawn_apart(query.device, cuts.values()) if drops else nullcontext():
+    with drawn_apart(query.device, places_of(cuts)) if drops else nullcontext():
         return as_divided(_computed(func, list(map(own_use, mine[0][::-1])), given), cuts)
 
 
@@ -131,7 +131,7 @@ def _along_the_sequence(query: Any, key: Any, value: Any, mask: Tensor | None, g
         )  # fmt: skip
 
     if drops:
-        with drawn_apart(query.device, cuts.values()):
+        with drawn_apart(query.device, places_of(cuts)):
             own = attend()
     else:
         own = attend()

@@ -130,7 +130,7 @@ def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
     if draws and func in DROPOUT and torch.compiler.is_dynamo_compiling():
         made = _dropped_in_graph(divided, _probability(args, kwargs), func in IN_PLACE or _is_in_place(args, kwargs))
         return _result(func, divided, made, divided.cuts, func in IN_PLACE)
-    with drawn_apart(divided.own.device, divided.cuts.values()) if draws else nullcontext():
+    with drawn_apart(divided.own.device, places_of(divided.cuts)) if draws else nullcontext():
         made = func(divided.own, *args[1:], **kwargs)
     return _result(func, divided, made, divided.cuts, func in IN_PLACE)
 
@@ -154,7 +154,7 @@ def _dropped_in_graph(divided: Divided, p: float, in_place: bool) -> Tensor:
     """What dropout makes of a rank's own elements, with the draws that it makes where no compiler reads."""
     ranks, own = divided.only.ranks, divided.own
     ranks.draws_in_graph += 1
-    kept = kept_in_dropout(own.detach(), p, places_of(divided.cuts.values()), ranks.draws_in_graph)
+    kept = kept_in_dropout(own.detach(), p, places_of(divided.cuts), ranks.draws_in_graph)
     factor = kept.to(own.dtype) / (1 - p)
     return own.mul_(factor) if in_place else own * factor
 
