@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
@@ -18,6 +19,7 @@ from lightning_parallel import (
     DataParallelStrategy,
     ExpertParallel,
     HybridStrategy,
+    PipelineParallel,
     TensorParallel,
     TensorParallelStrategy,
     Zero,
@@ -208,3 +210,48 @@ def compare(model: type[LightningModule], layout: tuple[int, int, Any]) -> None:
 @covering(keep=6, layout=LAYOUTS, model=MODELS)
 def test_they_learn_as_on_one_device(layout: str, model: str) -> None:
     compare(MODELS[model], LAYOUTS[layout])
+
+
+class InTurns(LightningModule):
+    """Each batch trains every other layer, and one of them from the third batch on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.layers[1].requires_grad_(False)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            layer.requires_grad_((number % 2 == batch_idx % 2) if number != 1 else batch_idx > 1)
+        x = batch[0].mean(1)
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+        return x.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+
+def trained_in_turns(make: Any, batch_size: int) -> dict[str, Tensor]:
+    module = InTurns().double()
+    data = torch.randn(32, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    trainer(make(), max_epochs=2, limit_val_batches=0).fit(module, DataLoader(TensorDataset(data), batch_size))
+    return {name: tensor.clone() for name, tensor in module.state_dict().items()}
+
+
+IN_TURNS: dict[str, tuple[int, Any]] = {
+    "tensor parallel": (1, lambda: HybridStrategy(TensorParallel(2))),
+    "layers": (1, lambda: HybridStrategy(PipelineParallel(2, microbatches=1))),
+    "in halves": (1, lambda: HybridStrategy(PipelineParallel(2, microbatches=4, schedule="zbv"))),
+    "reduced early": (2, lambda: HybridStrategy(PipelineParallel(2, microbatches=2), DataParallel(2))),
+    "in rows": (2, lambda: HybridStrategy(PipelineParallel(2, microbatches=2), Zero(2, stage=2))),
+}
+
+
+@pytest.mark.parametrize("layout", IN_TURNS)
+def test_what_a_step_lets_learn_learns_in_its_batch(layout: str) -> None:
+    readers, make = IN_TURNS[layout]
+    expected = begun_on_one(trained_in_turns, partial(str, "auto"), 8)
+    for got in run_on_ranks(2 * readers, trained_in_turns, make, 8 // readers):
+        compare_weights(expected.result(), got, 1e-8)

@@ -13,6 +13,7 @@ from typing_extensions import Self
 
 from lightning_parallel.collectives.elements import Elements
 from lightning_parallel.techniques.divided.table import Cuts, form_of
+from lightning_parallel.techniques.tools.leaves import leaf_of
 
 
 class LooksWhole(Tensor):
@@ -53,9 +54,9 @@ class LooksWhole(Tensor):
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
-        for tensor in (self.own, self.stored):
-            if tensor is not None:
-                tensor.requires_grad_(value)
+        (self.own if self.stored is None else self.stored).requires_grad_(value)
+        if self.stored is not None:
+            leaf_of(self.stored)  # the own elements learn as it does
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]

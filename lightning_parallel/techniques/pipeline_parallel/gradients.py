@@ -6,7 +6,7 @@ over the microbatches. `HandOver` gives them to the parameters when the strategy
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -56,14 +56,21 @@ class Final:
     Args:
         early: who may want them.
         alone: parameters that one stage uses, on this rank only; those of others are summed before they are final.
+        toggled: tells whether the step has frozen parameters, or let some learn: only when it is over it is known which
+            have a gradient.
     """
 
-    def __init__(self, early: Sequence[EarlyReduction] = (), alone: Collection[nn.Parameter] = ()) -> None:
-        self._early, self._alone = early, alone
+    def __init__(
+        self,
+        early: Sequence[EarlyReduction] = (),
+        alone: Collection[nn.Parameter] = (),
+        toggled: Callable[[], bool] = bool,
+    ) -> None:
+        self._early, self._alone, self._toggled = early, alone, toggled
 
     def taker(self, parameter: nn.Parameter) -> EarlyReduction | None:
         """Who wants the gradient of a parameter now; None: it is handed over in backward."""
-        if parameter not in self._alone:
+        if parameter not in self._alone or self._toggled():
             return None
         return next((each for each in self._early if each.wants(parameter)), None)
 
@@ -88,12 +95,12 @@ class Gradients:
     """The gradients of some parameters, summed over microbatches: of what a rank computes with, see `leaf_of`.
 
     Args:
-        parameters: as the model holds them during this step.
+        parameters: as the model holds them during this step; which of them learn, the step may decide.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.parameters = list(parameters)
-        self._leaves: list[Any] = [leaf_of(parameter) for parameter in parameters]
+        self.parameters = [each for each in parameters if each.is_floating_point() or each.is_complex()]
+        self._leaves: list[Any] = [leaf_of(parameter) for parameter in self.parameters]
         self.sums: list[Tensor | None] = [None] * len(self.parameters)
         self._taken: set[int] = set()
         self._apart: bool | None = None  # whether the halves can be computed apart, as the first microbatch shows
@@ -115,7 +122,7 @@ class Gradients:
         if not outputs:
             return [None] * len(saved.inputs)
         wanted = [*saved.inputs, *self._leaves]
-        with self._set_aside(), self._giving(final, outputs):
+        with self._set_aside(), self._giving(final, outputs), self._learning():
             made = torch.autograd.grad(outputs, wanted, given, allow_unused=True) if wanted else ()
         of_inputs: list[Tensor | None] = list(made[: len(saved.inputs)])
         of_parameters = made[len(saved.inputs) :]
@@ -134,7 +141,8 @@ class Gradients:
         if not outputs:
             saved.outputs = []
             return [None] * len(saved.inputs)
-        halves = Halves(outputs, saved.inputs, self._leaves)
+        with self._learning():
+            halves = Halves(outputs, saved.inputs, self._leaves)
         if self._apart is None:
             self._apart = halves.are_apart
         if not self._apart:
@@ -159,9 +167,24 @@ class Gradients:
     def give(self, final: Final) -> None:
         """After the last backward: gives away what did not go as it arrived."""
         for index, parameter in enumerate(self.parameters):
-            if index not in self._taken and final.give(parameter, self.sums[index]):
+            if index not in self._taken and parameter.requires_grad and final.give(parameter, self.sums[index]):
                 self.sums[index] = None
                 self._taken.add(index)
+
+    @contextmanager
+    def _learning(self) -> Iterator[None]:
+        """Inside, all learn: those that did not when a step used them are in no graph.
+
+        A step may have said so for its time alone; between two stages the model is as the step found it.
+        """
+        frozen = [leaf for leaf in self._leaves if not leaf.requires_grad]
+        for leaf in frozen:
+            leaf.requires_grad_(True)
+        try:
+            yield
+        finally:
+            for leaf in frozen:
+                leaf.requires_grad_(False)
 
     @contextmanager
     def _set_aside(self) -> Iterator[None]:
@@ -208,7 +231,7 @@ class Gradients:
                 for node in {output.node for output in outputs}
             ]
         for index, (parameter, leaf) in enumerate(zip(self.parameters, self._leaves, strict=True)):
-            if final is not None and final.taker(parameter) is not None:
+            if final is not None and leaf.requires_grad and final.taker(parameter) is not None:
                 handles.append(leaf.register_hook(partial(self._give_one, final, own, index)))
         try:
             yield

@@ -124,10 +124,8 @@ class PipelineStep(WrappedStep):
                 logged, on every rank of the pipeline.
         """
         parameters = {name: held.now() for name, held in self._parameters.items()}
-        with torch._C.DisableTorchFunctionSubclass():  # rows that arrive are not waited for
-            learning = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         run.keeps(self._common)
-        work = self._work(run, args, kwargs, learning)
+        work = self._work(run, args, kwargs, parameters)
         count = len(work.steps)
         schedule = self._schedule.only(count) if count < self._schedule.microbatches else self._schedule
         self._stages.draws.begin(run.batches_before)
@@ -142,13 +140,15 @@ class PipelineStep(WrappedStep):
         loss = _loss_of(last.output)
         if work.scale is None or loss is None:
             return cast(T, last.output)  # gradients that went early are let go of before the next batch
+        with torch._C.DisableTorchFunctionSubclass():  # rows that arrive are not waited for
+            learning = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         handed = self._handed_over(loss, work, learning, work.scale / (last.unit or 1.0))
         return cast(T, _with_loss(last.output, run.counted(handed, last.unit is not None)))
 
     # ---------------------------------------------------------------- before
 
     def _work(
-        self, run: Run[Any], args: tuple[Any, ...], kwargs: dict[str, Any], learning: dict[str, nn.Parameter]
+        self, run: Run[Any], args: tuple[Any, ...], kwargs: dict[str, Any], parameters: dict[str, nn.Parameter]
     ) -> Work:
         batch, *rest = args
         layout = self._coming.layout
@@ -172,8 +172,8 @@ class PipelineStep(WrappedStep):
                 self._coming.alone,
                 looks=training and self._looks_left > 0,
             ),
-            gradients={stage: Gradients(self._of_stage(stage, learning)) for stage in self._here},
-            final=Final(self._coming.early, self._turns),
+            gradients={stage: Gradients(self._of_stage(stage, parameters)) for stage in self._here},
+            final=Final(self._coming.early, self._turns, lambda: self._stages.changes.has_toggled),
             old=OldGradients(self._coming.release if training else None),
         )
 
@@ -198,8 +198,8 @@ class PipelineStep(WrappedStep):
         alone = [held for held in self._parameters.values() if len(held.stages) == len(held.ranks) == 1]
         return {held.now(): ends[min(held.stages)] for held in alone if comes_as_it_is(held.now())}
 
-    def _of_stage(self, stage: int, learning: dict[str, nn.Parameter]) -> list[nn.Parameter]:
-        return [parameter for name, parameter in learning.items() if stage in self._parameters[name].stages]
+    def _of_stage(self, stage: int, parameters: dict[str, nn.Parameter]) -> list[nn.Parameter]:
+        return [parameter for name, parameter in parameters.items() if stage in self._parameters[name].stages]
 
     # ---------------------------------------------------------------- after
 
@@ -243,7 +243,8 @@ class PipelineStep(WrappedStep):
         names = {id(parameter): name for name, parameter in learning.items()}
         for gradients in work.gradients.values():
             for parameter, gradient in zip(gradients.parameters, gradients.take(), strict=True):
-                name = names[id(parameter)]
+                if (name := names.get(id(parameter))) is None:
+                    continue  # it does not learn
                 before = sums[name]
                 sums[name] = gradient if before is None or gradient is None else before + gradient
                 sums[name] = before if gradient is None else sums[name]

@@ -172,6 +172,11 @@ class StepsChanges:
         attributes = {path: new for path, new, old in pairs if type(new) in PLAIN and new != old}
         return Left(self._modes, attributes, self._put_back, bool(self._written), self._behind)
 
+    @property
+    def has_toggled(self) -> bool:
+        """Whether the step has frozen parameters in this batch, or let some learn."""
+        return bool(self._learns)
+
     def settle(self, left: Left) -> None:
         """Leaves the model as the step leaves it that ran to its end.
 
