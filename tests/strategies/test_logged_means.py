@@ -143,18 +143,44 @@ class CountsLater(Words):
         return self.losses(batch)[0]
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.returned.append(self.trainer.callback_metrics.get("samples_step", torch.zeros(())))
+        self.returned.append(self.trainer.callback_metrics.get("samples_step", torch.zeros(())).clone())
 
 
-def counted(strategy: MakeStrategy, readers: int) -> list[float]:
-    random, model = torch.Generator().manual_seed(1), CountsLater()
+def fitted(model: type[CountsLater], strategy: MakeStrategy | None, readers: int) -> list[Any]:
+    random, module = torch.Generator().manual_seed(1), model()
     data = TensorDataset(torch.randn(24, LENGTH, WIDTH, generator=random).double(), targets(random), targets(random))
     loader = partial(DataLoader, data, 8 // readers)
-    trainer(strategy(), precision="64-true", max_epochs=2).fit(model, loader(), loader())
-    return list(map(float, model.returned))
+    trainer(made(strategy), precision="64-true", max_epochs=2).fit(module, loader(), loader())
+    return module.returned
 
 
 def test_what_is_first_logged_where_nobody_watches_is_not_decided_by_that() -> None:
     ranks, readers, strategy = LAYOUTS[-1]
-    for samples in run_on_ranks(ranks, counted, strategy, readers):
+    for samples in run_on_ranks(ranks, fitted, CountsLater, strategy, readers):
         assert samples[2:] == [8] * 4
+
+
+class Extremes(CountsLater):
+    """Logs what was made of samples where no watch sees it: of a copy that learns, by numpy, of lists."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
+        x = batch[0].clone().requires_grad_()
+        self.log("highest", x.pow(3).max(), reduce_fx="max")
+        self.log("lowest", x.pow(3).min(), reduce_fx="min")
+        self.log("all", x.pow(2).sum(), reduce_fx="sum")
+        self.log("of numpy", torch.tensor(batch[0].numpy().max()), reduce_fx="max")
+        self.log("of a list", torch.tensor(max(batch[0].flatten().tolist())).double(), reduce_fx="max")
+        return self.losses(batch)[0]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        names = ("highest", "lowest", "all", "of numpy", "of a list")
+        self.returned.append(torch.tensor([float(self.trainer.callback_metrics[name]) for name in names]))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+def test_values_that_differ_between_parts_are_not_taken_for_alike(layout: tuple[int, int, Any]) -> None:
+    ranks, readers, strategy = layout
+    begun = begun_on_one(fitted, Extremes, None, 1)
+    for found in run_on_ranks(ranks, fitted, Extremes, strategy, readers):
+        for wanted, got in zip(begun.result(), found, strict=True):
+            torch.testing.assert_close(got, wanted)

@@ -83,9 +83,10 @@ def combined(same: Sequence[LoggedValue], metrics: Mapping[str, Any], alone: boo
     if not values:
         return LoggedValue(first.name, first.value, options, first.samples)
     kind, number = joined([noted.seen for noted in same]).kind or Kind.OTHER, first.seen.number
+    common_kind = common((noted.seen.kind for noted in same), number is not None)
     how = HOW.get(kind, name_of(options.get("reduce_fx", "mean")))
     # numbers that are only like each other are no news for other ranks
-    seen = SeenKind(common((noted.seen.kind for noted in same), number is not None), number)
+    seen = SeenKind(kind if common_kind is Kind.SAME else common_kind, number, first.seen.value)
     samples = [noted.samples for noted in same]
     if how != "mean" or not all(noted.of_means for noted in same):
         value = reduced(values, samples, how)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from lightning_parallel.strategies.ranks.agreement import gather_objects
 HOW = {Kind.MEAN: "mean", Kind.SAME: "mean", Kind.SUM: "sum", Kind.MAX: "max", Kind.MIN: "min"}
 """How values of parts make that of the whole; for other kinds it is what `reduce_fx` suggests."""
 
+ROUNDING = 1e-6
+
 UNSEEN = (
     "is put together from the parts of a batch by its reduce_fx: whether it is a mean, a count, a maximum or a minimum "
     "over the samples could not be seen"
@@ -36,10 +38,12 @@ class SeenKind:
     Attributes:
         kind: its kind, if it is known.
         number: the value itself where it is a number, of which kinds are guessed from values.
+        value: the value, whatever it is; it may show that a kind that was seen is none.
     """
 
     kind: Kind | None
     number: float | None = None
+    value: float | None = field(default=None, compare=False)
 
     @classmethod
     def of(cls, kind: Kind | None, value: Any, samples: int | None, reduction: str, doubtful: bool) -> SeenKind:
@@ -56,8 +60,11 @@ class SeenKind:
         if kind is Kind.SUM and reduction != "sum" and by_chance:
             kind = Kind.OTHER
         if not isinstance(value, Tensor):
-            return cls(None if value == 1 != samples else kind, float(value))  # 1 is the size of many tensors
-        return cls(Kind.OTHER if kind is Kind.SAMPLES else kind)
+            return cls(None if value == 1 != samples else kind, float(value), float(value))  # many tensors have size 1
+        if kind is not Kind.SAME:
+            return cls(Kind.OTHER if kind is Kind.SAMPLES else kind)
+        with torch._C.DisableTorchFunction():  # a watch would take the number for one of the step's
+            return cls(kind, None, value.detach().item())
 
 
 NOT_SEEN = SeenKind(None)
@@ -70,7 +77,14 @@ def joined(parts: Sequence[SeenKind]) -> SeenKind:
     kind = common((part.kind for part in parts), by_value)
     if kind is None and by_value and len(numbers) == 1 and numbers != {0.0}:
         kind = Kind.SAME
-    return SeenKind(kind, parts[0].number)
+    if kind is Kind.SAME and _differ([part.value for part in parts if part.value is not None]):
+        kind = Kind.OTHER  # it was made of samples where nobody saw it, as by numpy, or of a copy that learns
+    return SeenKind(kind, parts[0].number, parts[0].value)
+
+
+def _differ(values: Sequence[float]) -> bool:
+    """Whether values are others, by more than rounding."""
+    return bool(values) and max(values) - min(values) > ROUNDING * max(map(abs, values))
 
 
 class Reductions:
