@@ -218,7 +218,7 @@ class Comparison:
             remedy = "give every rank equally many loaders, to fit as by the hooks that return them"
             require_same("which loaders are read next", places, remedy)
         if any(place.startswith(RETURNED) for place in places):
-            remedy = "a batch is skipped on all ranks or on none: return a loss times zero, or decide it by batch_idx"
+            remedy = "Lightning cannot skip a batch on several ranks: return a loss times zero"
             require_same(
                 "whether a step returns a loss", [f"{place} {what}".rstrip() for place, what, _ in said], remedy
             )
