@@ -335,6 +335,6 @@ def _require_all_or_none(outputs: Sequence[Any], training: bool) -> None:
     without = [number for number, output in enumerate(outputs) if _loss_of(output) is None]
     if training and without and len(without) < len(outputs):
         raise ValueError(
-            f"training_step returned no loss for microbatches {without} of {len(outputs)}; Lightning cannot skip a batch "
-            "on several ranks: return a loss times zero"
+            f"training_step returned no loss for microbatches {without} of {len(outputs)}; in a pipeline a batch is "
+            "skipped as a whole, by a loss times zero: Lightning takes no None on several ranks"
         )
