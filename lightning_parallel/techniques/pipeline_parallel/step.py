@@ -124,6 +124,8 @@ class PipelineStep(WrappedStep):
                 logged, on every rank of the pipeline.
         """
         parameters = {name: held.now() for name, held in self._parameters.items()}
+        with torch._C.DisableTorchFunctionSubclass():  # rows that arrive are not waited for
+            parameters = {name: each for name, each in parameters.items() if _may_learn(each)}
         run.keeps(self._common)
         work = self._work(run, args, kwargs, parameters)
         count = len(work.steps)
@@ -140,7 +142,7 @@ class PipelineStep(WrappedStep):
         loss = _loss_of(last.output)
         if work.scale is None or loss is None:
             return cast(T, last.output)  # gradients that went early are let go of before the next batch
-        with torch._C.DisableTorchFunctionSubclass():  # rows that arrive are not waited for
+        with torch._C.DisableTorchFunctionSubclass():
             learning = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         handed = self._handed_over(loss, work, learning, work.scale / (last.unit or 1.0))
         return cast(T, _with_loss(last.output, run.counted(handed, last.unit is not None)))
@@ -288,6 +290,10 @@ def _parameters(model: nn.Module, made: Cut, schedule: Schedule) -> dict[str, _S
         ranks = tuple(sorted({schedule.rank_of(stage) for stage in stages}))
         found[name] = _StageParameter(model.get_submodule(owner), key, stages, ranks)
     return found
+
+
+def _may_learn(parameter: nn.Parameter) -> bool:
+    return parameter.is_floating_point() or parameter.is_complex()
 
 
 def _named(run: Run[T], *args: Any, **kwargs: Any) -> T:
