@@ -104,6 +104,7 @@ def test_a_block_does_little_more_than_by_hand(world: None, sequence_parallel: b
 
 @pytest.mark.parametrize("world", [(RANKS, 0)], indirect=True)
 def test_a_compiled_block_does_little_more_than_by_hand(world: None) -> None:
+    torch._dynamo.reset()  # which lengths changed in other tests makes other graphs
     torch.manual_seed(0)
     mesh, compiled = mesh_of_ranks(), partial(torch.compile, backend="aot_eager")
     hand = [calls(backward_of(nn.Sequential(*(compiled(ByHand()) for _ in range(n))))) for n in (2, 6)]
