@@ -24,7 +24,7 @@ from lightning_parallel import (
     TensorParallel,
     Zero,
 )
-from lightning_parallel.techniques.observed.apart import Meeting
+from lightning_parallel.techniques.observed.samples.apart import Meeting
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import SCHEDULES
 from lightning_parallel.techniques.pipeline_parallel.technique import solved_by_batch
 from tests.heard import heard
@@ -164,8 +164,24 @@ class Masks(Compares):
         return (each * y).sum() / y.sum()
 
 
+class Bends(Compares):
+    """Compares means of features, and takes a spread over the batch: neither is a sum over samples."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.head(self.body(x)).mean(1)
+        spread = (1 - hidden.var(0)).relu().sum()
+        return F.mse_loss(hidden.mean(0), x.mean((0, 1))) + spread + hidden.square().mean().sqrt()
+
+
+class Sums(Compares):
+    """A loss of twice as many samples is twice as large."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.head(self.body(x)), x, reduction="sum")
+
+
 MODELS: dict[str, type[Compares]] = {
-    each.__name__: each for each in (Contrasts, Balances, Normalises, Hooked, TimeFirst, Tells, Masks)
+    each.__name__: each for each in (Contrasts, Balances, Normalises, Hooked, TimeFirst, Tells, Masks, Bends, Sums)
 }
 
 
@@ -201,7 +217,7 @@ def test_a_loss_over_all_microbatches_is_that_of_one_process(model: str, schedul
     require_equal(model, 2, pipeline(schedule))
 
 
-@pytest.mark.parametrize("model", ["Contrasts", "Balances", "Normalises", "Tells"])
+@pytest.mark.parametrize("model", ["Contrasts", "Balances", "Normalises", "Tells", "Bends", "Sums"])
 def test_where_samples_meet_it_is_so_unless_told_otherwise(model: str) -> None:
     require_equal(model, 2, partial(PipelineParallelStrategy, 2, microbatches=4))
 

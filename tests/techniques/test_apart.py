@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_parallel.techniques.division import Sample
-from lightning_parallel.techniques.observed.apart import meetings
+from lightning_parallel.techniques.observed.samples.apart import meetings
 from tests.techniques.test_observed import HOST, SAMPLES, WIDTH, Model, OwnError, breaks_off, plain
 
 
@@ -102,6 +102,53 @@ def test_statistics_of_the_batch(step: Callable[..., Any], said: str, caplog: py
     assert said in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (lambda m, x: (m.body(x).mean() * m.scale).exp(), "exp"),
+        (lambda m, x: m.body(x).mean() ** 2, "pow"),
+        (lambda m, x: m.body(x).var(0).sum(), "var"),
+        (lambda m, x: m.body(x).mean(0).abs().sum(), "abs"),
+        (lambda m, x: m.body(x).mean(0).norm(), "linalg_vector_norm"),
+        (lambda m, x: m.body(x).sum(-1).logsumexp(0), "logsumexp"),
+        (lambda m, x: F.mse_loss(m.body(x).mean(0), x.mean(0)), "mse_loss"),
+        (lambda m, x: 1 / m.body(x).square().sum(), "reciprocal"),
+        (lambda m, x: m.body(x).mean() / m.body(x).square().mean(), "div"),
+        (lambda m, x: m.body(x).amax(), "amax"),
+        (lambda m, x: 0.5 + (m.body(x).mean() - 0.5).relu(), "relu"),
+        (lambda m, x: {"loss": m.body(x).square().mean().sqrt()}, "sqrt"),
+    ],
+)
+def test_losses_that_are_no_sums(step: Callable[..., Any], said: str, caplog: pytest.LogCaptureFixture) -> None:
+    check_apart(step)
+    (record,) = caplog.records
+    assert f"and is no sum over them: {said} makes" in record.message
+
+
+@pytest.mark.parametrize(
+    ("step", "growth"),
+    [
+        (lambda m, x: m.body(x).sum(), 2),
+        (lambda m, x: m.body(x).square().sum() / WIDTH + m.head.weight.square().sum(), 2),
+        (lambda m, x: F.cross_entropy(m.body(x), torch.arange(len(x)) % WIDTH, reduction="sum"), 2),
+        (lambda m, x: {"loss": F.mse_loss(m.body(x), torch.ones(len(x), WIDTH), reduction="sum") * m.scale}, 2),
+        (lambda m, x: m.body(x).mean() / len(x) + m.body(x).mean(), 0.5),
+        (lambda m, x: m.body(x).sum() * len(x), 4),
+    ],
+)
+def test_losses_that_grow_with_the_batch(
+    step: Callable[..., Any], growth: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_apart(step)
+    (record,) = caplog.records
+    assert f"the loss is {growth} times as large" in record.message
+
+
+def test_the_samples_with_the_largest_losses() -> None:
+    with pytest.raises(ValueError, match=r"topk makes .* each of which depends on others of them"):
+        check_apart(lambda m, x: m.body(x).square().sum(-1).topk(len(x) // 2).values.mean())
+
+
 def test_states_that_every_microbatch_would_change(caplog: pytest.LogCaptureFixture) -> None:
     model = Model()
     model.register_buffer("centre", torch.zeros(WIDTH))
@@ -141,7 +188,14 @@ def test_losses_that_balance_experts(count: Callable[[Tensor], Tensor], caplog: 
         lambda m, x: F.layer_norm(m.body(x), (WIDTH,)).mean(),
         lambda m, x: F.group_norm(m.body(x), 2).mean(),
         lambda m, x: F.instance_norm(m.body(x).unsqueeze(1)).mean(),
-        lambda m, x: (m.body(x).mean() * m.scale).exp(),
+        lambda m, x: m.body(x).mean() * m.scale.exp(),
+        lambda m, x: 0.5 * m.body(x).mean() + 2 - m.body(x).sum(0)[:3].mean() / len(x),
+        lambda m, x: (m.body(x).mean(), m.body(x).mean().exp())[0],
+        lambda m, x: {"loss": m.body(x).square().mean(), "perplexity": m.body(x).mean().exp()},
+        lambda m, x: F.mse_loss(m.body(x), x.repeat(1, 3)[:, : m.body(x).shape[1]], reduction="sum") / len(x),
+        lambda m, x: (m.body(x).mean(-1) * (x[:, 0] > 0)).sum() / (x[:, 0] > 0).sum() + m.head.weight.square().sum(),
+        lambda m, x: m.body(x)[torch.arange(len(x) // 2)].sum() / torch.tensor(float(len(x))),
+        lambda m, x: (m.body(x) / len(x)).sum() * m.scale,
         lambda m, x: F.batch_norm(m.body(x), torch.zeros(WIDTH), torch.ones(WIDTH)).mean(),
         lambda m, x: F.cross_entropy(m.body(x), torch.arange(len(x)) % WIDTH, label_smoothing=0.1),
         lambda m, x: (m.body(x).softmax(-1).sort(-1).values.cumsum(-1).flip(1).roll(1, -1)).mean(),

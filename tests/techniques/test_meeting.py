@@ -126,6 +126,13 @@ NO_SUMS: dict[str, Loss] = {
     "product": lambda m: F.cross_entropy(m.h(), LABELS) * F.mse_loss(m.h(), torch.zeros(B, B)),
     "balance of a router": balance,
     "entropy of a mean": entropy,
+    "loss of means": lambda m: F.mse_loss(m.encoder(m.x).mean(0), torch.ones(6)),
+    "distance of means": lambda m: F.l1_loss(m.encoder(m.x).mean(0) - 1, 2 * m.wide(m.words).mean((0, 1))[:6]),
+    "spread": lambda m: F.cross_entropy(m.h(), LABELS) + m.encoder(m.x).var(0).mean(),
+    "hinge on a spread": lambda m: F.relu(1 - m.encoder(m.x).std(0)).mean(),
+    "norm": lambda m: m.h().norm(),
+    "sum of exponentials": lambda m: m.h().sum(1).logsumexp(0),
+    "largest": lambda m: m.h().amax(),
 }
 SUMS: dict[str, Loss] = {
     "weight decay": lambda m: F.cross_entropy(m.h(), LABELS) + sum(p.square().sum() for p in m.mlp.parameters()),
@@ -133,6 +140,11 @@ SUMS: dict[str, Loss] = {
     "by hand": lambda m: (m.h() - m.x.sum(1, keepdim=True)).square().mean(),
     "z-loss": lambda m: m.wide(m.words).logsumexp(-1).square().mean(),
     "divergence": lambda m: (m.h().exp() - m.h().square()).sum(1).mean() * 0.5,
+    "norms of samples": lambda m: m.h().norm(dim=-1).mean() + m.h().var(1).mean() + m.h().amax(-1).mean(),
+    "norms of weights": lambda m: (
+        F.cross_entropy(m.h(), LABELS) + m.mlp[2].weight.norm() + m.mlp[2].weight.amax(0).sum()
+    ),
+    "losses of samples": lambda m: F.mse_loss(m.h().mean(1), m.x.mean(1)) + F.l1_loss(m.h() / 2, m.h()),
     "pooled": lambda m: (m.wide(m.words).mean(1) - 1).square().mean(),
 }
 

@@ -82,7 +82,7 @@ class Towering(LightningModule):
     def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
         for block in self.blocks:
             x = block(x)
-        return x.sum()
+        return x.mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)

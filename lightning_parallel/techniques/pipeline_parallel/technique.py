@@ -20,10 +20,10 @@ from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.plan.find import running_blocks
 from lightning_parallel.plan.plan import matching, starred
 from lightning_parallel.techniques.division import Division, Ground, Sample
-from lightning_parallel.techniques.observed.apart import Meeting, meetings
 from lightning_parallel.techniques.observed.positions import Traversal
 from lightning_parallel.techniques.observed.recorder import traverse
 from lightning_parallel.techniques.observed.refusals import BlocksMissingError
+from lightning_parallel.techniques.observed.samples.apart import Meeting, meetings
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut, cut, names_elsewhere
 from lightning_parallel.techniques.pipeline_parallel.joined import Dims, sample_dims
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import (
@@ -97,7 +97,8 @@ class PipelineParallel(Technique):
         """See `Technique.traits`."""
         sizes = file_sizes(self.schedule) if is_file(self.schedule) else (2, 4)
         splits_backward = make_schedule(self.schedule, *sizes).splits_backward
-        return Traits(splits_backward=splits_backward, divides_batches=self.microbatches != 1)
+        divides = self.microbatches != 1
+        return Traits(splits_backward=splits_backward, divides_batches=divides, replaces_tensors=True)
 
     def look(self, model: nn.Module, ground: Ground) -> Seen | None:
         """Looks at one step, to know what runs before and after the blocks, and how much work it is."""

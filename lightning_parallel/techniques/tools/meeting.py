@@ -7,6 +7,7 @@ that would run checkpointed blocks again.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from math import prod
 from typing import Any, NamedTuple
 
@@ -22,6 +23,10 @@ DISTANCES = {"Cdist", "EuclideanDist"}
 ELEMENTWISE = {"Add", "Sub", "Rsub", "Mul", "Div", "Where"}
 WITH_CONSTANTS = ELEMENTWISE | {"Mv", "Dot", "Vdot"}
 """What is done to weights with numbers without gradients: with masks, and with the vectors of a spectral norm."""
+
+EXTREMES_AND_SPREADS = {"Amax", "Amin", "Max", "Min", "Median", "Nanmedian", "Prod", "Std", "Var", "Logsumexp",
+                        "LinalgVectorNorm", "Norm"}  # fmt: skip
+"""What over samples is no sum over them."""
 
 LOOKUPS = {"Embedding", "EmbeddingBag", "Index", "IndexSelect", "Gather"}
 ENTER = "Enter"
@@ -125,7 +130,8 @@ class Uses(NamedTuple):
     """Uses of means over samples in a loss that is no sum of multiples of them.
 
     Attributes:
-        bent: the operation between a mean and the loss that is no multiple of it, None without one.
+        bent: the operation between a mean and the loss that is no multiple of it, or one over samples that makes no
+            mean; None without one.
         weighed: the numbers of the means that are multiplied by what is learned.
     """
 
@@ -146,6 +152,8 @@ def uses_of(loss: Tensor, means: Sequence[GradientEdge | None], samples: int) ->
         watched = id(node) in numbers
         if bent and (watched or (_is_over_samples(node, samples) and _is_of_samples(node))):
             return Uses(bent, [])
+        if found := _loss_of(node, samples) if watched else _no_sum(node, samples):
+            return Uses(found, [])
         if watched:
             weighed |= {numbers[id(node)]} if by_learned else set()
         elif operation_of(node) not in MATRICES | {"Convolution", ENTER}:
@@ -171,12 +179,38 @@ def _further(node: Any, bent: str | None, by_learned: bool) -> Iterator[tuple[An
 
 def _is_over_samples(node: Any, samples: int) -> bool:
     """Whether a node is a mean or a sum over the first dimension, which has the samples, and keeps others."""
-    if operation_of(node) not in {"Mean", "Sum"} or node.next_functions[0][0] is None:
+    return operation_of(node) in {"Mean", "Sum"} and _loses_samples(node, samples)
+
+
+def _no_sum(node: Any, samples: int) -> str | None:
+    """The operation of a node that makes of all samples what is no sum over them; None of any other."""
+    before = node.next_functions[0][0] if operation_of(node) in EXTREMES_AND_SPREADS else None
+    if before is None or not _shape(before) or _shape(before)[0] % samples:
+        return None
+    of_all = (_loses_samples(node, samples) or not _shape(node)) and _is_of_samples(before)
+    return operation_of(node) if of_all else None
+
+
+def _loses_samples(node: Any, samples: int) -> bool:
+    """Whether a node has no first dimension, which has the samples in what it was made of, and keeps others."""
+    if node.next_functions[0][0] is None:
         return False
     shape, before = _shape(node), _shape(node.next_functions[0][0])
     if len(before) < 2 or before[0] % samples or shape[:1] == before[:1]:
         return False
     return shape in (before[1:], (1, *before[1:]), before[2:])
+
+
+def _loss_of(node: Any, samples: int) -> str | None:
+    """The loss function behind a mean that gets means over samples; None where it gets samples."""
+    ahead: list[tuple[Any, str | None]] = [(parent, None) for parent, _ in node.next_functions if parent is not None]
+    for each, function in islice(ahead, NEAR):  # which grows meanwhile
+        if function and _is_over_samples(each, samples) and _is_of_samples(each):
+            return function
+        if operation_of(each) in LINEAR or function is None:
+            bent = function if operation_of(each) in LINEAR else operation_of(each)
+            ahead.extend((parent, bent) for parent, _ in each.next_functions if parent is not None)
+    return None
 
 
 # -------------------------------------------------------------------- graphs

@@ -1,0 +1,172 @@
+"""Every operation of a step on some samples, in shapes: what it made, and of what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel.techniques.division import Sample
+from lightning_parallel.techniques.observed.buffers import memory_of
+from lightning_parallel.techniques.observed.kept import tensors_kept
+from lightning_parallel.techniques.observed.shapes import ShapesOnly, Watch, mark_of
+from lightning_parallel.values import tensors_of
+
+PRODUCTS = {"mm", "bmm"}
+ORDERS = {"roll", "flip", "rot90", "softmax", "log_softmax", "sort", "topk", "cumsum", "cumprod", "cummax", "cummin",
+          "logcumsumexp"}  # fmt: skip
+"""Operations of whose results each depends on others along a dimension, or stands where another one was."""
+SUM = 2
+"""How torch's loss functions are told to add up."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation, and what it made.
+
+    Attributes:
+        name: of the operation.
+        shapes: of its results.
+        along: over how many elements a product ran.
+        lengths: of the dimensions along which one of `ORDERS` goes.
+        floating: whether the first result is of floating point.
+        training: whether it behaves as in training, where that makes a difference.
+        read: the numbers of the operations that made what it read.
+        divisor: the number of the one that made what it divides by, None without one.
+        factor: the known number by which it multiplies; 1 where it does not.
+        adds: whether it is a loss function that adds up.
+    """
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    along: int
+    lengths: tuple[int, ...]
+    floating: bool
+    training: bool
+    read: frozenset[int]
+    divisor: int | None
+    factor: float
+    adds: bool
+
+    def orders(self, twice: Operation) -> bool:
+        """Whether it goes along the samples."""
+        return any(two > one for one, two in zip(self.lengths, twice.lengths, strict=False))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the first result."""
+        return self.shapes[0] if self.shapes else ()
+
+    @property
+    def numel(self) -> int:
+        """How many elements all results have."""
+        return sum(map(prod, self.shapes))
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether it is a loss function of torch's."""
+        return "loss" in self.name or "entropy" in self.name
+
+
+@dataclass
+class Look(Watch):
+    """All that the step made on some samples, up to the error that ended it, if one did."""
+
+    states: dict[int, str] = field(default_factory=dict)
+    """The names of the model's floating-point buffers, by their memory."""
+    all: list[Operation] = field(default_factory=list)
+    in_blocks: int = 0
+    """How many of these came before the last block had returned."""
+    written: set[str] = field(default_factory=set)
+    """Buffers that some operation changed, ..."""
+    used: set[str] = field(default_factory=set)
+    """... and those that another one read."""
+    losses: frozenset[int] = frozenset()
+    """The numbers of the operations that made what the step returned as its loss."""
+    error: Exception | None = None
+
+    def made(self, func: Any, args: Any, kwargs: Any, result: Any, inputs: Sequence[Tensor]) -> int:
+        """See `Watch.made`; the mark is the operation's number, from 1."""
+        results = list(tensors_of(result))
+        name = func._opname.strip("_").removesuffix("_helper")
+        named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+        read = frozenset(mark for mark in map(mark_of, inputs) if mark is not None)
+        operation = Operation(
+            name,
+            shapes=tuple(tuple(each.shape) for each in results),
+            along=args[0].shape[-1] if name in PRODUCTS else 0,
+            lengths=_lengths(name, named),
+            floating=bool(results) and results[0].is_floating_point(),
+            training=bool(named.get("training", "_no_" not in func._opname)),
+            read=read,
+            divisor=mark_of(inputs[1]) if name == "div" and len(inputs) > 1 else None,
+            factor=_factor(name, args, inputs),
+            adds=named.get("reduction") == SUM,
+        )
+        self.all.append(operation)
+        return len(self.all)
+
+    def touched(self, inputs: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+        """See `Watch.touched`."""
+        changed = set(map(id, written))
+        for each in inputs:
+            if (name := self.states.get(memory_of(each))) is not None:
+                (self.written if id(each) in changed else self.used).add(name)
+
+    def blocks_end(self, *_: Any) -> None:
+        """The last block has returned."""
+        self.in_blocks = len(self.all)
+
+    def returned(self, result: Any) -> None:
+        """The step returned this: its loss, or one beside other values."""
+        loss = result.get("loss") if isinstance(result, Mapping) else result
+        self.losses = frozenset(mark for mark in map(mark_of, tensors_of(loss)) if mark is not None)
+
+    @property
+    def made_loss(self) -> frozenset[int]:
+        """The numbers of the operations that went into the loss."""
+        ahead, found = [*self.losses], set[int]()
+        while ahead:
+            if (number := ahead.pop()) not in found:
+                found.add(number)
+                ahead.extend(self.all[number - 1].read)
+        return frozenset(found)
+
+
+def _lengths(name: str, named: Mapping[str, Any]) -> tuple[int, ...]:
+    """How long the dimensions are along which an operation goes; numbers of experts, say, may be sorted."""
+    given, dims = named.get("self"), named.get("dims", named.get("dim", -1))
+    if name not in ORDERS or not isinstance(given, Tensor) or not given.is_floating_point() or not given.dim():
+        return ()
+    chosen = [dims] if isinstance(dims, int) else dims
+    return tuple([given.shape[dim] for dim in chosen or range(given.dim())])
+
+
+def _factor(name: str, args: Sequence[Any], inputs: Sequence[Tensor]) -> float:
+    """The number by which an operation multiplies: Python's, or that of a tensor which depends on no parameter."""
+    if name not in ("mul", "div") or len(args) < 2:
+        return 1.0
+    known = [each for each in inputs if each.numel() == 1 and not each.is_meta and mark_of(each) is None]
+    numbers = [*map(float, known), *(each for each in args[:2] if isinstance(each, (int, float)))]
+    number = numbers[0] if len(numbers) == 1 else 1.0
+    return 1 / number if name == "div" and number else number
+
+
+def look_at(model: nn.Module, sample: Sample, batch: Any, last: nn.Module) -> Look:
+    """Runs the step on some samples; `last` is the last block."""
+    buffers = {memory_of(each): name for name, each in model.named_buffers() if each.is_floating_point()}
+    look = Look(buffers)
+    handle = last.register_forward_hook(look.blocks_end)
+    shapes = ShapesOnly(model.parameters(), sample.device, look)
+    with torch.no_grad(), sample.unchanged(), tensors_kept(model), shapes:
+        try:
+            look.returned(sample.run(batch))
+        except Exception as error:
+            look.error = error
+        finally:
+            handle.remove()
+    return look

@@ -1,0 +1,93 @@
+"""What a step makes of all samples: sums over them, of which those of microbatches are parts, or something else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from math import prod
+
+from lightning_parallel.techniques.observed.samples.operations import PRODUCTS, Look, Operation
+
+SELECTIONS = {"select", "slice", "index", "index_select", "gather", "embedding", "split", "unbind", "diagonal"}
+"""Operations with a result of a fixed size because they pick some samples; any other one computes it of all."""
+MULTIPLIES = {"mul", "addcmul", "dot", "mv", *PRODUCTS}
+ADDS = {"sum", "nansum", "dot", "vdot", "mv", *PRODUCTS}
+SUMS = {"mean", "addmv", "addmm", "baddbmm", "trace", "linear", "index_add", "scatter_add", "index_put", "histc",
+        "bincount", *ADDS}  # fmt: skip
+"""Operations that add up over samples, as loss functions do; of any other one microbatches make something else."""
+LINEAR = {"add", "sub", "rsub", "neg", "div", "addcdiv", "lerp", "to_copy", "copy", "clone", "detach", "alias", "view",
+          "unsafe_view", "reshape_alias", "expand", "permute", "transpose", "t", "squeeze", "unsqueeze", "stack", "cat",
+          "repeat", "unsafe_split", "split_with_sizes", "constant_pad_nd", "masked_fill", "tril", "triu",
+          *SUMS, *MULTIPLIES, *SELECTIONS}  # fmt: skip
+"""Operations on sums over samples, with one such operand, that give sums over samples."""
+
+
+def no_sums(once: Look, twice: Look) -> Iterator[tuple[int, str, Operation]]:
+    """The operations on sums over all samples that make none, by their numbers, each with what it does with them.
+
+    "meets": every sample meets such a sum. "multiplies": two of them. "bends": anything else, for the loss.
+    """
+    reduced, made_loss = set[int](), once.made_loss
+    for number, (one, two) in enumerate(zip(once.all, twice.all, strict=False), start=1):
+        grows, of_reduced = two.numel > one.numel, one.read & reduced
+        if _normalises(one, two) or (grows and one.floating and of_reduced):
+            yield number, "meets", one
+        if grows or not (of_reduced or _is_of_samples(one, once, twice)):
+            continue
+        if one.name in MULTIPLIES and len(of_reduced) > 1:
+            yield number, "multiplies", one
+        elif number in made_loss and not _adds_up(one, reduced):
+            yield number, "bends", one
+        if one.floating:
+            reduced.add(number)
+
+
+def _normalises(one: Operation, two: Operation) -> bool:
+    """Whether it divides by what it finds in all samples; of a single one it would keep as many statistics."""
+    if "batch_norm" not in one.name or not one.training:
+        return False
+    return two.numel > one.numel and one.shapes[1:] == two.shapes[1:]
+
+
+def _is_of_samples(one: Operation, once: Look, twice: Look) -> bool:
+    """Whether it reads what single samples have, and all of them."""
+    picks = one.name in SELECTIONS or one.name.startswith("new_")
+    return not picks and any(twice.all[read - 1].numel > once.all[read - 1].numel for read in one.read)
+
+
+def _adds_up(one: Operation, reduced: Set[int]) -> bool:
+    """Whether it makes a sum over samples, if it reads single samples, or `reduced`: sums that others made."""
+    of_sums = one.read & reduced
+    if not of_sums:
+        return one.name in SUMS or one.is_loss
+    alone = len(of_sums) == 1 or one.name not in MULTIPLIES
+    return alone and one.name in LINEAR and one.divisor not in reduced
+
+
+# -------------------------------------------------------------------- growth
+
+
+def growth_of_loss(once: Look, twice: Look) -> float | None:
+    """How many times as large the loss is of twice as many samples: 1 of a mean, 2 of a sum; None where none can tell.
+
+    Only sums tell, and the known numbers by which the step multiplies and divides.
+    """
+    growths: list[float | None] = []
+    for one, two in zip(once.all, twice.all, strict=False):
+        growths.append(_growth(one, two, _is_of_samples(one, once, twice), [growths[read - 1] for read in one.read]))
+    found = {growths[number - 1] for number in once.losses}
+    return found.pop() if len(found) == 1 else None
+
+
+def _growth(one: Operation, two: Operation, of_samples: bool, of: list[float | None]) -> float | None:
+    """How many times as large each element is that an operation makes, by the growths of what it reads."""
+    known = [each for each in of if each is not None]
+    if len(known) < len(of) or not one.factor:
+        return None
+    linear = one.name in LINEAR and one.divisor is None
+    if not linear and any(each != 1 for each in known):
+        return None
+    reduces = of_samples and two.numel == one.numel
+    if reduces and not (one.name in ADDS or one.name == "mean" or one.is_loss):
+        return None
+    own = prod(known) if one.name in MULTIPLIES else max(known, key=lambda each: abs(each - 1), default=1.0)
+    return own * two.factor / one.factor * (2 if reduces and (one.name in ADDS or one.adds) else 1)
