@@ -16,6 +16,9 @@ from torch import Tensor
 
 T = TypeVar("T")
 
+Version = tuple[int, int]
+"""How often a tensor's memory was changed, and where it is: `tensor.data = other` gives it another one."""
+
 KEPT = 8
 """Of how many views of one tensor something is kept: a buffer may be cut in another way with every batch."""
 
@@ -52,7 +55,7 @@ class MadeOf:
             return Made()
         base = tensor if tensor._base is None else tensor._base
         key = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
-        return self._entry(base, tensor._version).made(key)
+        return self._entry(base, version(tensor)).made(key)
 
     def wrapper(self, tensor: Tensor, own: Tensor) -> Made:
         """What was made of a tensor of which ranks have different elements.
@@ -65,11 +68,11 @@ class MadeOf:
             return Made()
         return self._entry(tensor, version(own)).made(None)
 
-    def _entry(self, tensor: Tensor, version: int) -> _Entry:
+    def _entry(self, tensor: Tensor, now: Version) -> _Entry:
         number = id(tensor)
         found = self._kept.get(number)
-        if found is None or found.tensor() is not tensor or found.version != version:
-            found = self._kept[number] = _Entry(weakref.ref(tensor, lambda gone: self._forget(number, gone)), version)
+        if found is None or found.tensor() is not tensor or found.version != now:
+            found = self._kept[number] = _Entry(weakref.ref(tensor, lambda gone: self._forget(number, gone)), now)
         return found
 
     def _forget(self, number: int, gone: Any) -> None:
@@ -78,7 +81,7 @@ class MadeOf:
 
 
 class _Entry:
-    def __init__(self, tensor: weakref.ref[Tensor], version: int) -> None:
+    def __init__(self, tensor: weakref.ref[Tensor], version: Version) -> None:
         self.tensor, self.version = tensor, version
         self._views: dict[Hashable, Made] = {}
 
@@ -90,6 +93,8 @@ class _Entry:
         return self._views[key]
 
 
-def version(tensor: Tensor) -> int:
-    """How often a tensor's memory was changed; of one that was made for inference nobody knows."""
-    return 0 if torch.compiler.is_dynamo_compiling() or tensor.is_inference() else tensor._version
+def version(tensor: Tensor) -> Version:
+    """The version of a tensor's values; of one that was made for inference, and in graphs, nobody knows."""
+    if torch.compiler.is_dynamo_compiling() or tensor.is_inference():
+        return 0, 0
+    return tensor._version, 0 if torch._C._functorch.is_functorch_wrapped_tensor(tensor) else tensor.data_ptr()

@@ -90,6 +90,43 @@ def test_ranks_leave_the_same_layers_out() -> None:
     require_like(first, second)
 
 
+class OtherMemory(nn.Module):
+    """Gives what it learns, and a buffer, other memory while it runs, which torch does not count as a change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.gain = nn.Parameter(torch.ones(32))
+        self.register_buffer("shift", torch.full((32,), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.gain.data = self.gain.detach() * 0.98
+        hidden = self.up(self.norm(x)) * self.gain
+        for number in range(3):
+            self.shift.data = self.shift * (1 - 0.1 * number)  # the first is as it was
+            hidden = hidden + self.shift
+        return x + self.down(hidden.tanh())
+
+
+class RunsOtherMemory(Repeated):
+    def __init__(self) -> None:
+        super().__init__((8,), False)
+        self.blocks = nn.ModuleList(OtherMemory() for _ in range(3))
+
+
+def fitted_to_other_memory(strategy: MakeStrategy | None) -> Any:
+    module, data = RunsOtherMemory(), torch.randn(24, 8, 5, generator=torch.Generator().manual_seed(1))
+    trainer(made(strategy), max_epochs=1).fit(module, DataLoader(data, 4))  # type: ignore[arg-type]
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_tensors_that_are_given_other_memory(sequence_parallel: bool) -> None:
+    expected = begun_on_one(fitted_to_other_memory, None)
+    for found in run_on_ranks(2, fitted_to_other_memory, partial(TP2, sequence_parallel=sequence_parallel)):
+        require_like(expected.result(), found)
+
+
 class Computed(nn.Module):
     """A bias that is made of a parameter."""
 

@@ -12,6 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from typing_extensions import Self
 
 from lightning_parallel.collectives.elements import Elements
+from lightning_parallel.collectives.made_of import Version, version
 from lightning_parallel.techniques.divided.table import Cuts, form_of
 from lightning_parallel.techniques.tools.leaves import leaf_of
 
@@ -24,7 +25,7 @@ class LooksWhole(Tensor):
     stored: Tensor | None
     """Of a parameter: the tensor that the module holds between steps, and that has the gradient."""
     _shape: torch.Size
-    _known: tuple[Tensor, tuple[bool, int]] | None
+    _known: tuple[Tensor, tuple[bool, Version]] | None
     _gathers: dict[Any, Tensor] | None
 
     @property
@@ -276,6 +277,6 @@ def _strided_as(divided: LooksWhole) -> Tensor:
     return torch.empty_strided(divided.shape, strides_with_gaps(divided), device="meta")
 
 
-def state_of(tensor: Tensor) -> tuple[bool, int]:
-    """Whether it learns, and how often its memory was changed in place; in graphs, where that is no constant, 0."""
-    return tensor.requires_grad, 0 if torch.compiler.is_dynamo_compiling() else tensor._version
+def state_of(tensor: Tensor) -> tuple[bool, Version]:
+    """Whether it learns, and the version of its values."""
+    return tensor.requires_grad, version(tensor)

@@ -34,6 +34,7 @@ from lightning_parallel.collectives.by_elements import (
     total_part,
 )
 from lightning_parallel.collectives.elements import Elements, Ranks
+from lightning_parallel.collectives.made_of import version
 from lightning_parallel.techniques.divided.looks import state_of
 from lightning_parallel.techniques.divided.regather import checkpoint_around, to_be_regathered
 from lightning_parallel.techniques.divided.table import Cuts
@@ -311,7 +312,7 @@ def met(tensor: Tensor, ranks: Ranks, dtype: torch.dtype | None = None) -> Tenso
         return _met_in_graph(tensor, ranks, dtype)
     _note(tensor, ranks)
     last: Any = ranks.last_entered
-    when = tensor._version, dtype, checkpoint_around()
+    when = version(tensor), dtype, checkpoint_around()
     if last is not None and last[0]() is tensor and last[1] == when:
         again: Tensor = last[2]
         return again

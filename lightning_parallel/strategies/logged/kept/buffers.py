@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_parallel.collectives.made_of import version
+from lightning_parallel.collectives.made_of import Version, version
 from lightning_parallel.strategies.logged.kept.values import Change, Path, Sent
 
 
@@ -35,7 +35,7 @@ class KeptBuffers:
         for name in names:
             self._places[name] = module.get_submodule(_owner(name))._buffers, name.rpartition(".")[2]
         self._before: dict[str, Tensor] = {}
-        self._lent: dict[str, tuple[Tensor, int]] = {}
+        self._lent: dict[str, tuple[Tensor, Version]] = {}
 
     def lend(self) -> list[Tensor]:
         """Puts copies in their places."""
@@ -78,7 +78,7 @@ class KeptBuffers:
                 table[key] = value if before is None else value.to(before.device)
 
 
-def _is_another(now: Tensor, lent: Tensor, before: int) -> bool:
+def _is_another(now: Tensor, lent: Tensor, before: Version) -> bool:
     return now is not lent or version(lent) != before
 
 

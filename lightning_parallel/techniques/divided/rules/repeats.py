@@ -12,14 +12,14 @@ from typing import NamedTuple
 import torch
 
 from lightning_parallel.collectives.elements import Ranks
-from lightning_parallel.collectives.made_of import version
+from lightning_parallel.collectives.made_of import Version, version
 from lightning_parallel.techniques.divided.tensor import Divided
 
 
 class _Repeats(NamedTuple):
     once: Divided
     times: int
-    version: int  # of the memory of what was repeated
+    version: Version  # of the memory of what was repeated
 
 
 def note_reshaped(before: Divided, after: Divided) -> None:
