@@ -144,7 +144,7 @@ class MeshStrategy(RankStrategy):
 
     def _parallelize(self, module: LightningModule) -> None:
         mesh = self._mesh()
-        refusals.refuse_module(module, mesh)
+        refusals.refuse_module(module, mesh, self.techniques)
         plan = find_plan(module, self._given_plan)
         check_plan(plan, module)
         if self.is_global_zero and plan != self._plan:

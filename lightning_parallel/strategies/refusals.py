@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import (
@@ -111,10 +112,11 @@ def memory_of_host() -> int | None:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def refuse_module(module: LightningModule, mesh: ParallelMesh) -> None:
+def refuse_module(module: LightningModule, mesh: ParallelMesh, techniques: Sequence[Technique]) -> None:
     """Raises for a module that cannot be divided on this mesh, whatever its plan."""
     _refuse_divided(module)
     _refuse_lazy(module)
+    _refuse_scripted(module, [each for each in techniques if any(mesh.sizes[axis] > 1 for axis in each.axes)])
     _refuse_max_norm(module, mesh)
     _refuse_reading(module, mesh)
     _refuse_manual_optimization(module, mesh)
@@ -136,6 +138,18 @@ def _refuse_lazy(module: LightningModule) -> None:
             raise ValueError(
                 f"{name} has no shape before the module of torch.nn.Lazy… around it has run; run it once on a batch, "
                 "as in __init__ or configure_model, or give its layer the number of features"
+            )
+
+
+def _refuse_scripted(module: LightningModule, dividing: Sequence[Technique]) -> None:
+    """Raises for modules of TorchScript: what they compute with is not what Python puts in their tables."""
+    scripted = [name for name, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)]
+    for technique in dividing:
+        if scripted and technique.traits.replaces_tensors:
+            raise ValueError(
+                f"{scripted[0]} is a module of TorchScript, which computes with its own tensors, and {technique} gives "
+                "modules others in their place; pass it as it was before torch.jit.script or torch.jit.trace "
+                "(Compile() compiles blocks), or use DataParallel() or Zero(stage=2), which leave modules as they are"
             )
 
 

@@ -37,6 +37,7 @@ class Traits:
         meets_in_forward: ranks that read different samples wait for each other within a forward, so all of them must
             divide their batches into as many microbatches.
         divides_batches: a rank's batch is divided by its samples.
+        replaces_tensors: modules get other tensors in the place of theirs: shards, or what looks whole, or nothing.
     """
 
     splits_backward: bool = False
@@ -46,6 +47,7 @@ class Traits:
     steps_see_wholes: bool = False
     meets_in_forward: bool = False
     divides_batches: bool = False
+    replaces_tensors: bool = False
 
 
 class Technique(ABC):

@@ -97,6 +97,16 @@ class WithoutShape(InSequence):
         self.net[-1] = nn.LazyLinear(WORDS)
 
 
+class Scripted(InSequence):
+    """Its norm is one of TorchScript, which has tables of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit is, of newer torch
+            self.net[-2] = torch.jit.script(self.net[-2])
+
+
 class TwoNames(InSequence):
     """A list of layers that stand in another one before."""
 
@@ -168,6 +178,8 @@ PIPELINE = partial(PipelineParallelStrategy, microbatches=2)
         (InSequence, ContextParallelStrategy, 1),
         (InSequence, DataParallelStrategy, 2),
         (InSequence, ZeroStrategy, 2),
+        (Scripted, DataParallelStrategy, 2),
+        (Scripted, partial(ZeroStrategy, stage=2), 2),
         (Transformed, TensorParallelStrategy, 1),
         (Transformed, ContextParallelStrategy, 1),
         (Shrunk, TensorParallelStrategy, 1),
@@ -214,6 +226,13 @@ def refused(make: Callable[[], LightningModule], make_strategy: Callable[[], Str
             "Reading.training_step(dataloader_iter) reads its batches by itself, but 2 ranks",
         ),
         (Reading, PIPELINE, "write training_step(self, batch, batch_idx), and let the Trainer read"),
+        (
+            Scripted,
+            TensorParallelStrategy,
+            "net.5 is a module of TorchScript, which computes with its own tensors, and",
+        ),
+        (Scripted, PIPELINE, "pass it as it was before torch.jit.script"),
+        (Scripted, ZeroStrategy, "use DataParallel() or Zero(stage=2), which leave modules as they are"),
         (Recomputed, PIPELINE, "checkpoint it with use_reentrant=False, or"),
     ],
 )

@@ -64,7 +64,8 @@ class Beside:
         """Puts there what the tree has now; returns what takes that back."""
         there, back = dict[int, Any](), dict[int, Any]()
         for name, own, owner in self._in_tree:
-            before, now = self._stand[name], owner._parameters.get(own, vars(owner).get(own))
+            before, table = self._stand[name], dict(owner._parameters.items())  # that of TorchScript can do no more
+            now = table.get(own, vars(owner).get(own))
             if now is not before and now is not None:
                 there[id(before)], back[id(now)], self._stand[name] = now, before, now
         self._exchange(there)

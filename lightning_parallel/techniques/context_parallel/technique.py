@@ -70,7 +70,7 @@ class ContextParallel(Technique):
     @property
     def traits(self) -> Traits:
         """See `Technique.traits`."""
-        return Traits(steps_see_wholes=True)
+        return Traits(steps_see_wholes=True, replaces_tensors=True)
 
     def divide(self, model: nn.Module, ground: Ground, seen: None) -> Division:
         """Leaves the model as it is; what is divided is the batch that it sees."""

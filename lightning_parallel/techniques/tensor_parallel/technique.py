@@ -25,7 +25,7 @@ from lightning_parallel.techniques.divided.step import DividedStep
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.step import Run, Step, WrappedRun
-from lightning_parallel.techniques.technique import Phase, Technique
+from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tensor_parallel.layout import (
     DividedModule,
     divide_parameters,
@@ -81,6 +81,11 @@ class TensorParallel(Technique):
     def axes(self) -> Mapping[Axis, Size]:
         """See `Technique.axes`."""
         return {"tp": self.size}
+
+    @property
+    def traits(self) -> Traits:
+        """See `Technique.traits`."""
+        return Traits(replaces_tensors=True)
 
     def look(self, model: nn.Module, ground: Ground) -> list[DividedModule]:
         """Finds out on the whole model what is divided and how, and whether its sizes allow it."""

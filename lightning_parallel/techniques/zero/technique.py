@@ -17,6 +17,7 @@ from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.gradients.average import average_gradients
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
+from lightning_parallel.techniques.tools.replicas import AlikeStep
 from lightning_parallel.techniques.tools.shards import has_no_rows
 from lightning_parallel.techniques.zero.casts import UncastStep
 from lightning_parallel.techniques.zero.sharded.parameters import shard_parameters
@@ -59,7 +60,8 @@ class Zero(Technique):
     @property
     def traits(self) -> Traits:
         """See `Technique.traits`."""
-        return Traits(shards_on_host=self.offload and self.stage == 3, averages_gradients=True)
+        sharded = self.stage == 3
+        return Traits(shards_on_host=self.offload and sharded, averages_gradients=True, replaces_tensors=sharded)
 
     def divide(self, model: nn.Module, ground: Ground, seen: None) -> Division:
         """Stage 3 shards the parameters; its model is the root through which steps run."""
@@ -94,7 +96,8 @@ class ShardedStates(Division):
         step = UncastStep(step, self.model)
         step = average_gradients(step, [p for p in parameters if has_no_rows(p)], mesh)
         rows = [p for p in parameters if not has_no_rows(p)]
-        return ShardedStatesStep(step, rows, mesh, self.technique.stage, self.technique.offload, self._blocks())
+        step = ShardedStatesStep(step, rows, mesh, self.technique.stage, self.technique.offload, self._blocks())
+        return AlikeStep(step, self.model, mesh)
 
     def _blocks(self) -> list[nn.Module]:
         """Modules that wait for their own parameters; a pipeline enters its blocks many times in a step."""

@@ -1,0 +1,76 @@
+"""Whether ranks that hold the same parameters still do when the first step has run.
+
+Averaged gradients keep alike what was alike before. A step may set parameters itself, as a layer does that takes its
+scale from the first batch; where ranks read different samples their copies part, and no gradient brings them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel.collectives.functional import highest
+from lightning_parallel.mesh import ParallelMesh
+from lightning_parallel.techniques.step import Run, Step, WrappedStep
+from lightning_parallel.techniques.tools.holders import Holders, holders_of
+from lightning_parallel.techniques.tools.shards import local
+
+T = TypeVar("T")
+
+ROUNDING = 1e-4
+"""How much copies of a parameter may differ, of its size: hosts of other kinds round otherwise."""
+SHOWN = 4
+
+
+class AlikeStep(WrappedStep):
+    """Compares the copies of all parameters once, behind the forward of the first batch that is trained on.
+
+    Args:
+        inner: the step to wrap.
+        model: whose parameters are whole on every rank, but for what other axes divide.
+        mesh: says who holds a parameter.
+    """
+
+    def __init__(self, inner: Step, model: nn.Module, mesh: ParallelMesh) -> None:
+        super().__init__(inner)
+        self._copies: dict[Holders, dict[str, nn.Parameter]] = {}
+        for name, parameter in model.named_parameters() if mesh.loss.size() > 1 else ():
+            self._copies.setdefault(holders_of(parameter, mesh), {})[name] = parameter
+
+    def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
+        """See `Step.forward`.
+
+        Raises:
+            ValueError: copies of a parameter differ.
+        """
+        result = self.inner.forward(run, *args, **kwargs)
+        if self._copies and torch.is_grad_enabled():
+            copies, self._copies = self._copies, {}
+            for holders, parameters in copies.items():
+                _require_alike(parameters, holders)
+        return result
+
+
+@torch.no_grad()
+def _require_alike(parameters: Mapping[str, nn.Parameter], holders: Holders) -> None:
+    sums = torch.stack([_sums(local(parameter)) for parameter in parameters.values()], dim=1)  # (2, parameters)
+    most = torch.cat([sums, -sums[:1]]).nan_to_num()
+    highest(most, holders.all.get_group()).wait()
+    differ = (most[0] + most[2] > ROUNDING * most[1]).tolist()
+    if any(differ):
+        names = [name for name, differs in zip(parameters, differ, strict=True) if differs]
+        ranks = holders.all.size()
+        raise ValueError(
+            f"{', '.join(names[:SHOWN])}{', …' if len(names) > SHOWN else ''}: the {ranks} ranks that hold copies hold "
+            "different values after the first training_step. It sets parameters from samples, of which each rank has "
+            "its own; set them from those of all ranks, in a module that the plan names "
+            "(ParallelPlan(whole_batch=...)) or by self.all_gather(), or before the run, alike on every rank"
+        )
+
+
+def _sums(tensor: Tensor) -> Tensor:
+    numbers = tensor.double() if not tensor.is_complex() else torch.view_as_real(tensor).double()
+    return torch.stack([numbers.sum(), numbers.abs().sum()])
