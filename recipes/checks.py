@@ -25,6 +25,14 @@ def number(at_least: float, below: float = math.inf, **values: object) -> None:
             raise ConfigurationError(f"{_dotted(name)}={value} must be a number, {at_least:g} or more{end}")
 
 
+def numbers(count: int, at_least: float, below: float, **values: Sequence[object]) -> None:
+    """Raise ConfigurationError for what is no list of so many numbers in the range."""
+    for name, value in values.items():
+        if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != count:
+            raise ConfigurationError(f"{_dotted(name)}={value} must be a list of {count} numbers")
+        number(at_least, below, **{f"{name}__{place}": each for place, each in enumerate(value)})
+
+
 def flag(**values: object) -> None:
     """Raise ConfigurationError for a value that is neither true nor false: the word "no" would count as true."""
     for name, value in values.items():

@@ -35,6 +35,8 @@ def explain(error: Exception) -> str:
 
 def _unknown_key(error: ConfigAttributeError | ConfigKeyError) -> str:
     parent, _, key = str(error.full_key).rpartition(".")
+    if parent == "techniques":
+        return f"there is no technique '{key}' yet; add it before: '+technique@techniques.{key}=CHOICE'"
     place = f"'{parent}'" if parent else "the configuration"
     known = sorted(str(name) for name in error.parent_node or () if not str(name).startswith("_"))
     return f"{place} has no key '{key}'; " + (f"choose one of: {', '.join(known)}" if known else "it holds one value")

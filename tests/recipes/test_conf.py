@@ -153,6 +153,8 @@ def test_the_command_line_composes(tmp_path):
         ("data.skip_unreadable=no", r"data.skip_unreadable=no must be true or false"),
         ("model.learning_rate=x", r"learning_rate=x must be a number, 0 or more"),
         ("model.betas=[0.9,1.0]", r"betas.1=1.0 must be a number, 0 or more and less than 1"),
+        ("model.betas=[0.9]", r"betas=\[0.9\] must be a list of 2 numbers"),
+        ("techniques.tp.size=2", r"no technique 'tp' yet; add it before: '\+technique@techniques.tp=CHOICE'"),
         ("model.fused=no", r"fused=no must be true or false"),
         ("+technique@techniques.ac=activation_checkpoint", r"techniques=\['ac'\] need strategy=hybrid; ZeroStrategy"),
         ("+technique=zero", r"a technique has a name"),

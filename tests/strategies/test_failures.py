@@ -22,6 +22,7 @@ from lightning_parallel import (
     TensorParallelStrategy,
     ZeroStrategy,
 )
+from lightning_parallel.strategies.ranks.failures import said_of
 from tests.ranks import run_on_ranks
 from tests.tiers import covering, sampled
 from tests.trainers import trainer
@@ -170,6 +171,15 @@ def test_ranks_that_fail_within_a_pipelines_step_end(tmp_path: Path) -> None:
         run_on_ranks(2, saved_after_failing, LAYOUTS["pipeline"], tmp_path, "training_step", timeout=6.0)
     assert "outside.ckpt: the parts of other ranks are missing, for not all came to it" in str(failure.value)
     assert list(tmp_path.iterdir()) == []
+
+
+class Silent(Exception):  # noqa: N818
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+def test_an_error_whose_own_text_fails_is_told_all_the_same() -> None:
+    assert said_of(Silent()) == "Silent: its text cannot be read, for RuntimeError"
 
 
 class Evaluating(Regression):

@@ -134,7 +134,11 @@ def _at_one_place(said: list[tuple[str, Begun | None]]) -> bool:
 
 def said_of(exception: BaseException) -> str:
     """An exception in one line."""
-    first = next(iter(str(exception).splitlines()), "")
+    try:
+        said = str(exception)
+    except Exception as error:  # it is the user's class, and what it fails with must not be told in its place
+        said = f"its text cannot be read, for {type(error).__name__}"
+    first = next(iter(said.splitlines()), "")
     return f"{type(exception).__name__}: {first[:WIDTH]}"
 
 
