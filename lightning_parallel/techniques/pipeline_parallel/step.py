@@ -170,7 +170,7 @@ class PipelineStep(WrappedStep):
                 sizes if self._dims is None else [size],
                 self._coming.weight,
                 self._unit,
-                self._dims is not None,
+                self._dims is not None or (count == 1 and self._coming.alone),
                 self._coming.alone,
                 looks=training and self._looks_left > 0,
             ),
