@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lightning_parallel.arguments import one_of
 from lightning_parallel.mesh import Axis, Size
+from lightning_parallel.techniques.activation_checkpoint.effects import Effects, copied
 from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools.caches import holds_keys, is_cache, is_filled_by_layers, layers_in
@@ -80,7 +81,7 @@ class ActivationCheckpoint(Technique):
     def _recomputed(self, block: nn.Module, forward: Forward) -> Forward:
         extra: dict[str, Any] = {} if self.mode == "full" else {"context_fn": _keep_expensive}
         tables = [part._parameters for part in block.modules() if part._parameters]
-        layers = layers_in(block)
+        layers, effects = layers_in(block), Effects(block)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             caches = [each for each in (*args, *kwargs.values()) if is_cache(each)]
@@ -89,24 +90,27 @@ class ActivationCheckpoint(Technique):
             if prefixed or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             args = tuple([None if is_filled_by_layers("", each) else each for each in args])
-            return _recomputed(_with_given(tables, forward), extra, args, _without_caches(kwargs))
+            return _recomputed(_with_given(tables, forward), effects, extra, args, _without_caches(kwargs))
 
         return run
 
 
-def _recomputed(forward: Forward, extra: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _recomputed(
+    forward: Forward, effects: Effects, extra: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """What the forward returns, whose activations are recomputed.
 
     Args:
         forward: of the block.
+        effects: watches what it writes to its modules.
         extra: options of `checkpoint`.
         args: what the block is given.
         kwargs: the same by name.
     """
     if torch.compiler.is_dynamo_compiling():  # what is in a graph writes into nothing
         return checkpoint(forward, *args, use_reentrant=False, **extra, **kwargs)
-    kept = _as_they_are((args, kwargs))
-    return checkpoint(_Runs(forward, args, kwargs), *kept[0], use_reentrant=False, **extra, **kept[1])
+    kept = copied((args, kwargs))
+    return checkpoint(_Runs(forward, effects, args, kwargs), *kept[0], use_reentrant=False, **extra, **kept[1])
 
 
 skip_code(_recomputed.__code__)  # where a graph breaks in it, it runs as it is: nothing is compiled then
@@ -115,17 +119,19 @@ skip_code(_recomputed.__code__)  # where a graph breaks in it, it runs as it is:
 class _Runs:
     """The first run of a forward and its recomputations.
 
-    What a block writes into a list or a dict is the first run's to write: a step may read it there. Recomputations get
-    copies of what these were before it, and the default dtype of the first run, which was set for the forward alone.
+    What a block writes to its modules, and into a list or a dict that it is given, is the first run's to write: a step
+    may read it there. Recomputations get copies of what these were before it, and the default dtype of the first run,
+    which was set for the forward alone.
 
     Args:
         forward: of the block.
+        effects: watches what it writes to its modules.
         args: what the first run gets.
         kwargs: the same by name.
     """
 
-    def __init__(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._forward = forward
+    def __init__(self, forward: Forward, effects: Effects, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._forward, self._effects, self._before = forward, effects, effects.before()
         self._first = [(args, kwargs)]
         self._dtype = torch.get_default_dtype()
 
@@ -133,9 +139,12 @@ class _Runs:
         """Runs the forward: with what the user gave the first time, then with copies of what is given here."""
         if self._first:
             args, kwargs = self._first.pop()
-            return self._forward(*args, **kwargs)
-        args, kwargs = _as_they_are((args, kwargs))
-        with default_dtype(self._dtype):
+            versions = self._effects.versions()
+            result = self._forward(*args, **kwargs)
+            self._effects.learn(versions)
+            return result
+        args, kwargs = copied((args, kwargs))
+        with default_dtype(self._dtype), self._effects.again(self._before):
             return self._forward(*args, **kwargs)
 
 
@@ -159,15 +168,6 @@ def _with_given(tables: list[dict[str, Any]], forward: Forward) -> Forward:
                 table[name] = each
 
     return run
-
-
-def _as_they_are(value: Any) -> Any:
-    """Lists and dicts as they are now: who gave them to a block may change them before it is recomputed."""
-    if type(value) in (list, tuple):
-        return type(value)(map(_as_they_are, value))
-    if type(value) is dict:
-        return {key: _as_they_are(member) for key, member in value.items()}
-    return value
 
 
 def _keep_expensive() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
