@@ -19,7 +19,7 @@ from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.gradients.average import Compression, average_gradients
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
-from lightning_parallel.techniques.tools.replicas import AlikeStep
+from lightning_parallel.techniques.tools.replicas import Replicas
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,6 @@ class Averaged(Division):
 
     def step(self, step: Step) -> Step:
         """Adds the reduction of all gradients to the step."""
-        asked, parameters = self.technique, list(self.model.parameters())
-        step = average_gradients(step, parameters, self.mesh, asked.compression, asked.bucket_mb)
-        return AlikeStep(step, self.model, self.mesh)
+        asked, replicas = self.technique, Replicas(self.model, self.mesh)
+        parameters = list(self.model.parameters())
+        return average_gradients(step, parameters, self.mesh, asked.compression, asked.bucket_mb, replicas)

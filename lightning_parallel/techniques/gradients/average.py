@@ -18,6 +18,7 @@ from lightning_parallel.techniques.gradients.buckets import BucketedStep
 from lightning_parallel.techniques.gradients.memory import Lent
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.tools.holders import Holders
+from lightning_parallel.techniques.tools.replicas import Replicas
 from lightning_parallel.techniques.tools.shards import as_gradient, local
 
 Compression = Literal["bf16", "fp16", "powersgd"]
@@ -31,6 +32,7 @@ def average_gradients(
     mesh: ParallelMesh,
     compression: Compression | None = None,
     bucket_mb: float = 25,
+    replicas: Replicas | None = None,
 ) -> Step:
     """Averages gradients over all ranks that hold their parameters and see other data.
 
@@ -40,6 +42,7 @@ def average_gradients(
         mesh: says who holds a parameter.
         compression: what the gradients are sent as; None sends them as they are.
         bucket_mb: how large the gradients of one message may grow, in MiB.
+        replicas: see `BucketedStep`.
     """
     if mesh.loss.size() == 1:
         return step
@@ -52,7 +55,7 @@ def average_gradients(
         made.append(AllReduceBucket(members, holders, hooks[holders], index=len(made)))
         return made[-1]
 
-    return BucketedStep(step, parameters, mesh, make_bucket, int(bucket_mb * 2**20))
+    return BucketedStep(step, parameters, mesh, make_bucket, int(bucket_mb * 2**20), replicas=replicas)
 
 
 class AllReduceBucket(Bucket):

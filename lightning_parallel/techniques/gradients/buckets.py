@@ -25,6 +25,7 @@ from lightning_parallel.techniques.gradients.bucket import Bucket
 from lightning_parallel.techniques.gradients.early import Agreement, Factor
 from lightning_parallel.techniques.step import Coming, Step, WrappedStep
 from lightning_parallel.techniques.tools.holders import Holders, holders_of
+from lightning_parallel.techniques.tools.replicas import Replicas
 from lightning_parallel.techniques.tools.shards import local
 
 IN_FLIGHT = 2
@@ -47,6 +48,7 @@ class BucketedStep(WrappedStep):
         make_bucket: makes a bucket of parameters that have the same holders.
         bucket_bytes: how large the gradients of one bucket may grow.
         accumulates_locally: whether `unsynced` passes skip the reduction (ZeRO-2 reduces each, to keep only shards).
+        replicas: compares, before the first backward, what ranks hold of the parameters.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class BucketedStep(WrappedStep):
         make_bucket: Callable[[Sequence[nn.Parameter], Holders], Bucket],
         bucket_bytes: int,
         accumulates_locally: bool = True,
+        replicas: Replicas | None = None,
     ) -> None:
         super().__init__(inner)
         self.buckets: list[Bucket] = []
@@ -64,7 +67,7 @@ class BucketedStep(WrappedStep):
         self._holders_of, self._ranks = partial(holders_of, mesh=mesh), mesh.loss
         self._make_bucket = make_bucket
         self._bucket_bytes = bucket_bytes
-        self._accumulates_locally = accumulates_locally
+        self._accumulates_locally, self._replicas = accumulates_locally, replicas
         self._waiting = list(parameters)
         self._handles: list[RemovableHandle] = []
         self._running = self._early = False
@@ -93,6 +96,9 @@ class BucketedStep(WrappedStep):
 
     def backward(self, run: Callable[[], None]) -> None:
         """Runs backward; reduction starts with the first full bucket and is over when this returns."""
+        if self._replicas is not None:
+            self._replicas.require_alike()
+            self._replicas = None
         if not self._early and not self.synced and self._accumulates_locally and self._all_local():
             self._grew = True
             for bucket in self.buckets:

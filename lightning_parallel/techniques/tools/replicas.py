@@ -7,51 +7,41 @@ scale from the first batch; where ranks read different samples their copies part
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from lightning_parallel.collectives.functional import highest
 from lightning_parallel.mesh import ParallelMesh
-from lightning_parallel.techniques.step import Run, Step, WrappedStep
 from lightning_parallel.techniques.tools.holders import Holders, holders_of
 from lightning_parallel.techniques.tools.shards import local
-
-T = TypeVar("T")
 
 ROUNDING = 1e-4
 """How much copies of a parameter may differ, of its size: hosts of other kinds round otherwise."""
 SHOWN = 4
 
 
-class AlikeStep(WrappedStep):
-    """Compares the copies of all parameters once, behind the forward of the first batch that is trained on.
+class Replicas:
+    """Compares copies of parameters, once.
 
     Args:
-        inner: the step to wrap.
         model: whose parameters are whole on every rank, but for what other axes divide.
         mesh: says who holds a parameter.
     """
 
-    def __init__(self, inner: Step, model: nn.Module, mesh: ParallelMesh) -> None:
-        super().__init__(inner)
+    def __init__(self, model: nn.Module, mesh: ParallelMesh) -> None:
         self._copies: dict[Holders, dict[str, nn.Parameter]] = {}
         for name, parameter in model.named_parameters() if mesh.loss.size() > 1 else ():
             self._copies.setdefault(holders_of(parameter, mesh), {})[name] = parameter
 
-    def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
-        """See `Step.forward`.
+    def require_alike(self) -> None:
+        """All ranks must call, behind the forward of the first batch that is trained on.
 
         Raises:
             ValueError: copies of a parameter differ.
         """
-        result = self.inner.forward(run, *args, **kwargs)
-        if self._copies and torch.is_grad_enabled():
-            copies, self._copies = self._copies, {}
-            for holders, parameters in copies.items():
-                _require_alike(parameters, holders)
-        return result
+        for holders, parameters in self._copies.items():
+            _require_alike(parameters, holders)
 
 
 @torch.no_grad()

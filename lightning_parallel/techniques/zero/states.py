@@ -24,6 +24,7 @@ from lightning_parallel.techniques.gradients.buckets import BucketedStep, has_sh
 from lightning_parallel.techniques.gradients.memory import Lent
 from lightning_parallel.techniques.step import Coming, Run, Step
 from lightning_parallel.techniques.tools.holders import Holders
+from lightning_parallel.techniques.tools.replicas import Replicas
 from lightning_parallel.techniques.tools.shards import local
 from lightning_parallel.techniques.zero.arrivals import Arrival, Arrivals, refuse_unwatched_use
 from lightning_parallel.techniques.zero.compilers import Compilers
@@ -48,6 +49,7 @@ class ShardedStatesStep(BucketedStep):
         stage: 1 keeps whole gradients while they accumulate, 2 reduces every backward pass and keeps shards.
         offload: keeps the shards that the optimizer steps, and so its states, in host memory.
         blocks: modules before whose forward their own parameters are waited for.
+        replicas: compares what ranks hold of the parameters.
     """
 
     buckets: list[ScatterBucket]  # type: ignore[assignment]
@@ -61,13 +63,14 @@ class ShardedStatesStep(BucketedStep):
         stage: int,
         offload: bool,
         blocks: Iterable[nn.Module] = (),
+        replicas: Replicas | None = None,
     ) -> None:
         self._arrivals = Arrivals(blocks)
         self._compilers = Compilers(parameters, self._arrivals.before_compiling)
         self._offload, self._stage = offload, stage
         self._gradients = StepsGradients(lambda: {id(parameter): parameter for parameter in self.places})
         self._in_step = self._asks = False
-        super().__init__(inner, parameters, mesh, self._make_bucket, BUCKET_BYTES, accumulates_locally=stage == 1)
+        super().__init__(inner, parameters, mesh, self._make_bucket, BUCKET_BYTES, stage == 1, replicas)
 
     def stored(self, parameter: nn.Parameter) -> Tensor:
         """The rows of the parameter that this rank's optimizer steps, as a DTensor."""

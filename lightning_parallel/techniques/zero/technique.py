@@ -17,7 +17,7 @@ from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.gradients.average import average_gradients
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
-from lightning_parallel.techniques.tools.replicas import AlikeStep
+from lightning_parallel.techniques.tools.replicas import Replicas
 from lightning_parallel.techniques.tools.shards import has_no_rows
 from lightning_parallel.techniques.zero.casts import UncastStep
 from lightning_parallel.techniques.zero.sharded.parameters import shard_parameters
@@ -96,8 +96,8 @@ class ShardedStates(Division):
         step = UncastStep(step, self.model)
         step = average_gradients(step, [p for p in parameters if has_no_rows(p)], mesh)
         rows = [p for p in parameters if not has_no_rows(p)]
-        step = ShardedStatesStep(step, rows, mesh, self.technique.stage, self.technique.offload, self._blocks())
-        return AlikeStep(step, self.model, mesh)
+        asked, replicas = self.technique, Replicas(self.model, mesh)
+        return ShardedStatesStep(step, rows, mesh, asked.stage, asked.offload, self._blocks(), replicas)
 
     def _blocks(self) -> list[nn.Module]:
         """Modules that wait for their own parameters; a pipeline enters its blocks many times in a step."""
