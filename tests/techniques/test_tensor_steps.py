@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.data import DataLoader
 
-from lightning_parallel import TensorParallelStrategy
+from lightning_parallel import DataParallelStrategy, TensorParallelStrategy
 from lightning_parallel.techniques.divided.randomness import drawn_apart
 from tests.models import Optimized, adamw
 from tests.ranks import begun_on_one, run_on_ranks
@@ -124,6 +124,74 @@ def fitted_to_other_memory(strategy: MakeStrategy | None) -> Any:
 def test_tensors_that_are_given_other_memory(sequence_parallel: bool) -> None:
     expected = begun_on_one(fitted_to_other_memory, None)
     for found in run_on_ranks(2, fitted_to_other_memory, partial(TP2, sequence_parallel=sequence_parallel)):
+        require_like(expected.result(), found)
+
+
+class Scales(torch.autograd.Function):
+    """Multiplies in place, with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        """See `torch.autograd.Function`."""
+        ctx.mark_dirty(x)
+        ctx.factor = factor
+        return x.mul_(factor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        """See `torch.autograd.Function`."""
+        return gradient * ctx.factor / 2, None
+
+
+class InPlace(nn.Module):
+    """Lets a function change its features, or what it returns, and goes on with what it gave or with what it got."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(self.norm(x)).tanh() * 1
+        if self.kind == "features":
+            Scales.apply(hidden, 0.7)
+        elif self.kind == "both":
+            hidden = hidden + Scales.apply(hidden, 0.7)
+        hidden = self.down(hidden)
+        if self.kind == "results":
+            Scales.apply(hidden, 0.7)
+        return x + hidden
+
+
+class RunsInPlace(Repeated):
+    def __init__(self, kind: str) -> None:
+        super().__init__((8,), False)
+        self.blocks = nn.ModuleList(InPlace(kind) for _ in range(3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+
+def fitted_in_place(kind: str, strategy: MakeStrategy | None, batch: int = 4) -> Any:
+    module, data = RunsInPlace(kind), torch.randn(24, 8, 5, generator=torch.Generator().manual_seed(1))
+    trainer(made(strategy), max_epochs=1).fit(module, DataLoader(data, batch))  # type: ignore[arg-type]
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("kind", ["features", "both", "results"])
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_functions_that_change_what_they_get(kind: str, sequence_parallel: bool) -> None:
+    expected = begun_on_one(fitted_in_place, kind, None)
+    for found in run_on_ranks(2, fitted_in_place, kind, partial(TP2, sequence_parallel=sequence_parallel)):
+        require_like(expected.result(), found)
+
+
+def test_functions_that_change_views_beside_values_that_are_logged() -> None:
+    """Torch waits for ever for who asks whether a view is a leaf while it notes that one was changed."""
+    expected = begun_on_one(fitted_in_place, "results", None)
+    for found in run_on_ranks(2, fitted_in_place, "results", DataParallelStrategy, 2):
         require_like(expected.result(), found)
 
 

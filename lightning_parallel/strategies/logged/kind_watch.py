@@ -82,11 +82,12 @@ class KindWatch(Listener):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See `Listener`."""
         kwargs = kwargs or {}
-        if torch.compiler.is_dynamo_compiling() or self._paused:
+        name = func.__name__
+        # Torch sets attributes while it holds a lock that some questions wait for, as for the leaf of a view.
+        if torch.compiler.is_dynamo_compiling() or self._paused or name == "__set__":
             return func(*args, **kwargs)
         before = self._read(args, kwargs)
         result = func(*args, **kwargs)
-        name = func.__name__
         if name == "__iter__":  # of a tensor: its rows one by one
             rows = list(result)
             self._know_rows(name, before, rows, args)

@@ -8,6 +8,7 @@ TorchScript. What the user compiled by `torch.compile` runs as it is where it ma
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterable
@@ -24,7 +25,7 @@ from torch._functorch import utils as of_functions
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_parallel.techniques.divided.in_graph import inside
-from lightning_parallel.techniques.divided.tensor import Divided
+from lightning_parallel.techniques.divided.tensor import Divided, is_divided, let_change
 from lightning_parallel.techniques.tools.redirect import Pass, Redirected, led_backward
 
 log = logging.getLogger(__name__)
@@ -113,10 +114,18 @@ def _unwrapped(before: Callable[..., Any]) -> Callable[..., Any]:
         ):
             function = sys._getframe(1).f_locals["cls"]
             if function.__name__ != KEEPS_ARGUMENTS:
+                for each in filter(is_divided, args) if _writes(function) else ():
+                    let_change(each)
                 args = tuple(_with_wholes(each, function.__name__) for each in args)
         return before(args)
 
     return unwrapped
+
+
+def _writes(function: Any) -> bool:
+    """Whether a function of autograd changes what it is given, which it must say by `mark_dirty`."""
+    codes = (getattr(inspect.unwrap(each), "__code__", None) for each in (function.forward, function.setup_context))
+    return any(code is not None and "mark_dirty" in code.co_names for code in codes)
 
 
 def _of_wholes(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -334,10 +334,7 @@ def is_divided(value: Any) -> TypeGuard[Divided]:
 
 
 def of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of an operation on gathered tensors, told in the log.
-
-    A divided tensor that the operation changes, in place or as `out`, then takes its own elements of what came out.
-    """
+    """The result of an operation on gathered tensors, told in the log; those that it changes take their elements."""
     name = getattr(func, "__name__", str(func))
     first = args[:1] or tuple(kwargs.values())[:1]  # functions of torch.nn.init name all that they get
     changed = [leaf for leaf in tree_leaves(first) if isinstance(leaf, Divided) and is_in_place(name)]
@@ -346,17 +343,23 @@ def of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
         result = _on_wholes(func, args, kwargs, name)
         compiled = torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active()
         given = [] if compiled else filter(is_divided, tree_leaves((args, kwargs)))
-        viewed: list[Any] = [each for each in given if _has_view(result, each)]
-        for each in (each if each.origin is None else each.origin for each in viewed):
-            if type(each) is not Viewed:
-                whole = laid_out(each.whole().clone(), each)  # a collective's result may not be changed in place
-                each.forget()
-                if each.own._is_view() or each.stored is not None:
-                    each.only.ranks.viewed.append(each)
-                vars(each)["_shown"], each.__class__ = (whole, whole._version, each.own._version), Viewed
+        viewed = [each for each in given if _has_view(result, each)]
+        for each in viewed:
+            let_change(each)
         return _on_wholes(func, args, kwargs, name) if viewed else result
     with torch.no_grad() if getattr(func, "__module__", "") == "torch.nn.init" else nullcontext():  # as these say
         return _changing(func, args, kwargs, name, changed)
+
+
+def let_change(divided: Any) -> None:
+    """From now on what changes in place in the gathered whole changes in the divided tensor, and vice versa."""
+    each = divided if divided.origin is None else divided.origin
+    if type(each) is not Viewed:
+        whole = laid_out(each.whole().clone(), each)  # a collective's result may not be changed in place
+        each.forget()
+        if each.own._is_view() or each.stored is not None:
+            each.only.ranks.viewed.append(each)
+        vars(each)["_shown"], each.__class__ = (whole, whole._version, each.own._version), Viewed
 
 
 def _changing(func: Any, args: Any, kwargs: Any, name: str, changed: list[Divided]) -> Any:
