@@ -176,3 +176,34 @@ def test_a_view_of_the_whole_in_which_nobody_takes_any_looks_for_none(monkeypatc
     module.exchange()
     with places.shown():
         assert module.kept() is module.weight
+
+
+def test_what_functions_take_where_nothing_is_given_follows() -> None:
+    module = Keeps()
+    del module.chain
+
+    def read(weight: Tensor = module.weight, *, twice: Any = (module.weight, 2)) -> tuple[Tensor, Any]:
+        return weight, twice
+
+    module.read = read
+    places = beside.Beside(module)
+    module.exchange()
+    places.follow()
+    weight, (same, number) = module.read()
+    assert (weight is same is module.weight, number) == (True, 2)
+
+
+ELSEWHERE: list[Any] = []
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_who_holds_a_replaced_one_where_nobody_looks_is_told_of(told: list[str], holds: bool) -> None:
+    module = Keeps()
+    places = beside.Beside(module)
+    if holds:
+        ELSEWHERE.append(module.weight)
+    module.exchange()
+    places.follow()
+    places.tell_of_others()
+    ELSEWHERE.clear()
+    assert [line.partition(":")[0] for line in told] == ["weight"] * holds

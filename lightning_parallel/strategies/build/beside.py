@@ -7,6 +7,8 @@ which many tell parameters apart.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -20,6 +22,7 @@ from lightning_parallel.techniques.tools.telling import warn
 
 T = TypeVar("T")
 
+SHOWN = 4
 OF_LIBRARIES = {*vars(nn.Module()), *vars(LightningModule())}
 
 
@@ -37,6 +40,7 @@ class Beside:
         self._module = module
         named = module.named_parameters(remove_duplicate=False)
         self._stand = {name: parameter for name, parameter in named if parameter is not None}
+        self._first = {name: weakref.ref(parameter) for name, parameter in self._stand.items()}
         owners = [(name, module.get_submodule(name.rpartition(".")[0])) for name in self._stand]
         self._in_tree = [(name, name.rpartition(".")[2], owner) for name, owner in owners]
         self._places: list[tuple[dict[str, Any], str]] = []
@@ -70,6 +74,25 @@ class Beside:
                 there[id(before)], back[id(now)], self._stand[name] = now, before, now
         self._exchange(there)
         return back
+
+    def tell_of_others(self) -> None:
+        """Warns of parameters that were replaced, and that somebody holds in a place that nobody can look for."""
+        if not self._held_by_others():
+            return
+        gc.collect()  # what only garbage holds is no longer used
+        if names := self._held_by_others():
+            warn(
+                f"{', '.join(names[:SHOWN])}{', …' if len(names) > SHOWN else ''}: ranks train parts in the place of "
+                "these parameters, but something beside the module still holds them as they were: a global, a closure, "
+                "a default argument or an object without a dict. What computes with that has values that do not learn; "
+                "read them from the module, or keep them in an attribute of it"
+            )
+
+    def _held_by_others(self) -> list[str]:
+        """The names of those parameters; not of those of other stages, where they are what they were."""
+        here = {name for name, parameter in self._module.named_parameters(remove_duplicate=False)}
+        held = ((name, first()) for name, first in self._first.items() if name in here)
+        return [name for name, parameter in held if parameter is not None and parameter is not self._stand[name]]
 
     @contextmanager
     def shown(self) -> Iterator[None]:
