@@ -185,12 +185,17 @@ def test_what_functions_take_where_nothing_is_given_follows() -> None:
     def read(weight: Tensor = module.weight, *, twice: Any = (module.weight, 2)) -> tuple[Tensor, Any]:
         return weight, twice
 
-    module.read = read
+    def hook(part: nn.Module, given: Any, weight: Any = module.weight) -> None:
+        given[0].append(weight)
+
+    module.read, read.kept = read, module.weight
+    module.part.register_forward_pre_hook(hook)
     places = beside.Beside(module)
     module.exchange()
     places.follow()
     weight, (same, number) = module.read()
-    assert (weight is same is module.weight, number) == (True, 2)
+    assert (weight is same is read.kept is module.weight, number) == (True, 2)
+    assert module.part([])[0] is module.weight
 
 
 ELSEWHERE: list[Any] = []

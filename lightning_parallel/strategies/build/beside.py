@@ -23,7 +23,8 @@ from lightning_parallel.techniques.tools.telling import warn
 T = TypeVar("T")
 
 SHOWN = 4
-OF_LIBRARIES = {*vars(nn.Module()), *vars(LightningModule())}
+HOOKS = {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"}
+OF_LIBRARIES = {*vars(nn.Module()), *vars(LightningModule())} - HOOKS
 
 
 class Beside:

@@ -64,7 +64,7 @@ def _members(value: Any) -> list[Any]:
     if isinstance(value, partial):
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, FunctionType):
-        return [*(cell.cell_contents for cell in _cells(value)), *_defaults(value)]
+        return _of_function(value)
     held = [getattr(value, name) for name in _attributes(value)]
     if isinstance(value, dict) and len(value) <= MOST:
         return [*value, *value.values(), *held]
@@ -90,17 +90,25 @@ def _is_set(value: Any, slot: str) -> bool:
     return True
 
 
-def _cells(function: FunctionType) -> list[Any]:
+def _of_function(function: FunctionType) -> list[Any]:
+    """What a function of the user's keeps: in its closure, for arguments that it is not given, and as attributes."""
     if function.__module__ is None or function.__module__.partition(".")[0] in LIBRARIES:
         return []
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    return [*(cell.cell_contents for cell in _cells(function)), *defaults, *vars(function).values()]
+
+
+def _cells(function: FunctionType) -> list[Any]:
     return [cell for cell in function.__closure__ or () if cell != type(cell)()]
 
 
-def _defaults(function: FunctionType) -> list[Any]:
-    """What a function takes for arguments that it is not given."""
-    if function.__module__ is None or function.__module__.partition(".")[0] in LIBRARIES:
-        return []
-    return [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+def _fill_function(function: FunctionType, members: list[Any]) -> None:
+    ahead = iter(members)
+    for cell in _cells(function):
+        cell.cell_contents = next(ahead)
+    function.__defaults__ = tuple([next(ahead) for _ in function.__defaults__ or ()]) or None
+    function.__kwdefaults__ = {name: next(ahead) for name in function.__kwdefaults__ or {}} or None
+    vars(function).update({name: next(ahead) for name in vars(function)})
 
 
 def replaced(value: Any, exchanged: Exchanged, seen: dict[int, tuple[Any, Any]]) -> Any:
@@ -148,13 +156,7 @@ def _filled(value: Any, members: list[Any]) -> Any:
         function, args, more = members[0], members[1 : 1 + len(value.args)], members[1 + len(value.args) :]
         return partial(function, *args, **dict(zip(value.keywords, more, strict=True)))
     if isinstance(value, FunctionType):
-        cells, defaults = _cells(value), members[len(_cells(value)) :]
-        for cell, member in zip(cells, members, strict=False):
-            cell.cell_contents = member
-        count = len(value.__defaults__ or ())
-        if defaults:
-            value.__defaults__ = tuple(defaults[:count]) or None
-            value.__kwdefaults__ = dict(zip(value.__kwdefaults__ or {}, defaults[count:], strict=True)) or None
+        _fill_function(value, members)
         return value
     held = _attributes(value)
     items, more = members[: len(members) - len(held)], members[len(members) - len(held) :]
