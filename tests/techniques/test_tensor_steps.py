@@ -195,6 +195,43 @@ def test_functions_that_change_views_beside_values_that_are_logged() -> None:
         require_like(expected.result(), found)
 
 
+class Retains(nn.Module):
+    """Keeps its features, and their gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hidden = self.up(self.norm(x)).tanh()
+        self.hidden.retain_grad()
+        return x + self.down(self.hidden)
+
+
+class RunsRetaining(Repeated):
+    """Looks at gradients of features when backward is over."""
+
+    def __init__(self) -> None:
+        super().__init__((8,), False)
+        self.blocks = nn.ModuleList(Retains() for _ in range(3))
+        self.norms: list[float] = []
+
+    def on_after_backward(self) -> None:
+        self.norms += [float(block.hidden.grad.norm()) for block in self.blocks]
+
+
+def fitted_retaining(strategy: MakeStrategy | None) -> Any:
+    module, data = RunsRetaining(), torch.randn(12, 8, 5, generator=torch.Generator().manual_seed(1))
+    trainer(made(strategy), max_epochs=1).fit(module, DataLoader(data, 4))  # type: ignore[arg-type]
+    return module.norms, {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def test_gradients_that_are_retained_are_whole_when_backward_is_over() -> None:
+    expected = begun_on_one(fitted_retaining, None)
+    for found in run_on_ranks(2, fitted_retaining, TP2):
+        require_like(expected.result(), found)
+
+
 class Computed(nn.Module):
     """A bias that is made of a parameter."""
 
