@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -21,6 +22,10 @@ Operation = Callable[[Tensor, Tensor], Any]
 
 def attended(x: Tensor, w: Tensor, mask: Any) -> Tensor:
     return F.scaled_dot_product_attention(*(((x * w).transpose(1, 2),) * 3), attn_mask=mask)
+
+
+class Labelled(Tensor):
+    """A class of somebody's own."""
 
 
 # x is (2, 6, 4, 8), w is (8,)
@@ -67,6 +72,8 @@ SPELLED: dict[str, Operation] = {
         [(x * w)[:, :0].reshape(2, 0, 32), x.flatten(2)[:, :0].view(2, 0, 32), x.flatten(2)], 1
     ),
     "products of one": lambda x, w: torch.einsum("bthd,bthd->bthd", x * w, x.mean(-1, keepdim=True)),
+    "without rules": lambda x, w: (x * w).as_subclass(Tensor).tanh() + x.as_subclass(Labelled) * w,
+    "by strides": lambda x, w: x * w + (x * w).contiguous().as_strided((2, 4), (8, 2), 5).mean(),
     "attention with a bias that learns": lambda x, w: attended(x, w, w.outer(w)[:6, :6]),
     "attention with a bias of heads": lambda x, w: attended(x, w, torch.einsum("bthd,bshd->bhts", x, x.sin() * w)),
     "attention with a bias of torch": lambda x, w: attended(x, w, causal_lower_right(6, 6)),
@@ -163,3 +170,12 @@ def test_dropout_moves_the_generator_where_it_draws_alone() -> None:
         torch.set_rng_state(before)
         drop(divided)
         assert not torch.equal(torch.get_rng_state(), before), name
+
+
+@ranks(2)
+def test_strides_from_the_beginning_of_what_a_view_views_are_refused() -> None:
+    elements = Ranks(dist.group.WORLD, "tp").chunks(8)
+    divided: Any = Divided(torch.arange(12.0).view(3, 4), {1: elements})
+    with pytest.raises(ValueError, match="which the view does not know; write"):
+        divided[1:].as_strided((2,), (1,), 3)
+    assert divided[1:].as_strided((2,), (8,)).shape == (2,)

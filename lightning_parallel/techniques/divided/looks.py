@@ -88,6 +88,10 @@ class LooksWhole(Tensor):
     def __len__(self) -> int:
         return int(self.size(0))
 
+    def as_subclass(self, cls: Any) -> Any:
+        """The whole, of a class with rules of its own, or none; torch asks nobody for a rule of this one."""
+        return as_wrapper(self).whole("as_subclass").as_subclass(cls)
+
     @property
     def gathers(self) -> dict[Any, Tensor]:
         """What was gathered for products that read it: by dimension, whether with gradients, and dtype."""

@@ -194,3 +194,17 @@ def _asked_of_the_layout(func: Any, args: Any, kwargs: Any) -> Any:
 def _asked_of_the_whole(func: Any, args: Any, kwargs: Any) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
+
+
+@rule(*operations("as_strided"))
+def _by_strides(func: Any, args: Any, kwargs: Any) -> Any:
+    """Of the whole, where it lies as on one device; a view does not know what is before it in memory."""
+    own, given = args[0].own, args[3] if len(args) > 3 else kwargs.get("storage_offset")
+    is_part = own._is_view() and (own.storage_offset() > 0 or own.numel() < own._base.numel())
+    if given is not None and is_part:
+        raise ValueError(
+            f"as_strided(storage_offset={given}) of a view, {tuple(args[0].shape)}, of a tensor that ranks divide "
+            "counts from the beginning of what it views, which the view does not know; write x.as_strided(...) for the "
+            "tensor x itself, or use slices and unfold"
+        )
+    return NotImplemented
