@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_parallel.values import ATOMS, LEAVES
 
-LIBRARIES = ("torch", "lightning", "lightning_parallel", "torchmetrics", "builtins", "collections", "transformers")
+LIBRARIES = ("_thread", "torch", "lightning", "lightning_parallel", "torchmetrics", "builtins", "collections", "transformers")
 MOST = 10_000
 """How many members a container has at most that is looked into: longer ones are data."""
 
