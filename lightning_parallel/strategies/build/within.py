@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from lightning_parallel.values import ATOMS, LEAVES
 
-LIBRARIES = ("_thread", "torch", "lightning", "lightning_parallel", "torchmetrics", "builtins", "collections", "transformers")
+LIBRARIES = ("_thread", "torch", "lightning", "lightning_parallel", "torchmetrics", "builtins", "collections",
+             "transformers")  # fmt: skip
 MOST = 10_000
 """How many members a container has at most that is looked into: longer ones are data."""
 
