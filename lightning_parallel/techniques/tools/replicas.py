@@ -55,9 +55,9 @@ def _require_alike(parameters: Mapping[str, nn.Parameter], holders: Holders) -> 
         ranks = holders.all.size()
         raise ValueError(
             f"{', '.join(names[:SHOWN])}{', …' if len(names) > SHOWN else ''}: the {ranks} ranks that hold copies hold "
-            "different values after the first training_step. It sets parameters from samples, of which each rank has "
-            "its own; set them from those of all ranks, in a module that the plan names "
-            "(ParallelPlan(whole_batch=...)) or by self.all_gather(), or before the run, alike on every rank"
+            "different values after the first training_step. It, or a hook before it, set them on each rank by "
+            "itself, as from samples, of which each rank has its own; set them from those of all ranks, in a module "
+            "that the plan names (ParallelPlan(whole_batch=...)) or by self.all_gather(), or before the run"
         )
 
 
