@@ -252,3 +252,27 @@ def test_gradients_kept_from_step_to_step_while_they_accumulate(layout: str) -> 
 def test_gradients_that_nobody_keeps_have_one_place() -> None:
     for _, places, _ in run_on_ranks(2, accumulated, False, DataParallelStrategy, 2):
         assert set(places) == {1}
+
+
+class Prunes(Model):
+    """Puts another parameter in the place of one while a step runs."""
+
+    def __init__(self) -> None:
+        super().__init__(penalty)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 1:
+            nn.utils.prune.l1_unstructured(self.layers[0].up, "weight", 0.3)
+        return super().training_step(batch, batch_idx)
+
+
+def pruned(strategy: Any) -> str:
+    with pytest.raises(ValueError, match=r".") as error:
+        trainer(strategy(), max_epochs=1).fit(Prunes(), DataLoader(TensorDataset(torch.randn(12, 4)), 4))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("layout", ["tensor parallel", "zero 3"])
+def test_a_parameter_that_a_step_takes_out_is_named(layout: str) -> None:
+    for said in run_on_ranks(2, pruned, LAYOUTS[layout][-1]):
+        assert said.startswith("the parameter weight was taken out of its module in a step")

@@ -202,19 +202,27 @@ def own(tensor: Tensor) -> Tensor:
     return tensor.own if isinstance(tensor, Divided) else tensor
 
 
+class Notes:
+    """An object that recomputations write to as well: of what lies in one nobody knows."""
+
+    def __init__(self) -> None:
+        self.inner: list[Tensor] = []
+        self.outer: list[Tensor] = []
+
+
 class Dropping(nn.Module):
     def __init__(self, inner: float, outer: float) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
         self.rate, self.outer = inner, nn.Dropout(outer)  # of the inner one no module tells
-        self.kept: dict[str, list[Tensor]] = {"inner": [], "outer": []}
+        self.kept = Notes()
 
     def forward(self, x: Tensor) -> Tensor:
         inner = F.dropout(torch.ones_like(hidden := self.up(x)), self.rate)
         outer = self.outer(torch.ones_like(result := self.down(hidden * inner)))
         if not x.is_meta:
-            self.kept["inner"].append(own(inner.detach() > 0))
-            self.kept["outer"].append(own(outer.detach() > 0))
+            self.kept.inner.append(own(inner.detach() > 0))
+            self.kept.outer.append(own(outer.detach() > 0))
         return x + result * outer
 
 
@@ -223,7 +231,11 @@ def masks_of(sequence_parallel: bool, *others: Technique) -> dict[str, list[Tens
     strategy = HybridStrategy(TensorParallel(2, sequence_parallel=sequence_parallel), *others)
     data = torch.utils.data.DataLoader(torch.zeros(2, 1))
     trainer(strategy, max_steps=2).fit(module, data)
-    return {name: [kept for block in module.blocks for kept in block.kept[name]] for name in ("inner", "outer")}
+    notes = [block.kept for block in module.blocks]
+    return {
+        "inner": [each for own in notes for each in own.inner],
+        "outer": [each for own in notes for each in own.outer],
+    }
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])

@@ -132,10 +132,17 @@ def _of_wholes(function: Callable[..., Any]) -> Callable[..., Any]:
     reader = "torch.func" if isinstance(function, FunctionType) else "TorchScript"
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map_only(Divided, lambda each: each.whole(reader), (args, kwargs))
+        args, kwargs = tree_map_only(Divided, partial(_to_change, reader=reader), (args, kwargs))
         return function(*args, **kwargs)
 
     return run
+
+
+def _to_change(divided: Divided, reader: str) -> Tensor:
+    """The whole, for code that nobody hears: it may change what it gets."""
+    if is_divided(divided) and not torch.compiler.is_dynamo_compiling():
+        let_change(divided)
+    return divided.whole(reader)
 
 
 def _callback(said: set[str], before: Callable[..., Any]) -> Callable[..., Any]:

@@ -92,6 +92,21 @@ class LooksWhole(Tensor):
         """The whole, of a class with rules of its own, or none; torch asks nobody for a rule of this one."""
         return as_wrapper(self).whole("as_subclass").as_subclass(cls)
 
+    def set_(self, *given: Any) -> Any:
+        """As `data = given`, of a parameter; torch asks nobody for a rule of this one either.
+
+        Raises:
+            ValueError: memory of another shape, or a tensor that others may go on to write to.
+        """
+        itself = as_wrapper(self)
+        if itself.stored is not None and isinstance(given[0], Tensor) and given[0].shape == self._shape:
+            itself.data = given[0].detach()
+            return self
+        raise ValueError(
+            f"set_ would give a tensor of shape {tuple(self._shape)} that ranks divide other memory; write "
+            "x.copy_(...), or use the other tensor itself"
+        )
+
     @property
     def gathers(self) -> dict[Any, Tensor]:
         """What was gathered for products that read it: by dimension, whether with gradients, and dtype."""

@@ -15,6 +15,8 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.function import BackwardCFunction, Function
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_parallel.techniques.divided.table import written_by
+
 OF_FUNCTIONS = frozenset(
     (Function.apply.__func__.__code__, BackwardCFunction.apply.__code__)  # type: ignore[attr-defined]
 )
@@ -85,7 +87,14 @@ T = TypeVar("T", bound=Tensor)
 
 
 def called_below(
-    func: Any, args: Any, kwargs: Any, form: type[T], whole: Callable[[T], Tensor], what: str, remedy: str
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    form: type[T],
+    whole: Callable[[T], Tensor],
+    what: str,
+    remedy: str,
+    write: Callable[[T, Tensor], None] | None = None,
 ) -> Any:
     """The result of an operation that is called below autograd, where no rule is asked, on whole tensors.
 
@@ -97,12 +106,22 @@ def called_below(
         whole: gives one that is.
         what: such a tensor is, for the error.
         remedy: what to do about it.
+        write: gives one the elements that it has of a whole; none where that cannot be.
 
     Raises:
-        RuntimeError: a gradient would be lost here.
+        RuntimeError: a gradient, or what the operation writes, would be lost here.
     """
     given: list[Any] = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, form)]
     if torch.is_grad_enabled() and any(each.own.requires_grad for each in given):
         raise RuntimeError(f"{func} is called below Python on {what}, where its gradient cannot be followed; {remedy}")
-    args, kwargs = tree_map_only(form, lambda each: whole(each).detach(), (args, kwargs or {}))
-    return func(*args, **kwargs)
+    wholes = {id(each): whole(each).detach() for each in given}
+    written = [each for each in written_by(func, args, kwargs or {}) if isinstance(each, form)]
+    if written and write is None:
+        raise RuntimeError(f"{func} writes, below Python, to {what}, which does not reach it; {remedy}")
+    wholes |= {id(each): wholes[id(each)].clone() for each in written}  # a collective's result may not be changed
+    args, kwargs = tree_map_only(form, lambda each: wholes[id(each)], (args, kwargs or {}))
+    result = func(*args, **kwargs)
+    if write is not None:
+        for each in written:
+            write(each, wholes[id(each)])
+    return result

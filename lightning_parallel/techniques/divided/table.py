@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_parallel.collectives.elements import Elements, Ranks
 
@@ -83,6 +84,27 @@ def is_in_place(name: str) -> bool:
     """Whether an operation of this name changes its first argument."""
     operator = name.startswith("__i") and name not in ("__invert__", "__index__", "__int__")
     return name == "__setitem__" or operator or (name.endswith("_") and not name.endswith("__"))
+
+
+def changed_by(func: Any, name: str, args: Any, kwargs: Any) -> list[Any]:
+    """What an operation changes, as its name, its arguments or its schema tell."""
+    first = args[:1] or tuple(kwargs.values())[:1]  # functions of torch.nn.init name all that they get
+    in_place = tree_leaves(first) if is_in_place(name) else []
+    return [*in_place, *tree_leaves(kwargs.get("out")), *written_by(func, args, kwargs)]
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """What an operation with a schema says that it writes to, as those of `torch.library.custom_op` do."""
+    schema: Any = getattr(func, "_schema", None)
+    written = [] if schema is None else [each.name for each in schema.arguments if _is_written(each)]
+    if not written:
+        return []
+    named = {**dict(zip((each.name for each in schema.arguments), args, strict=False)), **kwargs}
+    return tree_leaves([named[name] for name in written if name in named])
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 # ---------------------------------------------------------------- what rules decided

@@ -43,9 +43,9 @@ from lightning_parallel.techniques.divided.table import (
     Form,
     Key,
     LocalCall,
+    changed_by,
     form_of,
     in_order,
-    is_in_place,
     pattern_of,
     same_cuts,
     whole_shape,
@@ -179,7 +179,7 @@ class Wrapper(Divided):
             return wrapped(args[0].own.detach(), args[0].form)
         what = "a tensor that ranks have divided"
         remedy = "call it from a torch.autograd.Function, or give it tensor.clone() under torch.no_grad()"
-        return called_below(func, args, kwargs, Divided, lambda each: each.whole(str(func)), what, remedy)
+        return called_below(func, args, kwargs, Divided, lambda each: each.whole(str(func)), what, remedy, _take)
 
 
 Wrapper.own, Wrapper.form = (vars(Wrapper)[slot] for slot in ("_local_tensor", "_spec"))  # other names of the slots
@@ -336,9 +336,7 @@ def is_divided(value: Any) -> TypeGuard[Divided]:
 def of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
     """The result of an operation on gathered tensors, told in the log; those that it changes take their elements."""
     name = getattr(func, "__name__", str(func))
-    first = args[:1] or tuple(kwargs.values())[:1]  # functions of torch.nn.init name all that they get
-    changed = [leaf for leaf in tree_leaves(first) if isinstance(leaf, Divided) and is_in_place(name)]
-    changed += [leaf for leaf in tree_leaves(kwargs.get("out")) if isinstance(leaf, Divided)]
+    changed = [each for each in changed_by(func, name, args, kwargs) if isinstance(each, Divided)]
     if not changed:
         result = _on_wholes(func, args, kwargs, name)
         compiled = torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active()
@@ -362,14 +360,18 @@ def let_change(divided: Any) -> None:
         vars(each)["_shown"], each.__class__ = (whole, whole._version, each.own._version), Viewed
 
 
+def _take(divided: Divided, whole: Tensor) -> None:
+    divided.own.copy_(own_of(whole, divided.cuts))
+    divided.forget()
+
+
 def _changing(func: Any, args: Any, kwargs: Any, name: str, changed: list[Divided]) -> Any:
     wholes = {id(each): each.whole(name).clone() for each in changed}
     given = tuple(args), kwargs
     args, kwargs = tree_map_only(Divided, lambda d: wholes[id(d)] if id(d) in wholes else d.whole(name), given)
     result = func(*args, **kwargs)
     for each in changed:
-        each.own.copy_(own_of(wholes[id(each)], each.cuts))
-        each.forget()
+        _take(each, wholes[id(each)])
     back = {id(wholes[id(each)]): each for each in changed}
     return tree_map_only(Tensor, lambda leaf: back.get(id(leaf), leaf), result)
 

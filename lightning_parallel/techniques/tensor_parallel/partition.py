@@ -22,7 +22,7 @@ from lightning_parallel.techniques.divided.rules.parameters import alike
 from lightning_parallel.techniques.divided.table import Cuts
 from lightning_parallel.techniques.divided.tensor import Divided, Wrapper
 from lightning_parallel.techniques.tools import elsewhere
-from lightning_parallel.techniques.tools.leaves import leaf_of
+from lightning_parallel.techniques.tools.leaves import leaf_of, taken_out
 from lightning_parallel.techniques.tools.redirect import Forward, Surrounded, redirect_forward
 from lightning_parallel.techniques.tools.shards import divides, given_by_users, pieces
 
@@ -231,14 +231,17 @@ class Unit:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             hidden: Sequence[Place] = ()
-            for table, name in self._slots:
-                shown = table[name]
-                if type(shown) is not Wrapper:  # else what calls it shows them: the step, or a block
-                    hidden = self.show()
-                    break
-                stored: Any = shown.stored  # none of what the user put there, as by functional_call
-                if stored is not None and shown.own.requires_grad is not stored.requires_grad:
-                    leaf_of(stored)  # code froze it, or lets it learn, past what is shown
+            try:
+                for table, name in self._slots:
+                    shown = table[name]
+                    if type(shown) is not Wrapper:  # else what calls it shows them: the step, or a block
+                        hidden = self.show()
+                        break
+                    stored: Any = shown.stored  # none of what the user put there, as by functional_call
+                    if stored is not None and shown.own.requires_grad is not stored.requires_grad:
+                        leaf_of(stored)  # code froze it, or lets it learn, past what is shown
+            except KeyError as error:
+                raise taken_out(str(error.args[0])) from error
             try:
                 output = compute(*args, **kwargs)
                 if self.ranks.met:

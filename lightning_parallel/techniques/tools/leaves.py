@@ -33,6 +33,14 @@ def leaf_of(parameter: Tensor) -> Tensor:
     return _plain_leaf(parameter)
 
 
+def taken_out(name: str) -> ValueError:
+    """The error for a parameter that is no longer in its module while a step runs."""
+    return ValueError(
+        f"the parameter {name} was taken out of its module in a step, as pruning and parametrizing do, but ranks hold "
+        "parts of those that the model had when the run began; do it before the run"
+    )
+
+
 def comes_as_it_is(parameter: Tensor) -> bool:
     """Whether the gradient of the leaf is that of the parameter, with nothing to be summed over ranks on the way."""
     return not isinstance(parameter, DTensor) or not any(True for _ in _copied(parameter))

@@ -20,7 +20,7 @@ from lightning_parallel.techniques.divided.meeting import (
 )
 from lightning_parallel.techniques.divided.randomness import drawn_apart, kept_in_dropout, places_of
 from lightning_parallel.techniques.divided.table import LocalCall, is_in_place, operations, rule, same_cuts
-from lightning_parallel.techniques.divided.tensor import Divided, is_divided
+from lightning_parallel.techniques.divided.tensor import Divided, is_divided, of_wholes
 
 ARITHMETIC = ("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "floor_divide",
               "remainder", "fmod", "pow", "rsub", "maximum", "minimum", "fmax", "fmin", "atan2", "lerp", "addcmul",
@@ -208,3 +208,15 @@ def _by_strides(func: Any, args: Any, kwargs: Any) -> Any:
             "tensor x itself, or use slices and unfold"
         )
     return NotImplemented
+
+
+@rule(Tensor.numpy, Tensor.__array__)
+def _as_array(func: Any, args: Any, kwargs: Any) -> Any:
+    """An array of the whole that only reads: nobody would hear of what is written, which on one device is the tensor's.
+
+    Where there are accelerators, what lies on the host is a copy there too.
+    """
+    made = of_wholes(func, args, kwargs)
+    if is_divided(args[0]) and not torch.accelerator.is_available():
+        made.setflags(write=False)
+    return made

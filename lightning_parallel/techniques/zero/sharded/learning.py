@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_parallel.techniques.tools.leaves import taken_out
+
 
 class Learning:
     """Keeps the whole parameters of a running step frozen exactly when the sharded ones are, and the other way round.
@@ -30,6 +32,8 @@ class Learning:
         with torch._C.DisableTorchFunctionSubclass():  # it would take its time where shards are `Away`
             learning = [shard.requires_grad for *_, shard in slots]
         for (owner, name, shard), learns in zip(slots, learning, strict=True):
+            if name not in owner._parameters:
+                raise taken_out(name)
             whole = owner._parameters[name]
             if whole is not None and whole.requires_grad != learns:
                 if learns == self._agreed.get(id(shard), learns):

@@ -1,0 +1,83 @@
+"""What is written to divided tensors below Python reaches them, or is an error where nobody hears of it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_parallel.collectives.elements import Ranks
+from lightning_parallel.techniques.divided.functions import FunctionsGetWholes
+from lightning_parallel.techniques.divided.tensor import Divided
+from tests.ranks import ranks
+
+
+@torch.library.custom_op("lightning_parallel_tests::shift_", mutates_args={"x"})
+def shift(x: Tensor, by: float) -> None:
+    """Adds to each element the one beside it."""
+    x.add_(x.roll(1, -1), alpha=by)
+
+
+def scripted() -> Callable[[Tensor], Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit is, of newer torch
+        return torch.jit.script(halved)  # type: ignore[no-any-return]
+
+
+def halved(x: Tensor) -> Tensor:
+    x[:, 1:3] *= 0.5
+    return x.add_(1)
+
+
+def detached(write: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    return lambda x: write(x.detach())
+
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "an operation of a library": lambda x: shift(x, 0.5),
+    "one on what has no history": detached(lambda x: shift(x, 0.5)),
+    "a script": lambda x: scripted()(x),
+    "a script, on data": lambda x: scripted()(x.data),
+    "a transform": lambda x: torch.vmap(lambda row: row.mul_(0.5))(x),
+}
+
+
+def elements() -> Any:
+    return Ranks(dist.group.WORLD, "tp").chunks(6)
+
+
+@ranks(2)
+def test_what_is_written_is_there() -> None:
+    parts = elements()
+    for name, write in WRITES.items():
+        whole = torch.arange(24.0).view(4, 6)
+        divided = Divided(parts.take(whole, 1).clone(), {1: parts})
+        with FunctionsGetWholes(), torch.no_grad():
+            write(divided)
+            write(whole)
+            torch.testing.assert_close((divided * 2).whole(), whole * 2, msg=name)
+
+
+@ranks(2)
+def test_arrays_only_read() -> None:
+    parts = elements()
+    divided: Any = Divided(parts.take(torch.ones(4, 6), 1).clone(), {1: parts})
+    for array in (divided.numpy(), np.asarray(divided)):
+        assert array.sum() == 24
+        with pytest.raises(ValueError, match="read-only"):
+            array *= 2
+    assert (divided.numpy().copy() * 2).sum() == 48
+
+
+@ranks(2)
+def test_other_memory_is_refused() -> None:
+    parts = elements()
+    divided: Any = Divided(parts.take(torch.ones(4, 6), 1).clone(), {1: parts})
+    with pytest.raises(ValueError, match="set_ would give a tensor of shape"):
+        divided.set_(torch.zeros(4, 6))
