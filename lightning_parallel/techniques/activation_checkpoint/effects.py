@@ -19,6 +19,8 @@ OWN = frozenset(vars(nn.Module())) - {"training"}
 """Attributes in which modules keep their parts, and hooks."""
 WATCHED = (bool, int, float, complex, str, type(None), tuple, list, dict, set, Tensor)
 """What may be put back. Modules, functions and other objects stay as they are: nobody knows what is in them."""
+HOLDING = frozenset((list, tuple, dict, set))
+"""What is copied with what is in it; a block may keep long lists of anything else, which are copied at once."""
 ABSENT = object()
 
 Place = tuple[dict[str, Any], str, int]
@@ -101,7 +103,7 @@ class Effects:
 def copied(value: Any) -> Any:
     """Lists, dicts and sets as they are now, with what is in them."""
     if type(value) in (list, tuple):
-        return type(value)(map(copied, value))
+        return type(value)(value if HOLDING.isdisjoint(map(type, value)) else map(copied, value))
     if type(value) is dict:
         return {key: copied(member) for key, member in value.items()}
     return set(value) if type(value) is set else value
