@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from lightning.pytorch import LightningModule
 from torch import nn
+from torch.jit import ScriptModule
 
 from lightning_parallel.strategies.build.within import MOST_WITHIN, Exchanged, holds, replaced
 from lightning_parallel.techniques.step import Run, WrappedRun
@@ -43,7 +44,9 @@ class Beside:
         self._stand = {name: parameter for name, parameter in named if parameter is not None}
         self._first = {name: weakref.ref(parameter) for name, parameter in self._stand.items()}
         owners = [(name, module.get_submodule(name.rpartition(".")[0])) for name in self._stand]
-        self._in_tree = [(name, name.rpartition(".")[2], owner) for name, owner in owners]
+        # A module of TorchScript has tables of its own, in which nobody exchanges anything.
+        here = [(name, owner) for name, owner in owners if not isinstance(owner, ScriptModule)]
+        self._in_tree = [(name, name.rpartition(".")[2], owner) for name, owner in here]
         self._places: list[tuple[dict[str, Any], str]] = []
         self._data, self._told = set[str](), set[str]()
         self.attributes: set[str] = set()
@@ -69,8 +72,7 @@ class Beside:
         """Puts there what the tree has now; returns what takes that back."""
         there, back = dict[int, Any](), dict[int, Any]()
         for name, own, owner in self._in_tree:
-            before, table = self._stand[name], dict(owner._parameters.items())  # that of TorchScript can do no more
-            now = table.get(own, vars(owner).get(own))
+            before, now = self._stand[name], owner._parameters.get(own, vars(owner).get(own))
             if now is not before and now is not None:
                 there[id(before)], back[id(now)], self._stand[name] = now, before, now
         self._exchange(there)
