@@ -209,9 +209,9 @@ class MeshStrategy(RankStrategy):
     def on_train_start(self) -> None:
         """The loops run from here."""
         trainer = self._module().trainer
+        self._gradients.meet_foreign_hooks(self.optimizers)
         if self._callback is not None:
             self._callback.join(trainer)
-            self._gradients.meet_foreign_hooks(self.optimizers)
             start_table.tell(trainer, self._whole, self._step, self._host_group())
         self._resumption.begin_training(trainer, self._readers().rank, self._host_group())
 
@@ -256,14 +256,14 @@ class MeshStrategy(RankStrategy):
     def _run_step(
         self, context: AbstractContextManager[None], run: Callable[..., T], batch: Any, rest: Any, kwargs: Any
     ) -> T:
-        whole, weight, batches, log = self._whole, self._weight, self._batches, self._log
+        whole, batches, log, seen = self._whole, self._batches, self._log, self._gradients
         if log is None or batches is None:
+            self._step.expect(seen.coming())
             with context:
                 return whole.outputs(self._step.forward(whole.run(Run(run)), batch, *rest, **kwargs))
-        fewest, layout = batches.fewest_samples if self._meets_in_forward else None, batches.layout
-        with context, log.counting(weight), whole.run(self._noted(run, log, layout)) as steps:
-            scale, seen = scale_of(self.precision_plugin), self._gradients
-            self._step.expect(seen.coming(scale, weight, layout, fewest, log.alone))
+        weight, fewest = self._weight, batches.fewest_samples if self._meets_in_forward else None
+        with context, log.counting(weight), whole.run(self._noted(run, log, batches.layout)) as steps:
+            self._step.expect(seen.coming(scale_of(self.precision_plugin), weight, batches.layout, fewest, log.alone))
             output = whole.outputs(self._step.forward(steps, batch, *rest, **kwargs))
         log.reduce_step(weight, output)
         return output

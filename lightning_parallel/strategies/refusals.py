@@ -87,6 +87,9 @@ def _require_writable(folder: Path, saver: str) -> None:
         ) from error
 
 
+LEFT_AS_THEY_ARE = "or use DataParallel() or Zero(stage=2), which leave modules as they are"
+
+
 def refuse_saving_in_a_step(within: bool, mesh: ParallelMesh) -> None:
     """Raises where a step asks for the whole model, but other ranks are at other places of it, or see parts as wholes.
 
@@ -116,7 +119,10 @@ def refuse_module(module: LightningModule, mesh: ParallelMesh, techniques: Seque
     """Raises for a module that cannot be divided on this mesh, whatever its plan."""
     _refuse_divided(module)
     _refuse_lazy(module)
-    _refuse_scripted(module, [each for each in techniques if any(mesh.sizes[axis] > 1 for axis in each.axes)])
+    for technique in techniques:
+        if technique.traits.acts_alone or any(mesh.sizes[axis] > 1 for axis in technique.axes):
+            _refuse_scripted(module, technique)
+            _refuse_own_kinds(module, technique)
     _refuse_max_norm(module, mesh)
     _refuse_reading(module, mesh)
     _refuse_manual_optimization(module, mesh)
@@ -141,15 +147,26 @@ def _refuse_lazy(module: LightningModule) -> None:
             )
 
 
-def _refuse_scripted(module: LightningModule, dividing: Sequence[Technique]) -> None:
+def _refuse_scripted(module: LightningModule, technique: Technique) -> None:
     """Raises for modules of TorchScript: what they compute with is not what Python puts in their tables."""
     scripted = [name for name, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)]
-    for technique in dividing:
-        if scripted and technique.traits.replaces_tensors:
+    if scripted and technique.traits.replaces_tensors:
+        raise ValueError(
+            f"{scripted[0]} is a module of TorchScript, which computes with its own tensors, and {technique} gives "
+            "modules others in their place; pass it as it was before torch.jit.script or torch.jit.trace "
+            f"(Compile() compiles blocks), {LEFT_AS_THEY_ARE}"
+        )
+
+
+def _refuse_own_kinds(module: LightningModule, technique: Technique) -> None:
+    """Raises for parameters of classes of their own: what stands in their place is of none of these."""
+    for name, parameter in module.named_parameters() if technique.traits.replaces_parameters else ():
+        kind = type(parameter).__name__
+        if type(parameter) is not nn.Parameter:
             raise ValueError(
-                f"{scripted[0]} is a module of TorchScript, which computes with its own tensors, and {technique} gives "
-                "modules others in their place; pass it as it was before torch.jit.script or torch.jit.trace "
-                "(Compile() compiles blocks), or use DataParallel() or Zero(stage=2), which leave modules as they are"
+                f"{name} is of the class {kind}, and {technique} puts parts in its place that are no {kind}: code that "
+                "asks for it, or that the class brings, would not run; tell parameters apart by attributes "
+                f"(parameter.{kind.lower()} = True), which their parts have too, {LEFT_AS_THEY_ARE}"
             )
 
 

@@ -38,6 +38,8 @@ class Traits:
             divide their batches into as many microbatches.
         divides_batches: a rank's batch is divided by its samples.
         replaces_tensors: modules get other tensors in the place of theirs: shards, or what looks whole, or nothing.
+        replaces_parameters: so they do in the place of parameters that ranks hold.
+        acts_alone: it does what it does in a group of one rank, too.
     """
 
     splits_backward: bool = False
@@ -48,6 +50,8 @@ class Traits:
     meets_in_forward: bool = False
     divides_batches: bool = False
     replaces_tensors: bool = False
+    replaces_parameters: bool = False
+    acts_alone: bool = False
 
 
 class Technique(ABC):

@@ -59,7 +59,7 @@ class WholeGradients:
         automatic, self._each = divided.module.automatic_optimization, False
         self.in_steps = False
         """Whether steps of automatic optimization may look at the gradients of batches before."""
-        if automatic and divided.mesh.world_size > 1:  # else hooks see what the step around them sees
+        if automatic and (in_parts or divided.mesh.world_size > 1):  # else hooks see what the step around them sees
             owners, module = (divided.module, *callbacks), divided.module
             each = any(names_gradients(owner, hook, module) for owner in owners for hook in HOOKS)
             if divided.pipeline.ranks == 1:
@@ -126,7 +126,14 @@ class WholeGradients:
             return None
         return optimizer.zero_grad
 
-    def coming(self, scale: float, weight: float, layout: Layout, samples: int | None, alone: bool) -> Coming:
+    def coming(
+        self,
+        scale: float = 1.0,
+        weight: float = 1.0,
+        layout: Layout = None,
+        samples: int | None = None,
+        alone: bool = True,
+    ) -> Coming:
         """What techniques are told of the next batch, see there, and who may look at gradients."""
         further: dict[str, Any] = {"asks": self.in_steps, "release": self.release()}
         return Coming(scale, weight, layout, samples, alone, self.one_factor, **further)

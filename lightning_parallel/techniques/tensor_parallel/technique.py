@@ -85,7 +85,7 @@ class TensorParallel(Technique):
     @property
     def traits(self) -> Traits:
         """See `Technique.traits`."""
-        return Traits(replaces_tensors=True)
+        return Traits(replaces_tensors=True, replaces_parameters=True)
 
     def look(self, model: nn.Module, ground: Ground) -> list[DividedModule]:
         """Finds out on the whole model what is divided and how, and whether its sizes allow it."""

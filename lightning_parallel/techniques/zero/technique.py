@@ -61,7 +61,13 @@ class Zero(Technique):
     def traits(self) -> Traits:
         """See `Technique.traits`."""
         sharded = self.stage == 3
-        return Traits(shards_on_host=self.offload and sharded, averages_gradients=True, replaces_tensors=sharded)
+        return Traits(
+            shards_on_host=self.offload and sharded,
+            averages_gradients=True,
+            replaces_tensors=sharded,
+            replaces_parameters=sharded,
+            acts_alone=True,
+        )
 
     def divide(self, model: nn.Module, ground: Ground, seen: None) -> Division:
         """Stage 3 shards the parameters; its model is the root through which steps run."""
