@@ -137,6 +137,42 @@ def counted_and_clipped(module: Any) -> None:
     clipped(module)
 
 
+def masked(module: Any) -> Tensor:
+    weight = module.layers[0].up.weight
+    mask, factors = torch.ones_like(weight), weight.new_zeros(WIDTH)
+    mask[:4], factors[1:] = 0, 0.5
+    return 0.1 * (weight * mask * factors).square().sum()
+
+
+def differentiated_twice(module: Any) -> Tensor:
+    """Penalises the gradient by the input."""
+    inputs = torch.ones(1, 4, requires_grad=True)
+    (gradient,) = torch.autograd.grad(module(inputs).square().sum(), inputs, create_graph=True)
+    return 0.1 * gradient.square().sum()
+
+
+def lent(module: Any) -> Tensor:
+    """Computes with another parameter in the place of one, and puts that back."""
+    layer, own = module.layers[1].up, module.layers[1].up.weight
+    layer.weight = nn.Parameter(torch.full((18, WIDTH), 0.1))
+    found = module(torch.ones(1, 4))
+    layer.weight = own
+    return 0.1 * found.square().mean()
+
+
+def called(module: Any) -> Tensor:
+    """Computes a layer with halves of its parameters, which learn by it."""
+    halves = {name: value / 2 for name, value in module.layers[2].named_parameters()}
+    found: Tensor = torch.func.functional_call(module.layers[2], halves, (torch.ones(1, WIDTH),))
+    return 0.1 * found.square().mean()
+
+
+def in_numpy(module: Any) -> None:
+    """Arrays that share memory with parameters, and stay."""
+    module.arrays = [parameter.detach().numpy() for parameter in module.parameters()]
+    module.found.append(sum(float(abs(array).sum()) for array in module.arrays))
+
+
 @torch.no_grad()
 def clipped_in_place(layer: Layer) -> None:
     layer.up.weight.clamp_(-0.2, 0.2)
@@ -174,7 +210,10 @@ def gradients_given(module: Any) -> None:
     """They come from `torch.autograd.grad`, and no backward runs."""
 
 
-OUTSIDE = penalty, distance_of_layers, borrowed, clipped, shrunk, loaded, counted_and_clipped
+OUTSIDE = (
+    *(penalty, distance_of_layers, borrowed, clipped, shrunk, loaded, counted_and_clipped),
+    *(masked, differentiated_twice, lent, called, in_numpy),
+)
 WITHIN = clipped_in_place, normalised
 AFTER = gradients_clipped, gradients_changed, gradients_read, gradients_kept, gradients_given
 ACTS = {act.__name__: act for act in (*OUTSIDE, *WITHIN, *AFTER)}
@@ -183,7 +222,7 @@ ACTS = {act.__name__: act for act in (*OUTSIDE, *WITHIN, *AFTER)}
 def trained(act: str, by_hand: bool, unit_bytes: int, strategy: Any, batch_size: int) -> Any:
     parameters.UNIT_BYTES, before = unit_bytes, parameters.UNIT_BYTES
     try:
-        module = (ByHand if by_hand else Model)(ACTS[act])
+        module = Shares() if act == "shared" else (ByHand if by_hand else Model)(ACTS[act])
         module.count = sum(parameter.numel() for parameter in module.parameters())
         samples = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(1))
         trainer(made(strategy), max_epochs=2).fit(module, DataLoader(TensorDataset(samples), batch_size))
@@ -254,25 +293,87 @@ def test_gradients_that_nobody_keeps_have_one_place() -> None:
         assert set(places) == {1}
 
 
-class Prunes(Model):
-    """Puts another parameter in the place of one while a step runs."""
+class Shares(Model):
+    """Blocks have parameters in common: one module, one weight, one that is used outside of blocks, too."""
+
+    def __init__(self) -> None:
+        super().__init__(borrowed)
+        self.layers[3].up, self.layers[2].down.weight = self.layers[0].up, self.layers[1].down.weight
+
+
+@pytest.mark.parametrize("layout", ["zero 3 in units", "zero 3 in units beside tensor parallel"])
+def test_parameters_that_blocks_share(layout: str) -> None:
+    ranks, data_ranks, unit_bytes, strategy = LAYOUTS[layout]
+    expected = begun_on_one(trained, "shared", False, unit_bytes, None, 8)
+    for found in run_on_ranks(ranks, trained, "shared", False, unit_bytes, strategy, 8 // data_ranks):
+        require_like(expected.result(), found)
+
+
+class Replaces(Model):
+    """Leaves something else in the place of a parameter when a step ends."""
 
     def __init__(self) -> None:
         super().__init__(penalty)
+        self.before = set[float]()
+
+    def norms(self) -> set[float]:
+        return {round(float(parameter.detach().norm()), 4) for parameter in self.parameters()}
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         if batch_idx == 1:
-            nn.utils.prune.l1_unstructured(self.layers[0].up, "weight", 0.3)
+            self.before = self.norms()
+            self.replace()
         return super().training_step(batch, batch_idx)
 
-
-def pruned(strategy: Any) -> str:
-    with pytest.raises(ValueError, match=r".") as error:
-        trainer(strategy(), max_epochs=1).fit(Prunes(), DataLoader(TensorDataset(torch.randn(12, 4)), 4))
-    return str(error.value)
+    def replace(self) -> None:
+        self.layers[0].up.weight = nn.Parameter(torch.ones(18, WIDTH))
 
 
-@pytest.mark.parametrize("layout", ["tensor parallel", "zero 3"])
-def test_a_parameter_that_a_step_takes_out_is_named(layout: str) -> None:
-    for said in run_on_ranks(2, pruned, LAYOUTS[layout][-1]):
-        assert said.startswith("the parameter weight was taken out of its module in a step")
+class Prunes(Replaces):
+    def replace(self) -> None:
+        nn.utils.prune.l1_unstructured(self.layers[0].up, "weight", 0.3)
+
+
+class Swaps(Replaces):
+    def replace(self) -> None:
+        one, other = self.layers[0].up, self.layers[1].up
+        one.weight, other.weight = other.weight, one.weight
+
+
+class Within(Replaces):
+    """While its block computes."""
+
+    def replace(self) -> None:
+        self.layers[0].act = lambda layer: setattr(layer.up, "weight", nn.Parameter(torch.ones(18, WIDTH)))
+
+
+class Drops(Replaces):
+    def replace(self) -> None:
+        self.layers[0].up.bias = None
+
+
+KINDS = [Replaces, Prunes, Swaps, Within, Drops]
+
+
+def refused(strategy: Any, unit_bytes: int) -> list[str]:
+    parameters.UNIT_BYTES, before = unit_bytes, parameters.UNIT_BYTES
+    said = []
+    try:
+        for kind in KINDS:
+            module = kind()
+            with pytest.raises(ValueError, match=r".") as error:
+                trainer(strategy(), max_epochs=1).fit(module, DataLoader(TensorDataset(torch.randn(12, 4)), 4))
+            said.append(str(error.value))
+            assert module.before <= module.norms()  # pruning has added one
+    finally:
+        parameters.UNIT_BYTES = before
+    return said
+
+
+@pytest.mark.parametrize("layout", ["tensor parallel", "zero 3", "zero 3 in units"])
+def test_a_parameter_that_a_step_replaces_is_named(layout: str) -> None:
+    ranks, _, unit_bytes, strategy = LAYOUTS[layout]
+    for found in run_on_ranks(ranks, refused, strategy, unit_bytes):
+        for said in found:
+            assert "was replaced, or taken out of its module, in a step" in said
+            assert said.startswith(("the parameter layers.0.up.", "the parameter weight"))

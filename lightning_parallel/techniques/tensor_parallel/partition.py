@@ -35,13 +35,16 @@ class Place:
     Args:
         table: the module's parameters.
         name: the parameter's in it.
+        path: its FQN.
     """
 
-    def __init__(self, table: dict[str, Any], name: str) -> None:
-        self.table, self.name = table, name
+    def __init__(self, table: dict[str, Any], name: str, path: str) -> None:
+        self.table, self.name, self.path = table, name, path
         self.kept: Any = None
         """What was stored when `shown` was made."""
         self.shown: Any = None
+        self.out = False
+        """Whether it stands there, unless the user's code has put something else there."""
         self._memory: Any = None
         """Where the elements were when it was made."""
 
@@ -61,11 +64,12 @@ class DividedPlace(Place):
     Args:
         table: see `Place`.
         name: see `Place`.
+        path: see `Place`.
         cuts: which elements.
     """
 
-    def __init__(self, table: dict[str, Any], name: str, cuts: Cuts) -> None:
-        super().__init__(table, name)
+    def __init__(self, table: dict[str, Any], name: str, path: str, cuts: Cuts) -> None:
+        super().__init__(table, name, path)
         self._cuts, self._axes = cuts, _axes_of(table[name])
 
     def show(self) -> bool:
@@ -80,7 +84,7 @@ class DividedPlace(Place):
             self.kept, self.shown, self._memory = kept, shown, kept._local_tensor
         elif shown.own.requires_grad is not kept.requires_grad:
             leaf_of(kept)
-        self.table[self.name] = shown
+        self.table[self.name], self.out = shown, True
         return True
 
 
@@ -95,16 +99,19 @@ class AlikePlace(Place):
     Args:
         table: see `Place`.
         name: see `Place`.
+        path: see `Place`.
         ranks: that add them up.
     """
 
-    def __init__(self, table: dict[str, Any], name: str, ranks: Ranks) -> None:
-        super().__init__(table, name)
+    def __init__(self, table: dict[str, Any], name: str, path: str, ranks: Ranks) -> None:
+        super().__init__(table, name, path)
         self._ranks = ranks
 
     def show(self) -> bool:
         """See `Place.show`."""
         kept = self.table[self.name]
+        if self.out:
+            return False
         if kept is not self.kept or kept.data_ptr() != self._memory or type(self.shown) is not Wrapper:
             # What functional_call put there is shown as it is.
             if isinstance(kept, (Divided, DTensor)) or not isinstance(kept, nn.Parameter):
@@ -113,7 +120,7 @@ class AlikePlace(Place):
             vars(shown).update({**given_by_users(kept), **vars(shown)})
             self.kept, self.shown, self._memory = kept, shown, kept.data_ptr()
             self.shown._is_param = True
-        self.table[self.name] = self.shown
+        self.table[self.name], self.out = self.shown, True
         return True
 
 
@@ -175,8 +182,10 @@ class Partition:
             for unit in self._units:
                 hidden += unit.show()
             yield
-        finally:
+        except BaseException:
             put_back(hidden)
+            raise
+        require_kept(put_back(hidden))
 
 
 class Unit:
@@ -213,9 +222,9 @@ class Unit:
     def _enter(self, name: str, own: str, parameter: Any) -> None:
         cuts, table = cuts_of(parameter, self.ranks), self.module._parameters
         if cuts:
-            self._divided.append(DividedPlace(table, own, cuts))
+            self._divided.append(DividedPlace(table, own, name, cuts))
         elif not elsewhere.is_shared(parameter):  # on another stage it may not meet any: it is summed where it is used
-            self.alike[name] = AlikePlace(table, own, self.ranks)
+            self.alike[name] = AlikePlace(table, own, name, self.ranks)
 
     def begin(self) -> None:
         """See `Partition.begin`."""
@@ -226,8 +235,7 @@ class Unit:
 
     def wrap(self, forward: Forward) -> Forward:
         """The forward of the module, in which parameters look whole."""
-        is_linear = getattr(forward, "__func__", None) is nn.Linear.forward
-        compute = _linear(self.module._parameters, forward) if is_linear else forward
+        compute = _direct(self.module._parameters, forward)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             hidden: Sequence[Place] = ()
@@ -246,9 +254,10 @@ class Unit:
                 output = compute(*args, **kwargs)
                 if self.ranks.met:
                     self._note()
-            finally:
-                if hidden:
-                    put_back(hidden)
+            except BaseException:
+                put_back(hidden)
+                raise
+            require_kept(put_back(hidden))
             return output
 
         return run
@@ -268,14 +277,16 @@ class Unit:
         return [place for place in self._places if place.show()]
 
 
-def _linear(table: Mapping[str, Any], forward: Forward) -> Forward:
-    """The forward of `nn.Linear` that asks for its rule at once: torch's way there costs as much as the rule.
+def _direct(table: Mapping[str, Any], forward: Forward) -> Forward:
+    """For that of `nn.Linear`, a forward that asks for its rule at once: torch's way there costs as much as the rule.
 
     Args:
         table: the parameters of the module.
-        forward: what torch has, for what is no divided product, for a bias that is none of the parameters, as one that
-            is computed, and where modes look at operations.
+        forward: of any module; torch's own serves for what is no divided product, for a bias that is none of the
+            parameters, as one that is computed, and where modes look at operations.
     """
+    if getattr(forward, "__func__", None) is not nn.Linear.forward:
+        return forward
 
     def compute(input: Any) -> Any:  # noqa: A002  (as torch names it)
         weight, is_known = table.get("weight"), type(input) is Tensor or type(input) is Wrapper
@@ -287,12 +298,23 @@ def _linear(table: Mapping[str, Any], forward: Forward) -> Forward:
     return compute
 
 
-def put_back(hidden: Iterable[Place]) -> None:
-    """What is stored stands in the tables of modules again."""
+def put_back(hidden: Iterable[Place]) -> list[str]:
+    """What is stored stands in the tables of modules again; returns the FQNs of what the user's code had replaced."""
+    lost = list[str]()
     for place in hidden:
-        place.table[place.name], shown = place.kept, place.shown
+        table, name, shown = place.table, place.name, place.shown
+        if table.get(name) is not shown:
+            lost.append(place.path)
+        table[name], place.out = place.kept, False
         if type(shown) is not Wrapper or shown._gathers is not None or shown._known is not None:
             shown.forget()
+    return lost
+
+
+def require_kept(lost: Sequence[str]) -> None:
+    """Raises for a parameter that `put_back` says was replaced."""
+    if lost:
+        raise taken_out(lost[0])
 
 
 def cuts_of(parameter: Tensor, ranks: Ranks) -> Cuts:

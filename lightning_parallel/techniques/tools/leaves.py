@@ -34,10 +34,11 @@ def leaf_of(parameter: Tensor) -> Tensor:
 
 
 def taken_out(name: str) -> ValueError:
-    """The error for a parameter that is no longer in its module while a step runs."""
+    """The error for a parameter in whose place something else stands, or nothing, while a step runs or after it."""
     return ValueError(
-        f"the parameter {name} was taken out of its module in a step, as pruning and parametrizing do, but ranks hold "
-        "parts of those that the model had when the run began; do it before the run"
+        f"the parameter {name} was replaced, or taken out of its module, in a step, as pruning and parametrizing do, "
+        "but ranks hold parts of those that the model had when the run began; write into it (parameter.copy_(...) "
+        "under torch.no_grad()), or do it before the run"
     )
 
 

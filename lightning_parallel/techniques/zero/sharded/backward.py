@@ -115,9 +115,8 @@ class ShardedBackward:
         if not self._root.running:
             self._end(finish)
             return
-        with self._root.showing_again():
-            self._end(finish)
-            self._root.gather()
+        self._end(finish)
+        self._root.gather()
 
     def _end(self, finish: Callable[[], None]) -> None:
         self._ending = True

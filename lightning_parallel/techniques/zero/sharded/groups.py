@@ -37,6 +37,11 @@ def is_known(parameter: Any) -> bool:
     return "_unsharded_param" in vars(parameter)
 
 
+def whole_of(parameter: Any) -> Any:
+    """The whole of a parameter, as it was when it was last whole; None if it never was."""
+    return vars(parameter).get("_unsharded_param")
+
+
 def parameters_of(root: nn.Module) -> Iterator[Any]:
     """What `fully_shard` keeps of each parameter."""
     for state in states_of(root):
@@ -44,9 +49,11 @@ def parameters_of(root: nn.Module) -> Iterator[Any]:
             yield from group.fsdp_params
 
 
-def tensors_of(parameter: Any) -> list[Any]:
-    """The shard of a parameter, and the whole if it was ever whole."""
-    return [parameter.sharded_param, *([parameter._unsharded_param] if is_known(parameter) else [])]
+def slots_of(parameter: Any) -> Iterator[tuple[nn.Module, str]]:
+    """The modules that have a parameter, and the name that each gives it."""
+    info = parameter._module_info
+    yield info.module, info.param_name
+    yield from zip(info.shared_modules, info.shared_param_names, strict=True)
 
 
 def shards_of(root: nn.Module) -> dict[int, Any]:

@@ -35,7 +35,8 @@ class Learning:
             if name not in owner._parameters:
                 raise taken_out(name)
             whole = owner._parameters[name]
-            if whole is not None and whole.requires_grad != learns:
+            # what `functional_call` puts there says nothing of the parameter
+            if whole is not None and whole.requires_grad != learns and isinstance(whole, nn.Parameter):
                 if learns == self._agreed.get(id(shard), learns):
                     learns = whole.requires_grad
                 whole.requires_grad_(learns)

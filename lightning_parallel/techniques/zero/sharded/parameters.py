@@ -5,6 +5,7 @@ Source: S. Rajbhandari et al., ZeRO, SC 2020; Y. Zhao et al., PyTorch FSDP, VLDB
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +31,7 @@ from lightning_parallel.techniques.zero.sharded.groups import (
 )
 from lightning_parallel.techniques.zero.sharded.reads import OutsideReads
 from lightning_parallel.techniques.zero.sharded.root import Root, Shell, Unit, entrances, remove_hooks_of_state_dicts
+from lightning_parallel.techniques.zero.sharded.tables import Tables
 
 T = TypeVar("T")
 
@@ -49,12 +51,13 @@ def shard_parameters(model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan, o
     # A pipeline runs its blocks many times in a step: there they are gathered once, with the root.
     blocks = list(plan.find_blocks(model).values()) if mesh.sizes["pp"] == 1 else []
     groups, before = _groups_of_blocks(blocks), _places(model)
-    root, together = Root(model, left_whole), []
+    root, together, common = Root(model, left_whole), [], _common(groups, model)
     for kind in kinds:
+        own = kind.parameters - common
         for group in groups:
-            units = [_wrap(block) for block in group if any(p in kind.parameters for p in block.parameters())]
+            units = [_wrap(block) for block in group if any(p in own for p in block.parameters())]
             root.units.extend(units)
-            together.append(kind.shard(units, root, offload))
+            together.append(kind.shard(units, root, offload, common))
     for module in entrances(model):
         redirect_forward(module, partial(root.enter, module))
     ordinary, *others = kinds
@@ -66,6 +69,7 @@ def shard_parameters(model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan, o
         bear(parameter, before[place])
     bear_when_whole(root)
     gradients = StepsGradients(partial(shards_of, root), shards=True)
+    root.tables = Tables(root)
     root.reads = OutsideReads([each for each in together if each], [root, *root.shells], gradients)
     remove_hooks_of_state_dicts(root)
     return root
@@ -85,8 +89,14 @@ class Kind:
     scale: float | None
     parameters: set[nn.Parameter]
 
-    def shard(self, modules: list[Any], root: Root, offload: bool) -> list[Any]:
+    def shard(self, modules: list[Any], root: Root, offload: bool, besides: Collection[nn.Parameter] = ()) -> list[Any]:
         """Gives modules to `fully_shard`, all together, with those of their parameters that are of this kind.
+
+        Args:
+            modules: these.
+            root: of all.
+            offload: whether shards lie on the host.
+            besides: parameters that are left to others.
 
         Returns:
             Those that have some.
@@ -100,7 +110,7 @@ class Kind:
             mesh=self.mesh,
             reshard_after_forward=True,
             offload_policy=policy,
-            ignored_params={parameter for parameter in root.model.parameters() if parameter not in self.parameters},
+            ignored_params={p for p in root.model.parameters() if p not in self.parameters or p in besides},
         )
         for module in mine:
             if uses_exchange(self.mesh.get_group(self.mesh.ndim - 1)):
@@ -174,6 +184,19 @@ def _wrap(block: nn.Module) -> Unit:
     unit = Unit(block, block.forward)
     redirect_forward(block, lambda _: unit)
     return unit
+
+
+def _common(groups: Sequence[Sequence[nn.Module]], model: nn.Module) -> set[nn.Parameter]:
+    """Parameters that blocks of several groups have, or that stand outside of all, too: they are the root's."""
+    inside = {part for group in groups for block in group for part in block.modules()}
+    found = defaultdict[nn.Parameter, set[int]](set)
+    for number, group in enumerate(groups):
+        for parameter in (p for block in group for p in block.parameters()):
+            found[parameter].add(number)
+    for module in (module for module in model.modules() if module not in inside):
+        for parameter in module.parameters(recurse=False):
+            found[parameter].add(-1)
+    return {parameter for parameter, places in found.items() if len(places) > 1}
 
 
 def _groups_of_blocks(blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:

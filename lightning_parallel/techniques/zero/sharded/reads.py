@@ -9,13 +9,15 @@ to no unit. All ranks must read in the same step, as they must run the same bloc
 |---|---|---|
 | as a rule | whole while its blocks run | whole while its blocks go back; then its gradients are reduced |
 | read outside of its blocks | whole | whole; its gradients are reduced at the end |
+| differentiated twice (`create_graph`) | whole | whole: the graph of its backward reads it, too |
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.techniques.divided.table import is_in_place
-from lightning_parallel.techniques.gradients.asked import OWN
+from lightning_parallel.techniques.gradients.asked import OWN, is_inner
 from lightning_parallel.techniques.tools.shards import shard_of
 from lightning_parallel.techniques.zero.gradients import StepsGradients
 from lightning_parallel.techniques.zero.sharded.groups import groups_of, is_known
@@ -35,11 +37,17 @@ ABOUT = frozenset(
         *("ndimension", "stride", "storage_offset", "element_size", "get_device", "data_ptr", "is_contiguous"),
         *("is_floating_point", "is_complex", "is_signed", "is_pinned", "is_shared", "is_same_size", "requires_grad_"),
         *("register_hook", "register_post_accumulate_grad_hook", "retain_grad", "untyped_storage"),
-        *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like"),
-        *("new_zeros", "new_ones", "new_full", "new_empty"),
     )
 )
 """Functions that ask about a tensor, and need not its values."""
+
+LIKE = frozenset(
+    (
+        *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"),
+        *("new_zeros", "new_ones", "new_full", "new_empty"),
+    )
+)
+"""Functions that make a tensor of the shape or the kind of another one, and need not its values either."""
 
 VALUES = frozenset((Tensor.data, Tensor.T, Tensor.mT, Tensor.H, Tensor.mH, Tensor.real, Tensor.imag))
 """Attributes by which its values are read or written."""
@@ -61,9 +69,11 @@ class Away(DTensor):
         if attribute is Tensor.grad:
             shown = args[0].reads.gradients.shows(args[0])  # which looks at who calls this
             return args[0]._gradient(function, shown, *args[1:])
-        if name in ABOUT and attribute not in VALUES:
+        if (name in ABOUT and attribute not in VALUES) or (name in LIKE and is_inner(__name__)):
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
+        if name in LIKE:
+            return function(*tree_map_only(cls, _without_values, tuple(args)), **kwargs)
         first = args[0].reads.gathered(args[0]) if args and type(args[0]) is cls else None
         if isinstance(first, DTensor) and attribute is Tensor.data:
             with torch._C.DisableTorchFunctionSubclass():
@@ -82,7 +92,8 @@ class Away(DTensor):
                 return gradients.of(self)
             return gradients.write(self, self.reads.gathered(self) if whole else self, given[0])
         if whole:
-            self.reads.gathered(self).grad = given[0]
+            gathered = self.reads.gathered(self)
+            OWN.__set__(gathered, shard_of(given[0], gathered) if isinstance(gathered, DTensor) else given[0])
             return None
         with torch._C.DisableTorchFunctionSubclass():
             return function(self, *given)
@@ -112,6 +123,14 @@ class OutsideReads:
         self._away: dict[int, tuple[Sequence[Any], Any, Any]] = {}
         self._watched: list[Any] = []
         self.gradients = gradients
+        for units, state in self._units:
+            for group in groups_of(state):
+                group.pre_backward = partial(self._before_backward, units, state, group.pre_backward)
+
+    def _before_backward(self, units: Sequence[Any], state: Any, before: Callable[..., None], *args: Any) -> None:
+        before(*args)
+        if torch.is_grad_enabled() and self._away:  # within a step
+            self._keep(units, state)
 
     def keeps(self, group: Any) -> bool:
         """Whether a group of parameters, as `fully_shard` has it, is whole during steps."""
@@ -162,13 +181,17 @@ class OutsideReads:
         if id(part) not in self._away:
             return part
         units, state, parameter = self._away[id(part)]
+        self._keep(units, state)
+        return parameter.unsharded_param
+
+    def _keep(self, units: Sequence[Any], state: Any) -> None:
+        """From now on a unit is whole during steps."""
         if state not in self._kept:
             self._kept.append(state)
             _unshard(units)
             for each in _parameters(state):  # it may have been frozen, or let learn, while it was away
                 each.unsharded_param.requires_grad_(each.sharded_param.requires_grad)
             self._watch_parts(state)
-        return parameter.unsharded_param
 
     def whole(self, part: Any, reader: Any) -> Any:
         """The whole of which a function reads a part."""
@@ -182,6 +205,12 @@ class OutsideReads:
                 "self.manual_backward(loss), or Zero(..., stage=2)"
             )
         return gathered.full_tensor()
+
+
+def _without_values(part: Away) -> Tensor:
+    """A plain tensor that is like the whole of a part, over one element."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return part._local_tensor.new_empty((), device=part.device_mesh.device_type).expand(part.shape)
 
 
 def _parameters(state: Any) -> list[Any]:

@@ -8,19 +8,18 @@ step, and everything can be taken back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
 from lightning_parallel.techniques.tools.redirect import Forward
-from lightning_parallel.techniques.zero.sharded.groups import parameters_of, tensors_of
 
 if TYPE_CHECKING:
     from lightning_parallel.techniques.zero.sharded.parameters import Kind
     from lightning_parallel.techniques.zero.sharded.reads import OutsideReads
+    from lightning_parallel.techniques.zero.sharded.tables import Tables
 
 T = TypeVar("T")
 
@@ -65,6 +64,7 @@ class Root(nn.Module):
         self.fewer: dict[nn.Module, Kind] = {}
         """The modules whose parameters fewer ranks share than the root's."""
         self.reads: OutsideReads
+        self.tables: Tables
         self.running = False
         self.in_backward = False
         self.before_forward_of: Callable[[nn.Module], None] = _nothing
@@ -80,6 +80,9 @@ class Root(nn.Module):
                 result = run(*args, **kwargs)
                 self.before_end()
                 return result
+        except BaseException:
+            self.tables.put_back()
+            raise
         finally:
             self.running = False
 
@@ -89,21 +92,6 @@ class Root(nn.Module):
             module.reshard()
             module.unshard()
         self.reads.gather()
-
-    @contextmanager
-    def showing_again(self) -> Iterator[None]:
-        """Around `gather` within a step: what others show in the place of wholes is shown after it, over their memory.
-
-        `fully_shard` puts shards, and then wholes, in the place of whatever stands there.
-        """
-        own = {id(each) for parameter in parameters_of(self) for each in tensors_of(parameter)}
-        tables = [module._parameters for module in self.model.modules()]
-        shown = [(table, name, each) for table in tables for name, each in table.items() if id(each) not in own]
-        try:
-            yield
-        finally:
-            for table, name, each in shown:
-                table[name] = each
 
     def enter(self, module: nn.Module, run: Callable[..., Any]) -> Forward:
         """`run`, entering the root first when no step is running: for a forward called between steps.

@@ -34,7 +34,7 @@ class ShardedParametersStep(WrappedStep):
         self._given = Given()
         self._began = self._asks = False
         self._writes, self._gradients = StepsWrites(states_of(root), root), root.reads.gradients
-        root.before_forward_of, root.before_end = self._flags.agree, self._writes.keep
+        root.before_forward_of, root.before_end = self._flags.agree, self._writes.end
 
     def expect(self, coming: Coming) -> None:
         """See `Step.expect`."""
@@ -114,7 +114,7 @@ class ShardedParametersStep(WrappedStep):
         """See `Step.after_optimizer_step`. Inside a step, what is whole now is out of date."""
         if self._root.running:
             self._flags.agree(self._root)
-            with self._writes.forgotten(), self._root.showing_again():
+            with self._writes.forgotten():
                 self._root.gather()
             self._writes.change(parameters)
         self.inner.after_optimizer_step(parameters)
@@ -122,4 +122,5 @@ class ShardedParametersStep(WrappedStep):
     def close(self) -> None:
         """See `Step.close`."""
         self._backward.close()
+        self._root.tables.put_back()
         self.inner.close()

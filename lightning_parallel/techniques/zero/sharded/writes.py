@@ -8,7 +8,7 @@ trace, as `weight.data.clamp_()` does. Where wholes have a lower precision only 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -26,12 +26,12 @@ class StepsWrites:
 
     Args:
         states: of `fully_shard`, all of one model.
-        root: tells by `running` whether a step runs.
+        root: tells by `running` whether a step runs, and has the `tables`.
     """
 
     def __init__(self, states: Iterable[Any], root: Any) -> None:
         self._groups = [group for state in states for group in groups_of(state)]
-        self._root, self._forgets = root, False
+        self._root, self._forgets, self._tables = root, False, root.tables
         self._memory: dict[int, Tensor] = {}
         """Where wholes lie, by the `id` of parameters as `fully_shard` has them."""
         for group in self._groups:
@@ -43,6 +43,11 @@ class StepsWrites:
         for group in self._groups:
             if group.is_unsharded:
                 self._keep(group)
+
+    def end(self) -> None:
+        """Does the last of it, as the step ends."""
+        self.keep()
+        self._tables.require_own()
 
     @contextmanager
     def forgotten(self) -> Iterator[None]:
@@ -61,7 +66,8 @@ class StepsWrites:
         increment_version(map(_elements, changed))
 
     def _after_gathering(self, group: Any, wait: Callable[[], None]) -> None:
-        wait()
+        with self._tables.others_stay(group) if self._root.running else nullcontext():
+            wait()
         for parameter in group.fsdp_params:
             if id(parameter) not in self._memory and is_known(parameter):
                 self._memory[id(parameter)] = _elements(parameter)
@@ -69,7 +75,19 @@ class StepsWrites:
     def _before_dropping(self, group: Any, drop: Callable[[], None]) -> None:
         if self._root.running and not self._forgets and group.is_unsharded:
             self._keep(group)
-        drop()
+        for parameter in filter(is_known, group.fsdp_params) if group.is_unsharded else ():
+            self._part_from_others(parameter)
+        with self._tables.others_stay(group) if self._root.running else nullcontext():
+            drop()
+
+    def _part_from_others(self, parameter: Any) -> None:
+        """Memory that something else holds, too, as an array of NumPy does, is left to it: torch would not free it."""
+        (gathered,) = parameter.all_gather_outputs
+        if not gathered.untyped_storage().resizable():
+            whole, memory = _elements(parameter), gathered.clone()
+            gathered.data = memory
+            local(parameter.unsharded_param).data = memory.as_strided(whole.size(), whole.stride())
+            self._memory[id(parameter)] = _elements(parameter)
 
     @torch.no_grad()
     def _keep(self, group: Any) -> None:
