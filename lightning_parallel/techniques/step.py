@@ -45,6 +45,9 @@ class Run(Generic[T_co]):
         """How many batches of training came before this one."""
         return 0
 
+    def show(self) -> None:
+        """Within a call: what looks whole is shown also for parameters of which ranks have parts since it began."""
+
     def keeps(self, buffers: Sequence[str]) -> None:
         """Before the first call: these buffers every rank has, and what the calls make of them is that of one batch."""
 
@@ -122,6 +125,10 @@ class WrappedRun(Run[T_co]):
     def batches_before(self) -> int:
         """See `Run.batches_before`."""
         return self.inner.batches_before
+
+    def show(self) -> None:
+        """See `Run.show`."""
+        self.inner.show()
 
     def keeps(self, buffers: Sequence[str]) -> None:
         """See `Run.keeps`."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad
 
 from lightning_parallel import DataParallel, ExpertParallel, ExpertParallelStrategy, TensorParallel, Zero
+from lightning_parallel.techniques.zero.sharded import parameters
 from tests.curves import Curve, compare, curve
 from tests.further.experts import Banked, Looped, Mixture
 from tests.models import loaders
@@ -52,31 +53,52 @@ class Penalised(Mixture):
 LAYOUTS: dict[str, Any] = {
     "ep2": (2, partial(ExpertParallelStrategy, 2), 2),
     "zero3": (2, hybrid(Zero(2), ExpertParallel(2)), 2),
+    "zero3, in units": (2, hybrid(Zero(2), ExpertParallel(2)), 2),
+    "zero3, two copies in units": (4, hybrid(Zero(4), ExpertParallel(2)), 4),
     "tp2": (4, hybrid(DataParallel(2), TensorParallel(2), ExpertParallel(2)), 2),
     "two copies": (4, hybrid(Zero(4, stage=1), ExpertParallel(2)), 4),
 }
 
 
-def trained(mixture: type[nn.Module], make_strategy: Any, readers: int, model: type[Mixture] = Penalised) -> Curve:
+def trained(
+    mixture: type[nn.Module],
+    make_strategy: Any,
+    readers: int,
+    model: type[Mixture] = Penalised,
+    unit_bytes: int = parameters.UNIT_BYTES,
+) -> Curve:
     torch.manual_seed(0)
     warnings.filterwarnings("ignore", ".*sync_dist=True")  # Lightning's own, even of one process
     options: dict[str, Any] = {"max_steps": 3, "precision": "64-true", "gradient_clip_val": 0.5}
     strategy = make_strategy if isinstance(make_strategy, str) else make_strategy()
-    return curve(
-        partial(trainer, strategy, **options),
-        model(mixture, adamw),
-        loaders("looped_experts", 8 // readers, **SHORT),
-    )
+    parameters.UNIT_BYTES, before = unit_bytes, parameters.UNIT_BYTES
+    try:
+        return curve(
+            partial(trainer, strategy, **options),
+            model(mixture, adamw),
+            loaders("looped_experts", 8 // readers, **SHORT),
+        )
+    finally:
+        parameters.UNIT_BYTES = before
 
 
 @pytest.mark.parametrize("mixture", [Looped, Banked])
 @pytest.mark.parametrize(
-    "layout", ["ep2", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in LAYOUTS if name != "ep2")]
+    "layout",
+    [
+        *("ep2", "zero3, in units"),
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive)
+            for name in LAYOUTS
+            if name not in ("ep2", "zero3, in units")
+        ),
+    ],
 )
 def test_what_is_read_of_experts(layout: str, mixture: type[nn.Module]) -> None:
     count, strategy, readers = LAYOUTS[layout]
     expected = begun_on_one(trained, mixture, "auto", 1)
-    for got in run_on_ranks(count, trained, mixture, strategy, readers):
+    size = {"unit_bytes": 64} if "units" in layout else {}
+    for got in run_on_ranks(count, trained, mixture, strategy, readers, **size):
         compare(expected.result(), got, 1e-9)
 
 

@@ -29,7 +29,7 @@ from lightning_parallel.techniques.expert_parallel.calls import Calls
 from lightning_parallel.techniques.expert_parallel.own_experts import OF_EXPERTS
 from lightning_parallel.techniques.tools.leaves import leaf_of
 from lightning_parallel.techniques.tools.losses import original
-from lightning_parallel.techniques.tools.shards import made_as_dtensors_are
+from lightning_parallel.techniques.tools.shards import axes_of, made_as_dtensors_are
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,11 +229,13 @@ class Slot:
         table: a module's table of parameters.
         name: its name there.
         elements: the rows that ranks have.
+        axes: how many axes of ranks divide it, where ZeRO has not sharded it.
     """
 
     table: dict[str, Any]
     name: str
     elements: Elements
+    axes: int
 
 
 class Shown:
@@ -249,22 +251,31 @@ class Shown:
         self._kept: dict[int, Outside] = {}
         """What stood for each parameter before, by its `id`, which is the parameter's as long as it is held here."""
         self._functions = FunctionsGetWholes()
+        self._now: list[tuple[Slot, Any, Outside]] = []
+        """Where something is shown, what stood there, and what is shown."""
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Inside, tables hold what readers get; what ZeRO has sharded at the moment stays as it is."""
-        held = [(slot, slot.table[slot.name]) for slot in self._slots if slot.name in slot.table]
-        shown = [(slot, kept, self._of(kept, slot.elements)) for slot, kept in held if _is_there(kept, slot.elements)]
-        for slot, _, rows in shown:
-            slot.table[slot.name] = rows
+        outer, self._now = self._now, []
         try:
+            self.show()
             with self._functions:
                 yield
         finally:
-            for slot, kept, rows in shown:
+            for slot, kept, rows in self._now:
                 rows.forget()
                 if slot.table[slot.name] is rows:
                     slot.table[slot.name] = kept
+            self._now = outer
+
+    def show(self) -> None:
+        """Within it: those that have come since, too."""
+        held = [(slot, slot.table[slot.name]) for slot in self._slots if slot.name in slot.table]
+        shown = [(slot, kept, self._of(kept, slot.elements)) for slot, kept in held if _is_there(kept, slot)]
+        for slot, _, rows in shown:
+            slot.table[slot.name] = rows
+        self._now += shown
 
     def _of(self, kept: Any, elements: Elements) -> Outside:
         rows, leaf = self._kept.get(id(kept)), leaf_of(kept)
@@ -274,5 +285,5 @@ class Shown:
         return rows
 
 
-def _is_there(kept: Any, elements: Elements) -> bool:
-    return isinstance(kept, DTensor) and len(kept._local_tensor) == elements.length
+def _is_there(kept: Any, slot: Slot) -> bool:
+    return isinstance(kept, DTensor) and axes_of(kept) == slot.axes

@@ -35,7 +35,7 @@ from lightning_parallel.techniques.expert_parallel.stacked import StackedExperts
 from lightning_parallel.techniques.step import Run, Step, WrappedRun, WrappedStep
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools.redirect import redirect_forward
-from lightning_parallel.techniques.tools.shards import ElementsShard, parameter_part, pieces
+from lightning_parallel.techniques.tools.shards import ElementsShard, axes_of, parameter_part, pieces
 from lightning_parallel.techniques.tools.telling import warn
 
 T = TypeVar("T")
@@ -194,6 +194,11 @@ class EndingRun(WrappedRun[T]):
         self._division.calls.end(self._division.device)
         return result
 
+    def show(self) -> None:
+        """See `Run.show`."""
+        self._division.shown.show()
+        self.inner.show()
+
 
 class ExpertsStep(WrappedStep):
     """A step that tells shared experts when a batch begins, and leaves no rate of what was dropped behind."""
@@ -289,12 +294,13 @@ class _Dividing:
             if parameter in self._own and parameter.dim() >= dims:
                 if parameter not in self._parts:
                     self._parts[parameter] = parameter_part(parameter, self._kept, [*self._copied, place(parameter)])
-                module._parameters[name] = self._parts[parameter]
+                module._parameters[name] = part = self._parts[parameter]
                 runs = [
                     pieces(place(parameter), len(parameter), self._ranks.count, rank)
                     for rank in range(self._ranks.count)
                 ]
-                self._slots.append(Slot(module._parameters, name, self._ranks.elements(len(parameter), runs)))
+                elements = self._ranks.elements(len(parameter), runs)
+                self._slots.append(Slot(module._parameters, name, elements, axes_of(part)))
 
 
 def _of_one_rank(holder: int, ranks: int, parameter: nn.Parameter) -> Placement:

@@ -24,7 +24,7 @@ from lightning_parallel.techniques.divided.tensor import Divided, Wrapper
 from lightning_parallel.techniques.tools import elsewhere
 from lightning_parallel.techniques.tools.leaves import leaf_of, taken_out
 from lightning_parallel.techniques.tools.redirect import Forward, Surrounded, redirect_forward
-from lightning_parallel.techniques.tools.shards import divides, given_by_users, pieces
+from lightning_parallel.techniques.tools.shards import axes_of, divides, given_by_users, pieces
 
 
 class Place:
@@ -70,13 +70,13 @@ class DividedPlace(Place):
 
     def __init__(self, table: dict[str, Any], name: str, path: str, cuts: Cuts) -> None:
         super().__init__(table, name, path)
-        self._cuts, self._axes = cuts, _axes_of(table[name])
+        self._cuts, self._axes = cuts, axes_of(table[name])
 
     def show(self) -> bool:
         """See `Place.show`; one whose views were changed is made anew."""
         kept, shown = self.table[self.name], self.shown
         if kept is not self.kept or kept._local_tensor is not self._memory or type(shown) is not Wrapper:
-            if not isinstance(kept, DTensor) or _axes_of(kept) > self._axes:  # a shard may have the shape of the part
+            if not isinstance(kept, DTensor) or axes_of(kept) > self._axes:
                 return False
             shown = Divided(leaf_of(kept), self._cuts)
             shown.stored, shown._is_param = kept, True
@@ -86,11 +86,6 @@ class DividedPlace(Place):
             leaf_of(kept)
         self.table[self.name], self.out = shown, True
         return True
-
-
-def _axes_of(parameter: DTensor) -> int:
-    """How many axes of ranks divide a parameter."""
-    return sum(map(divides, parameter.placements))
 
 
 class AlikePlace(Place):
@@ -143,6 +138,8 @@ class Partition:
         }
         self._units = [Unit(name, block, ranks, deep=True) for name, block in blocks.items()]
         self._units += [Unit(name, module, ranks, deep=False) for name, module in outside.items()]
+        self._hidden: list[Place] = []
+        """Where they look whole now."""
         for unit in self._units:
             redirect_forward(unit.module, unit.wrap, Surrounded)
             for part in unit.parts:  # a layer that recomputes what is in it calls them alone, in backward
@@ -177,15 +174,21 @@ class Partition:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Inside, parameters look whole; those that ZeRO has sharded at the moment stay as they are."""
-        hidden: list[Place] = []
+        outer, self._hidden = self._hidden, list[Place]()
         try:
-            for unit in self._units:
-                hidden += unit.show()
+            self.show()
             yield
         except BaseException:
-            put_back(hidden)
+            put_back(self._hidden)
             raise
+        finally:
+            hidden, self._hidden = self._hidden, outer
         require_kept(put_back(hidden))
+
+    def show(self) -> None:
+        """Within `shown`: those that have come since, too."""
+        for unit in self._units:
+            self._hidden += unit.show()
 
 
 class Unit:

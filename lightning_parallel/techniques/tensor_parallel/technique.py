@@ -145,6 +145,11 @@ class WholeLooking(WrappedRun[T]):
         with self._partition.shown():
             return self.inner(*args, **kwargs)
 
+    def show(self) -> None:
+        """See `Run.show`."""
+        self._partition.show()
+        self.inner.show()
+
     def handed_on(self, value: Any) -> Any:
         """See `Run.handed_on`."""
         return packed(self.inner.handed_on(value))

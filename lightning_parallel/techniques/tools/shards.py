@@ -77,6 +77,11 @@ def divides(placement: Placement) -> bool:
     return not placement.is_replicate() and not placement.is_partial()
 
 
+def axes_of(tensor: Tensor) -> int:
+    """How many axes of ranks divide a tensor: a shard over ranks of which there is one has the shape of the whole."""
+    return sum(map(divides, tensor.placements)) if isinstance(tensor, DTensor) else 0
+
+
 def is_sharded(tensor: Tensor) -> bool:
     """Whether ranks hold different parts of the tensor."""
     return isinstance(tensor, DTensor) and any(map(divides, tensor.placements))

@@ -62,8 +62,7 @@ def shard_parameters(model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan, o
         redirect_forward(module, partial(root.enter, module))
     ordinary, *others = kinds
     for kind in others:
-        root.shells.append(shell := Shell(model))
-        kind.shard([shell], root, offload)
+        root.shells.extend(kind.shard([Shell(model)], root, offload))  # none where units have all of this kind
     ordinary.shard([root], root, offload)
     for place, parameter in _places(model).items():
         bear(parameter, before[place])

@@ -3,7 +3,8 @@
 Between the forwards of its blocks a unit is sharded, so code of the step's own would find shards there. While a step
 runs these have the class `Away`, which every use of them in Python passes through. The first function that reads values
 of one gathers its unit; from then on the unit is whole from the beginning of every step to its end, as is what belongs
-to no unit. All ranks must read in the same step, as they must run the same blocks.
+to no unit. All ranks must read in the same step, as they must run the same blocks. Where ranks have parts of the whole,
+the step shows what looks whole for it (`Run.show`), as for what was there when it began.
 
 | a unit | in a forward | in a backward |
 |---|---|---|
@@ -26,10 +27,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.techniques.divided.table import is_in_place
+from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.gradients.asked import OWN, is_inner
+from lightning_parallel.techniques.gradients.buckets import nothing
 from lightning_parallel.techniques.tools.shards import shard_of
 from lightning_parallel.techniques.zero.gradients import StepsGradients
-from lightning_parallel.techniques.zero.sharded.groups import groups_of, is_known
+from lightning_parallel.techniques.zero.sharded.groups import groups_of, is_known, slots_of
 
 ABOUT = frozenset(
     (
@@ -74,11 +77,11 @@ class Away(DTensor):
                 return function(*args, **kwargs)
         if name in LIKE:
             return function(*tree_map_only(cls, _without_values, tuple(args)), **kwargs)
-        first = args[0].reads.gathered(args[0]) if args and type(args[0]) is cls else None
+        first = args[0].reads.standing(args[0]) if args and type(args[0]) is cls else None
         if isinstance(first, DTensor) and attribute is Tensor.data:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(first, *args[1:])
-        whole_args, kwargs = tree_map_only(cls, lambda each: each.reads.whole(each, function), (tuple(args), kwargs))
+        whole_args, kwargs = tree_map_only(cls, lambda each: each.reads.whole(each), (tuple(args), kwargs))
         result = function(*whole_args, **kwargs)
         if isinstance(first, DTensor) and is_in_place(name):
             first._local_tensor.copy_(shard_of(whole_args[0].detach(), first)._local_tensor)
@@ -87,6 +90,10 @@ class Away(DTensor):
     def _gradient(self, function: Any, shown: bool, *given: Any) -> Any:
         """Reads or writes `grad`; a whole that a step gives belongs to the whole parameter."""
         gradients, whole = self.reads.gradients, bool(given) and type(given[0]) is Tensor
+        looks_whole = whole or any(isinstance(each, Divided) for each in given)
+        if looks_whole and isinstance(standing := self.reads.standing(self), Divided):
+            standing.grad = given[0]
+            return None
         if shown:
             if not given:
                 return gradients.of(self)
@@ -99,7 +106,9 @@ class Away(DTensor):
             return function(self, *given)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        whole = self.reads.whole(self, copy.deepcopy)
+        whole = self.reads.whole(self)
+        if isinstance(whole, Divided):
+            return memo.setdefault(id(self), copy.deepcopy(whole, memo))
         return memo.setdefault(id(self), nn.Parameter(whole.detach().clone(), whole.requires_grad))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -123,6 +132,8 @@ class OutsideReads:
         self._away: dict[int, tuple[Sequence[Any], Any, Any]] = {}
         self._watched: list[Any] = []
         self.gradients = gradients
+        self.show: Callable[[], None] = nothing
+        """Shows what looks whole for what was gathered within a step, see `Run.show`."""
         for units, state in self._units:
             for group in groups_of(state):
                 group.pre_backward = partial(self._before_backward, units, state, group.pre_backward)
@@ -176,8 +187,18 @@ class OutsideReads:
             if is_known(parameter) and type(parameter._unsharded_param) is DTensor:
                 self._watch(parameter._unsharded_param)
 
+    def standing(self, part: Any) -> Any:
+        """What code sees for a part where its unit is whole, as it is from now on: the whole, or what looks whole."""
+        gathered = self.gathered(part)
+        if id(part) not in self._away:
+            return gathered
+        if isinstance(gathered, DTensor):
+            self.show()
+        there = [module._parameters.get(name) for module, name in slots_of(self._away[id(part)][-1])]
+        return next((each for each in there if isinstance(each, Divided) and each.stored is gathered), gathered)
+
     def gathered(self, part: Any) -> Any:
-        """What stands for a part where its unit is whole, as it is from now on: a part still beside tensor parallel."""
+        """What a rank has for a part where its unit is whole: a part still, of what others divide."""
         if id(part) not in self._away:
             return part
         units, state, parameter = self._away[id(part)]
@@ -192,19 +213,12 @@ class OutsideReads:
             for each in _parameters(state):  # it may have been frozen, or let learn, while it was away
                 each.unsharded_param.requires_grad_(each.sharded_param.requires_grad)
             self._watch_parts(state)
+            self.show()
 
-    def whole(self, part: Any, reader: Any) -> Any:
-        """The whole of which a function reads a part."""
-        gathered = self.gathered(part)
-        if not isinstance(gathered, DTensor):
-            return gathered
-        if reader is torch.autograd.grad:
-            raise RuntimeError(
-                f"torch.autograd.grad is asked for the gradient of a parameter of shape {tuple(gathered.shape)}, which "
-                "ZeRO 3 shards and tensor parallel divides, so no whole of it is in the graph; use "
-                "self.manual_backward(loss), or Zero(..., stage=2)"
-            )
-        return gathered.full_tensor()
+    def whole(self, part: Any) -> Any:
+        """The whole of which code reads a part."""
+        standing = self.standing(part)
+        return standing.full_tensor() if isinstance(standing, DTensor) else standing
 
 
 def _without_values(part: Away) -> Tensor:

@@ -56,9 +56,11 @@ class ShardedParametersStep(WrappedStep):
             self._flags.agree(self._root)
             return output
 
+        self._root.reads.show = run.show
         try:
             result: T = self._root(whole, *args, **kwargs)
         finally:
+            self._root.reads.show = nothing
             self._gradients.hide()
         refuse_casts(self._root.model, self._backward.casts())
         return result

@@ -1,7 +1,7 @@
 """What stands in the tables of modules while a step runs: shards, wholes, or what others have put there.
 
 `fully_shard` puts shards and wholes there, whatever it finds. Others put there what looks whole to tensor parallel, or,
-as `torch.func.functional_call` does, tensors of their own, for which a step is to compute.
+as `torch.func.functional_call` does, tensors with which a step is to compute.
 
 | while a step runs, there stands | as shards become whole, or wholes shards | as the step ends |
 |---------------------------------|------------------------------------------|------------------|
@@ -76,5 +76,5 @@ def _slots(group: Any) -> Iterator[Slot]:
 def _others(slots: list[Slot]) -> Iterator[tuple[dict[str, Any], str, Any, Any]]:
     for table, name, parameter in slots:
         there = table.get(name, NOTHING)
-        if there is not parameter.sharded_param and there is not whole_of(parameter):
+        if there is None or (there is not parameter.sharded_param and there is not whole_of(parameter)):
             yield table, name, parameter, there

@@ -45,7 +45,7 @@ class StepsWrites:
                 self._keep(group)
 
     def end(self) -> None:
-        """Does the last of it, as the step ends."""
+        """As a step ends: writes all wholes, and raises for what is left in the place of parameters."""
         self.keep()
         self._tables.require_own()
 
