@@ -74,6 +74,21 @@ class Remembers(nn.Module):
         return made
 
 
+class Captures(nn.Module):
+    """Hooks a part of its own when it first runs, and notes that in an attribute, as Hugging Face's models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.hooked = nn.Linear(13, 13), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.hooked:
+            self.inner.register_forward_hook(lambda part, args, made: made / 2 + args[0])
+            self.hooked = True
+        made: Tensor = self.inner(x)
+        return made
+
+
 class Model(LightningModule):
     def __init__(self, part: type[nn.Module]) -> None:
         super().__init__()
@@ -99,7 +114,7 @@ def trained(part: type[nn.Module], strategy: Any) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
 
 
-@pytest.mark.parametrize("part", [Counts, Begins, Remembers])
+@pytest.mark.parametrize("part", [Counts, Begins, Remembers, Captures])
 def test_attributes_of_parts_are_what_they_were(part: type[nn.Module]) -> None:
     expected = begun_on_one(trained, part, "auto")
     strategy = HybridStrategy(PipelineParallel(2, microbatches=1), plan=ParallelPlan(blocks="layers.*"))

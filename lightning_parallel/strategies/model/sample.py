@@ -14,6 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.nn import Module
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import Metric, MetricCollection
 
@@ -120,14 +121,23 @@ def _loop_and_step(trainer: Trainer, module: LightningModule) -> tuple[Any, Call
 # ---------------------------------------------------------------- a step
 
 
+HOOKS = [name for name, table in vars(Module()).items() if "hook" in name and isinstance(table, dict)]
+"""The attributes of modules that have their hooks."""
+
+
 @contextmanager
 def _parts_unchanged(module: LightningModule) -> Iterator[None]:
     kept = [KeptValues(part) for part in module.modules() if part is not module]
+    tables = [part[name] for part in map(vars, module.modules()) for name in HOOKS if name in part]
+    hooks = [(table, dict(table)) for table in tables]
     try:
         yield
     finally:
         for values in kept:
             values.undo()
+        for table, before in hooks:  # a library that installs its own at the first call notes that in an attribute
+            table.clear()
+            table.update(before)
 
 
 @contextmanager

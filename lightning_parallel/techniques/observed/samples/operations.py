@@ -160,9 +160,9 @@ def look_at(model: nn.Module, sample: Sample, batch: Any, last: nn.Module) -> Lo
     """Runs the step on some samples; `last` is the last block."""
     buffers = {memory_of(each): name for name, each in model.named_buffers() if each.is_floating_point()}
     look = Look(buffers)
-    handle = last.register_forward_hook(look.blocks_end)
     shapes = ShapesOnly(model.parameters(), sample.device, look)
     with torch.no_grad(), sample.unchanged(), tensors_kept(model), shapes:
+        handle = last.register_forward_hook(look.blocks_end)
         try:
             look.returned(sample.run(batch))
         except Exception as error:
