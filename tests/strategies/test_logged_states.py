@@ -16,6 +16,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_parallel import DataParallel, HybridStrategy, PipelineParallel, TensorParallel, Zero, ZeroStrategy
+from lightning_parallel.techniques.zero.sharded import parameters
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.trainers import trainer
 
@@ -55,11 +56,16 @@ class Kept(Callback):
         self.found.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
-def logged(batch: int, make_strategy: MakeStrategy | None = None) -> list[dict[str, float]]:
+def logged(
+    batch: int, make_strategy: MakeStrategy | None = None, unit_bytes: int = parameters.UNIT_BYTES
+) -> list[dict[str, float]]:
+    parameters.UNIT_BYTES, before = unit_bytes, parameters.UNIT_BYTES
     torch.manual_seed(0)
     kept, module, data = Kept(), Logging(), torch.randn(24, 6, dtype=torch.float64)
     run: Any = {"max_epochs": 1, "precision": "64-true", "callbacks": [kept]}
     trainer("auto" if make_strategy is None else make_strategy(), **run).fit(module, DataLoader(data, batch))
+    parameters.UNIT_BYTES = before
+    assert "grad" not in vars(nn.Parameter)  # nobody looks any more
     return kept.found
 
 
@@ -77,6 +83,14 @@ def test_sums_over_gradients_are_those_of_one_device(layout: str) -> None:
     strategy, ranks = LAYOUTS[layout]
     expected = begun_on_one(logged, 4)
     for got in run_on_ranks(ranks, logged, 2, strategy):
+        assert got == [pytest.approx(each, rel=1e-9) for each in expected.result()]
+
+
+@pytest.mark.parametrize("layout", ["zero 3", "tensor x zero 3"])
+def test_so_they_are_where_all_parameters_are_in_units(layout: str) -> None:
+    strategy, ranks = LAYOUTS[layout]
+    expected = begun_on_one(logged, 4)
+    for got in run_on_ranks(ranks, logged, 2, strategy, unit_bytes=64):
         assert got == [pytest.approx(each, rel=1e-9) for each in expected.result()]
 
 

@@ -39,7 +39,7 @@ class StepsGradients:
 
     def __init__(self, parts: Callable[[], dict[int, Any]], shards: bool = False) -> None:
         self._shards, self._watch = shards, watch(self._read, self._write)
-        self._find, self._parts = parts, dict[int, Any]()
+        self._find, self._parts, self._asks = parts, dict[int, Any](), False
         self._gathered: dict[int, tuple[Any, Tensor]] = {}
         self._written: dict[int, tuple[Any, Any, Any]] = {}
 
@@ -53,13 +53,13 @@ class StepsGradients:
     def show(self) -> None:
         """A backward within a step is over."""
         if ask(self._watch):
-            self._parts = self._find()
+            self._parts, self._asks = self._find(), True
 
     def hide(self) -> None:
         """Another one begins, or the step is over."""
-        if self._parts:
+        if self._asks:
             self.settle()
-            self._parts = {}
+            self._parts, self._asks = {}, False
             ask_no_more()
 
     @torch.no_grad()

@@ -57,10 +57,10 @@ def slots_of(parameter: Any) -> Iterator[tuple[nn.Module, str]]:
 
 
 def shards_of(root: nn.Module) -> dict[int, Any]:
-    """The shards of parameters that were ever whole, by the `id` of the whole and by their own."""
-    known = list(filter(is_known, parameters_of(root)))
-    wholes = {id(parameter._unsharded_param): parameter.sharded_param for parameter in known}
-    return wholes | {id(parameter.sharded_param): parameter.sharded_param for parameter in known}
+    """The shards of parameters, by the `id` of the whole, of those that were ever whole, and by their own."""
+    parameters = list(parameters_of(root))
+    wholes = {id(whole_of(parameter)): parameter.sharded_param for parameter in parameters if is_known(parameter)}
+    return wholes | {id(parameter.sharded_param): parameter.sharded_param for parameter in parameters}
 
 
 def bear_when_whole(root: nn.Module) -> None:
