@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,8 @@ from lightning_parallel.techniques.tools import elsewhere
 from lightning_parallel.techniques.tools.leaves import leaf_of, taken_out
 from lightning_parallel.techniques.tools.redirect import Forward, Surrounded, redirect_forward
 from lightning_parallel.techniques.tools.shards import axes_of, divides, given_by_users, pieces
+
+T = TypeVar("T")
 
 
 class Place:
@@ -183,7 +185,7 @@ class Partition:
             raise
         finally:
             hidden, self._hidden = self._hidden, outer
-        require_kept(put_back(hidden))
+        kept(None, put_back(hidden))
 
     def show(self) -> None:
         """Within `shown`: those that have come since, too."""
@@ -260,8 +262,7 @@ class Unit:
             except BaseException:
                 put_back(hidden)
                 raise
-            require_kept(put_back(hidden))
-            return output
+            return kept(output, put_back(hidden)) if hidden else output
 
         return run
 
@@ -303,10 +304,13 @@ def _direct(table: Mapping[str, Any], forward: Forward) -> Forward:
 
 def put_back(hidden: Iterable[Place]) -> list[str]:
     """What is stored stands in the tables of modules again; returns the FQNs of what the user's code had replaced."""
-    lost = list[str]()
+    lost: list[str] = []
     for place in hidden:
         table, name, shown = place.table, place.name, place.shown
-        if table.get(name) is not shown:
+        try:  # a call of `get` would be one for each parameter in each forward
+            if table[name] is not shown:
+                lost.append(place.path)
+        except KeyError:
             lost.append(place.path)
         table[name], place.out = place.kept, False
         if type(shown) is not Wrapper or shown._gathers is not None or shown._known is not None:
@@ -314,10 +318,11 @@ def put_back(hidden: Iterable[Place]) -> list[str]:
     return lost
 
 
-def require_kept(lost: Sequence[str]) -> None:
-    """Raises for a parameter that `put_back` says was replaced."""
+def kept(output: T, lost: Sequence[str]) -> T:
+    """What a forward made, if `put_back` says that it left all parameters in their places."""
     if lost:
         raise taken_out(lost[0])
+    return output
 
 
 def cuts_of(parameter: Tensor, ranks: Ranks) -> Cuts:
