@@ -185,7 +185,7 @@ class Partition:
             raise
         finally:
             hidden, self._hidden = self._hidden, outer
-        kept(None, put_back(hidden))
+        unless_lost(None, put_back(hidden))
 
     def show(self) -> None:
         """Within `shown`: those that have come since, too."""
@@ -262,7 +262,7 @@ class Unit:
             except BaseException:
                 put_back(hidden)
                 raise
-            return kept(output, put_back(hidden)) if hidden else output
+            return unless_lost(output, put_back(hidden)) if hidden else output
 
         return run
 
@@ -318,7 +318,7 @@ def put_back(hidden: Iterable[Place]) -> list[str]:
     return lost
 
 
-def kept(output: T, lost: Sequence[str]) -> T:
+def unless_lost(output: T, lost: Sequence[str]) -> T:
     """What a forward made, if `put_back` says that it left all parameters in their places."""
     if lost:
         raise taken_out(lost[0])
