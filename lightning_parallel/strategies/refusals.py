@@ -160,9 +160,9 @@ def _refuse_scripted(module: LightningModule, technique: Technique) -> None:
 
 def _refuse_own_kinds(module: LightningModule, technique: Technique) -> None:
     """Raises for parameters of classes of their own: what stands in their place is of none of these."""
-    for name, parameter in module.named_parameters() if technique.traits.replaces_parameters else ():
+    for name, parameter in module.named_parameters():
         kind = type(parameter).__name__
-        if type(parameter) is not nn.Parameter:
+        if technique.traits.replaces_parameters and type(parameter) is not nn.Parameter:
             raise ValueError(
                 f"{name} is of the class {kind}, and {technique} puts parts in its place that are no {kind}: code that "
                 "asks for it, or that the class brings, would not run; tell parameters apart by attributes "

@@ -1,4 +1,4 @@
-"""What a block writes to its own modules is written once, though it is recomputed, and read as the forward read it."""
+"""What a block writes to its modules and inputs is written once, though recomputed, and read as the forward did."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import Unsupported
 from torch.utils.data import DataLoader
 
 from lightning_parallel import ActivationCheckpoint, Compile, DataParallel, HybridStrategy, TensorParallel, Zero
@@ -38,10 +39,10 @@ class Block(nn.Module):
 
 
 class Model(Optimized):
-    def __init__(self) -> None:
+    def __init__(self, block: type[nn.Module]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers, self.make_optimizer = nn.ModuleList(Block() for _ in range(3)), adamw
+        self.layers, self.make_optimizer = nn.ModuleList(block() for _ in range(3)), adamw
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         x = batch
@@ -50,8 +51,67 @@ class Model(Optimized):
         return x.square().mean() + 0.1 * sum(layer.loss for layer in self.layers)
 
 
-def trained(strategy: MakeStrategy | None) -> Any:
-    module, data = Model(), torch.randn(24, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+class Plain(nn.Module):
+    calls, count, seen, loss = 0, 0, (), torch.zeros(())
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class WritesWeights(Plain):
+    """Shrinks weights as it computes with them, and keeps an average in a parameter that does not learn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = nn.Parameter(torch.ones(6), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.average.data.mul_(0.9).add_(x.detach().abs().mean(0), alpha=0.1)
+        with torch.no_grad():
+            self.up.bias.mul_(0.8)
+            self.down.weight.clamp_(-0.3, 0.3)
+        return super().forward(x / self.average)
+
+
+class WritesInputs(Plain):
+    """Writes into what it is given, a tensor that the step has made."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x += self.down.bias
+        return super().forward(x)
+
+
+class Gives(Model):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch * 2.0, batch_idx)
+
+
+class Lends(Model):
+    """Computes a block with another weight for a while."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        up = self.layers[1].up
+        own, up.weight = up.weight, nn.Parameter(torch.full((12, 6), 0.1, dtype=batch.dtype))
+        found = self.layers[1](batch)
+        up.weight = own
+        return super().training_step(batch, batch_idx) + found.square().mean()
+
+
+KINDS: dict[str, tuple[type[Model], type[nn.Module]]] = {
+    "modules": (Model, Block),
+    "parameters": (Model, WritesWeights),
+    "inputs": (Gives, WritesInputs),
+    "lent": (Lends, Plain),
+}
+
+
+def trained(strategy: MakeStrategy | None, kind: str) -> Any:
+    model, block = KINDS[kind]
+    module, data = model(block), torch.randn(24, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     trainer(made(strategy), max_epochs=2, precision="64-true").fit(module, DataLoader(data, 8))
     counts = [[layer.calls, len(layer.seen), int(layer.count)] for layer in module.layers]
     return counts, {name: value.detach().clone() for name, value in module.state_dict().items()}
@@ -68,12 +128,51 @@ LAYOUTS: dict[str, tuple[int, list[Any]]] = {
 }
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_blocks_that_write_train_as_without_recomputation(layout: str) -> None:
+def test_blocks_that_write_train_as_without_recomputation(layout: str, kind: str) -> None:
     ranks, techniques = LAYOUTS[layout]
-    expected = begun_on_one(trained, None)
-    for found in run_on_ranks(ranks, trained, partial(HybridStrategy, *techniques)):
+    expected = begun_on_one(trained, None, kind)
+    for found in run_on_ranks(ranks, trained, partial(HybridStrategy, *techniques), kind):
         require_like(expected.result(), found)
+
+
+class Counts(Plain):
+    """Counts what it is given, as routers of experts do, and norms, and computes with none of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.register_buffer("positive", torch.zeros(6, dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.positive.add_((x.detach() > 0).sum(0))
+        return super().forward(self.norm(x))
+
+
+def in_one_graph(block: type[nn.Module], ranks: int) -> Any:
+    KINDS["one"] = Model, block
+    torch._dynamo.reset()  # what broke once is not read again
+    techniques = [TensorParallel(ranks)] if ranks > 1 else [DataParallel(1)]
+    try:
+        strategy = partial(HybridStrategy, *techniques, FULL, Compile("aot_eager", fullgraph=True))
+        return trained(strategy, "one")[1]
+    except Unsupported as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_counts_stay_in_the_graph_of_a_block_and_statistics_that_it_reads_do_not(ranks: int) -> None:
+    expected = begun_on_one(in_one_graph_plainly, Counts)
+    for found in run_on_ranks(ranks, in_one_graph, Counts, ranks):
+        require_like(expected.result(), found)
+    for found in run_on_ranks(ranks, in_one_graph, WritesWeights, ranks):
+        assert "computes with what it writes, from `self.average.data.mul_(0.9).add_(x.detach()" in found
+
+
+def in_one_graph_plainly(block: type[nn.Module]) -> Any:
+    KINDS["one"] = Model, block
+    return trained(None, "one")[1]
 
 
 def test_only_tensors_of_modules_that_write_are_copied() -> None:

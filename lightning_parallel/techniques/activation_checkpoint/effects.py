@@ -1,4 +1,4 @@
-"""What a block writes to its own modules, which a recomputation finds as the forward did, and does not write again.
+"""What a block writes to its modules and inputs, which a recomputation finds as the forward did, and does not write.
 
 Running statistics, counters, numbers of tokens by expert, a loss that is kept in an attribute for the step to read: a
 block that is not recomputed reads and writes them once.
@@ -6,14 +6,21 @@ block that is not recomputed reads and writes them once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.collectives.made_of import version
+from lightning_parallel.techniques.divided.tensor import Divided
+from lightning_parallel.techniques.tools.shards import local
+from lightning_parallel.values import tensors_of
+
+T = TypeVar("T")
 
 OWN = frozenset(vars(nn.Module())) - {"training"}
 """Attributes in which modules keep their parts, and hooks."""
@@ -22,11 +29,15 @@ WATCHED = (bool, int, float, complex, str, type(None), tuple, list, dict, set, T
 HOLDING = frozenset((list, tuple, dict, set))
 """What is copied with what is in it; a block may keep long lists of anything else, which are copied at once."""
 ABSENT = object()
+_not_compiled: Callable[[T], T] = cast(Any, torch.compiler.disable)
+"""What runs behind the break of a graph would be compiled, too."""
 
 Place = tuple[dict[str, Any], str, int]
 """The attributes or the buffers of a module, a key among them, and the number of the module."""
 Before = list[tuple[Place, Any]]
 """What modules held at their places."""
+Values = list[tuple[dict[str, Any], str, Tensor]]
+"""Copies of parameters, with the table and the name of each."""
 
 
 class Effects:
@@ -45,10 +56,26 @@ class Effects:
         self._known = -1
         self._writers: set[int] | None = None
         """The numbers of the modules whose tensors the block writes; None before its first forward, which tells."""
+        self._slots = [(part._parameters, name) for _, part in parts for name in part._parameters]
+        """Of the parameters that the block may write, those of all modules before its first forward."""
 
     def before(self) -> Before:
         """What the modules hold now: copies of what the block may write to."""
         return [(place, self._kept(table.get(key), number)) for place in self._now() for table, key, number in (place,)]
+
+    def values(self) -> Values:
+        """Copies of the parameters that the block may write.
+
+        Before its first forward these are all. As soon as that has run, `written` leaves few of them, mostly none.
+        """
+        return [(table, name, _memory(table[name]).clone()) for table, name in self._slots if table[name] is not None]
+
+    def written(self, before: Values) -> Values:
+        """Those of them that the first forward has written; later ones are taken to write no others."""
+        with _disable_current_modes():
+            found = [each for each in before if not torch.equal(each[2], _memory(each[0][each[1]]))]
+        self._slots = [(table, name) for table, name, _ in found]
+        return found
 
     def versions(self) -> list[tuple[int, Any]]:
         """By which it is known whose tensors a forward writes, each with the number of its module."""
@@ -98,6 +125,67 @@ class Effects:
             written = self._writers is None or number in self._writers
             return value.detach().clone() if written and not value.requires_grad else value
         return copied(value)
+
+
+@contextmanager
+def holding(values: Values) -> Iterator[None]:
+    """Inside, parameters hold these values; afterwards what they hold now."""
+    with _disable_current_modes():
+        now = [(table, name, _memory(table[name]).clone()) for table, name, _ in values]
+        _fill(values)
+    try:
+        yield
+    finally:
+        with _disable_current_modes():
+            _fill(now)
+
+
+def _fill(values: Values) -> None:
+    for table, name, value in values:
+        _memory(table[name]).copy_(value)
+
+
+def _memory(parameter: Any) -> Tensor:
+    """What a rank has of a parameter, of which copies and writes count as no versions."""
+    return _own(parameter).data
+
+
+def _own(tensor: Any) -> Tensor:
+    own: Tensor = tensor.own if isinstance(tensor, Divided) else local(tensor)
+    return own
+
+
+class Inputs:
+    """Keeps for recomputations what a block is given: its first forward tells whether it writes to tensors of that."""
+
+    def __init__(self) -> None:
+        self._may_be_written = True
+
+    def kept(self, given: Any) -> Any:
+        """Lists, dicts and sets as they are now, with copies of tensors if the block may write to them."""
+        return _with_copies(copied(given)) if self._may_be_written else copied(given)
+
+    def versions(self, given: Any) -> list[tuple[Tensor, Any]]:
+        """The tensors of which a block may write to some, as they are before its forward."""
+        return _versions(given) if self._may_be_written else []
+
+    def learn(self, before: list[tuple[Tensor, Any]]) -> None:
+        """The forward has run; these were the versions before it."""
+        self._may_be_written = any(version(own) != then for own, then in before)
+
+
+@_not_compiled
+def _versions(given: Any) -> list[tuple[Tensor, Any]]:
+    return [(own, version(own)) for own in map(_own, tensors_of(given))]
+
+
+@_not_compiled
+def _with_copies(given: Any) -> Any:
+    copies: dict[int, Tensor] = {}  # what is given twice, as queries and keys are, stays one tensor
+    with _disable_current_modes():  # what selective checkpointing remembers is of the forward alone
+        for each in tensors_of(given):
+            copies[id(each)] = each if isinstance(each, nn.Parameter) else each.clone()
+    return tree_map_only(Tensor, lambda each: copies.get(id(each), each), given)
 
 
 def copied(value: Any) -> Any:

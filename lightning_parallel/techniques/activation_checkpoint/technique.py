@@ -19,7 +19,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lightning_parallel.arguments import one_of
 from lightning_parallel.mesh import Axis, Size
-from lightning_parallel.techniques.activation_checkpoint.effects import Effects, copied
+from lightning_parallel.techniques.activation_checkpoint.effects import Effects, Inputs, holding
+from lightning_parallel.techniques.activation_checkpoint.in_graph import breaking_where_written
 from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools.caches import holds_keys, is_cache, is_filled_by_layers, layers_in
@@ -81,7 +82,7 @@ class ActivationCheckpoint(Technique):
     def _recomputed(self, block: nn.Module, forward: Forward) -> Forward:
         extra: dict[str, Any] = {} if self.mode == "full" else {"context_fn": _keep_expensive}
         tables = [part._parameters for part in block.modules() if part._parameters]
-        layers, effects = layers_in(block), Effects(block)
+        layers, effects, inputs = layers_in(block), Effects(block), Inputs()
 
         def run(*args: Any, **kwargs: Any) -> Any:
             caches = [each for each in (*args, *kwargs.values()) if is_cache(each)]
@@ -90,27 +91,36 @@ class ActivationCheckpoint(Technique):
             if prefixed or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             args = tuple([None if is_filled_by_layers("", each) else each for each in args])
-            return _recomputed(_with_given(tables, forward), effects, extra, args, _without_caches(kwargs))
+            return _recomputed(tables, forward, effects, inputs, extra, args, _without_caches(kwargs))
 
         return run
 
 
 def _recomputed(
-    forward: Forward, effects: Effects, extra: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    tables: list[dict[str, Any]],
+    forward: Forward,
+    effects: Effects,
+    inputs: Inputs,
+    extra: dict[str, Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     """What the forward returns, whose activations are recomputed.
 
     Args:
+        tables: of the block's parameters.
         forward: of the block.
         effects: watches what it writes to its modules.
+        inputs: keeps what it is given.
         extra: options of `checkpoint`.
         args: what the block is given.
         kwargs: the same by name.
     """
-    if torch.compiler.is_dynamo_compiling():  # what is in a graph writes into nothing
-        return checkpoint(forward, *args, use_reentrant=False, **extra, **kwargs)
-    kept = copied((args, kwargs))
-    return checkpoint(_Runs(forward, effects, args, kwargs), *kept[0], use_reentrant=False, **extra, **kept[1])
+    if torch.compiler.is_dynamo_compiling():  # what is in a graph writes once, and computes with what is there
+        return checkpoint(breaking_where_written(forward), *args, use_reentrant=False, **extra, **kwargs)
+    kept = inputs.kept((args, kwargs))
+    runs = _Runs(_with_given(tables, forward), effects, inputs, args, kwargs)
+    return checkpoint(runs, *kept[0], use_reentrant=False, **extra, **kept[1])
 
 
 skip_code(_recomputed.__code__)  # where a graph breaks in it, it runs as it is: nothing is compiled then
@@ -126,12 +136,16 @@ class _Runs:
     Args:
         forward: of the block.
         effects: watches what it writes to its modules.
+        inputs: watches what it writes to what it is given.
         args: what the first run gets.
         kwargs: the same by name.
     """
 
-    def __init__(self, forward: Forward, effects: Effects, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._forward, self._effects, self._before = forward, effects, effects.before()
+    def __init__(
+        self, forward: Forward, effects: Effects, inputs: Inputs, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._forward, self._effects, self._before, self._values = forward, effects, effects.before(), effects.values()
+        self._inputs = inputs
         self._first = [(args, kwargs)]
         self._dtype = torch.get_default_dtype()
 
@@ -139,33 +153,35 @@ class _Runs:
         """Runs the forward: with what the user gave the first time, then with copies of what is given here."""
         if self._first:
             args, kwargs = self._first.pop()
-            versions = self._effects.versions()
+            versions, given = self._effects.versions(), self._inputs.versions((args, kwargs))
             result = self._forward(*args, **kwargs)
             self._effects.learn(versions)
+            self._inputs.learn(given)
+            if self._values:
+                self._values = self._effects.written(self._values)
             return result
-        args, kwargs = copied((args, kwargs))
-        with default_dtype(self._dtype), self._effects.again(self._before):
+        args, kwargs = self._inputs.kept((args, kwargs))
+        with default_dtype(self._dtype), self._effects.again(self._before), holding(self._values):
             return self._forward(*args, **kwargs)
 
 
 def _with_given(tables: list[dict[str, Any]], forward: Forward) -> Forward:
-    """The forward with the tensors that are now in place of parameters, as `functional_call` puts them there."""
-    if torch.compiler.is_dynamo_compiling():  # which computes with what is there, and would ask for it at every call
-        return forward
+    """The forward with what stands now in the place of parameters, as `functional_call` or a step puts it there.
+
+    What other techniques show there, they show again to a recomputation.
+    """
     given = [(table, name, each) for table in tables for name, each in table.items()
-             if each is not None and not isinstance(each, nn.Parameter)]  # fmt: skip
-    if not given:
-        return forward
+             if type(each) is nn.Parameter or (each is not None and not isinstance(each, nn.Parameter))]  # fmt: skip
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        before = [table[name] for table, name, _ in given]
-        for table, name, each in given:
+        others = [(table, name, table[name], each) for table, name, each in given if table[name] is not each]
+        for table, name, _, each in others:
             table[name] = each
         try:
             return forward(*args, **kwargs)
         finally:
-            for (table, name, _), each in zip(given, before, strict=True):
-                table[name] = each
+            for table, name, now, _ in others:
+                table[name] = now
 
     return run
 

@@ -297,4 +297,5 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
 def _said(error: TorchDynamoException) -> str:
     """The message of a break on purpose, else the first line."""
     lines = str(error).strip().splitlines()
-    return next((line.partition("Message: ")[2] for line in lines if "Message: " in line), lines[0])
+    said = [line.partition(mark)[2] for line in lines for mark in ("Message: ", "break with message ") if mark in line]
+    return said[0] if said else lines[0]

@@ -29,7 +29,7 @@ from lightning_parallel.techniques.expert_parallel.calls import Calls
 from lightning_parallel.techniques.expert_parallel.own_experts import OF_EXPERTS
 from lightning_parallel.techniques.tools.leaves import leaf_of
 from lightning_parallel.techniques.tools.losses import original
-from lightning_parallel.techniques.tools.shards import axes_of, made_as_dtensors_are
+from lightning_parallel.techniques.tools.shards import axes_dividing, made_as_dtensors_are
 
 
 @dataclass(frozen=True, eq=False)
@@ -286,4 +286,4 @@ class Shown:
 
 
 def _is_there(kept: Any, slot: Slot) -> bool:
-    return isinstance(kept, DTensor) and axes_of(kept) == slot.axes
+    return isinstance(kept, DTensor) and axes_dividing(kept) == slot.axes

@@ -35,7 +35,7 @@ from lightning_parallel.techniques.expert_parallel.stacked import StackedExperts
 from lightning_parallel.techniques.step import Run, Step, WrappedRun, WrappedStep
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools.redirect import redirect_forward
-from lightning_parallel.techniques.tools.shards import ElementsShard, axes_of, parameter_part, pieces
+from lightning_parallel.techniques.tools.shards import ElementsShard, axes_dividing, parameter_part, pieces
 from lightning_parallel.techniques.tools.telling import warn
 
 T = TypeVar("T")
@@ -86,7 +86,7 @@ class ExpertParallel(Technique):
     @property
     def traits(self) -> Traits:
         """See `Technique.traits`."""
-        return Traits(meets_in_forward=True)
+        return Traits(meets_in_forward=True, replaces_parameters=True)
 
     @property
     def order(self) -> tuple[int, int, str]:
@@ -300,7 +300,7 @@ class _Dividing:
                     for rank in range(self._ranks.count)
                 ]
                 elements = self._ranks.elements(len(parameter), runs)
-                self._slots.append(Slot(module._parameters, name, elements, axes_of(part)))
+                self._slots.append(Slot(module._parameters, name, elements, axes_dividing(part)))
 
 
 def _of_one_rank(holder: int, ranks: int, parameter: nn.Parameter) -> Placement:

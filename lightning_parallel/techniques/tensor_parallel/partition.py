@@ -24,7 +24,7 @@ from lightning_parallel.techniques.divided.tensor import Divided, Wrapper
 from lightning_parallel.techniques.tools import elsewhere
 from lightning_parallel.techniques.tools.leaves import leaf_of, taken_out
 from lightning_parallel.techniques.tools.redirect import Forward, Surrounded, redirect_forward
-from lightning_parallel.techniques.tools.shards import axes_of, divides, given_by_users, pieces
+from lightning_parallel.techniques.tools.shards import axes_dividing, divides, given_by_users, pieces
 
 T = TypeVar("T")
 
@@ -72,13 +72,13 @@ class DividedPlace(Place):
 
     def __init__(self, table: dict[str, Any], name: str, path: str, cuts: Cuts) -> None:
         super().__init__(table, name, path)
-        self._cuts, self._axes = cuts, axes_of(table[name])
+        self._cuts, self._axes = cuts, axes_dividing(table[name])
 
     def show(self) -> bool:
         """See `Place.show`; one whose views were changed is made anew."""
         kept, shown = self.table[self.name], self.shown
         if kept is not self.kept or kept._local_tensor is not self._memory or type(shown) is not Wrapper:
-            if not isinstance(kept, DTensor) or axes_of(kept) > self._axes:
+            if not isinstance(kept, DTensor) or axes_dividing(kept) > self._axes:
                 return False
             shown = Divided(leaf_of(kept), self._cuts)
             shown.stored, shown._is_param = kept, True

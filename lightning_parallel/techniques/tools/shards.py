@@ -77,7 +77,7 @@ def divides(placement: Placement) -> bool:
     return not placement.is_replicate() and not placement.is_partial()
 
 
-def axes_of(tensor: Tensor) -> int:
+def axes_dividing(tensor: Tensor) -> int:
     """How many axes of ranks divide a tensor: a shard over ranks of which there is one has the shape of the whole."""
     return sum(map(divides, tensor.placements)) if isinstance(tensor, DTensor) else 0
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning_parallel.techniques.tools.leaves import taken_out
-from lightning_parallel.techniques.zero.sharded.groups import groups_of, slots_of, states_of, whole_of
+from lightning_parallel.techniques.zero.sharded.groups import groups_of, is_known, slots_of, states_of, whole_of
 
 NOTHING: Any = object()
 
@@ -60,11 +60,11 @@ class Tables:
         for group, slots in self._slots:
             for table, name, parameter, _ in _others(slots):
                 table[name] = whole_of(parameter) if group.is_unsharded else parameter.sharded_param
-            for parameter in () if group.is_unsharded else group.fsdp_params:
-                without_memory[id(whole_of(parameter))] = parameter.sharded_param
+            if not group.is_unsharded:
+                known = filter(is_known, group.fsdp_params)
+                without_memory |= {id(whole_of(parameter)): parameter.sharded_param for parameter in known}
         for table in [module._parameters for module in self._model.modules()]:
-            found = [(name, without_memory.get(id(each))) for name, each in table.items() if each is not None]
-            table.update((name, shard) for name, shard in found if shard is not None)
+            table.update({name: without_memory.get(id(each), each) for name, each in table.items()})
 
 
 def _slots(group: Any) -> Iterator[Slot]:

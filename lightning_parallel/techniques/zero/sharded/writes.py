@@ -75,8 +75,9 @@ class StepsWrites:
     def _before_dropping(self, group: Any, drop: Callable[[], None]) -> None:
         if self._root.running and not self._forgets and group.is_unsharded:
             self._keep(group)
-        for parameter in filter(is_known, group.fsdp_params) if group.is_unsharded else ():
-            self._part_from_others(parameter)
+        if group.is_unsharded and group.device.type == "cpu":
+            for parameter in group.fsdp_params:
+                self._part_from_others(parameter)
         with self._tables.others_stay(group) if self._root.running else nullcontext():
             drop()
 
