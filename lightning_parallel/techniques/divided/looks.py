@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from operator import ge
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
+from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import Self
 
 from lightning_parallel.collectives.elements import Elements
@@ -170,14 +172,12 @@ def asking_at_once(method: Any) -> Callable[..., Any]:
 def strides_of(divided: LooksWhole) -> list[int] | None:
     """The strides of the whole, which lies in memory in the order in which own elements do; None: as dimensions do.
 
-    That is so where ranks may differ. What views leave out is not seen: a slice lies as densely as a copy of it. A
-    dimension that was expanded has the stride 0.
+    What views leave out is not seen: a slice lies as densely as a copy of it. A dimension that was expanded has the
+    stride 0.
     """
-    if torch.compiler.is_dynamo_compiling() or divided.own.is_contiguous():
+    if torch.compiler.is_dynamo_compiling() or (divided.own.is_contiguous() and not is_noted(divided)):
         return None
-    if not all(min(e.lengths) > 1 and len({*map(len, e.runs)}) == 1 for e in divided.cuts.values()):
-        return None
-    own, step = divided.own.stride(), 1
+    own, step = strides_with_gaps(divided), 1
     strides = [0] * len(own)
     for dim in sorted(range(len(own)), key=lambda dim: (own[dim], -dim)):
         if own[dim] or divided.shape[dim] == 1:
@@ -226,36 +226,51 @@ def copied_as_whole(divided: LooksWhole, made: Tensor, func: Callable[..., Any],
     """
     if torch.compiler.is_dynamo_compiling():
         return made.clone()  # graphs leave out what nobody changes
-    if made.untyped_storage()._cdata != divided.own.untyped_storage()._cdata:
+    if _memory(made) != _memory(divided.own):
         return made
-    if _may_be_turned(divided):
-        return made.clone()
     whole = _strided_as(divided)
     found = func(whole, *args, **kwargs)
     return made if found is whole or found._base is whole else made.clone()
 
 
-def _may_be_turned(divided: LooksWhole) -> bool:
-    """Whether dimensions may come in another order on one device than the strides of what is no view tell here.
-
-    Torch makes results in the order of what they are made of, but sees none in a dimension of one element.
-    """
-    if is_noted(divided) or divided.own._is_view():
-        return False
-    return any(dim > 0 and elements.length < 2 for dim, elements in divided.cuts.items())
+def no_view(made: Tensor) -> Tensor:
+    """What an operation of several has made, of which the last made a view that nobody else has, as one of its own."""
+    if torch.compiler.is_dynamo_compiling() or not made._is_view():
+        return made
+    found: Tensor = torch.ops.aten._unsafe_view(made, made.shape)
+    return found
 
 
 def note_strides(made: Any, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    """Notes how a result, or a tuple of them, would lie on one device, if it is a view of the first argument."""
-    if torch.compiler.is_dynamo_compiling() or not args or not is_noted(args[0]):
-        return
-    divided, *rest = args
+    """Notes how a result, or a tuple of them, would lie on one device, where what this rank has does not tell it.
+
+    A view lies as what it is a view of; a result of its own in the order of dimensions in which that lies, of which
+    torch sees none in a dimension of one element.
+    """
     made = [each for each in (made if isinstance(made, tuple) else (made,)) if isinstance(each, LooksWhole)]
-    if made and made[0].own.untyped_storage()._cdata == divided.own.untyped_storage()._cdata:
-        rest = [torch.empty(each.shape, device="meta") if isinstance(each, Tensor) else each for each in rest]
-        found = func(_strided_as(divided), *rest, **kwargs)
+    if torch.compiler.is_dynamo_compiling() or not made or not args or made[0] is args[0]:
+        return
+    is_view = isinstance(args[0], LooksWhole) and _memory(made[0].own) == _memory(args[0].own)
+    if is_noted(args[0]) if is_view else any(map(_hides_order, tree_leaves((args, kwargs)))):
+        found = func(*tree_map_only(Tensor, _strided_as, args), **tree_map_only(Tensor, _strided_as, kwargs))
         for one, whole in zip(made, found if isinstance(found, (tuple, list)) else (found,), strict=True):
-            lies_as(one, whole.stride())
+            if is_view or not _in_order(whole.stride()):
+                lies_as(one, whole.stride())
+
+
+def _hides_order(given: Any) -> bool:
+    """Whether dimensions of a tensor come in another order on one device than those of what this rank makes of it."""
+    if not isinstance(given, LooksWhole) or not as_wrapper(given).form.hides_order:
+        return False
+    return not _in_order(strides_with_gaps(given))
+
+
+def _memory(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _in_order(strides: tuple[int, ...]) -> bool:
+    return all(map(ge, strides, strides[1:]))
 
 
 def is_noted(divided: Any) -> bool:
@@ -291,9 +306,10 @@ def strides_with_gaps(divided: LooksWhole) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def _strided_as(divided: LooksWhole) -> Tensor:
+def _strided_as(tensor: Tensor) -> Tensor:
     """A tensor without memory that has the shape and strides of the whole."""
-    return torch.empty_strided(divided.shape, strides_with_gaps(divided), device="meta")
+    strides = strides_with_gaps(tensor) if isinstance(tensor, LooksWhole) and tensor.cuts else tensor.stride()
+    return torch.empty_strided(tensor.shape, strides, device="meta", dtype=tensor.dtype)
 
 
 def state_of(tensor: Tensor) -> tuple[bool, Version]:

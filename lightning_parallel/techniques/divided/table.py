@@ -107,6 +107,12 @@ def _is_written(argument: Any) -> bool:
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
+def viewed(whole: Tensor, result: Any) -> bool:
+    """Whether a result is this tensor, or has a view of it, which may be changed in place."""
+    base = whole if whole._base is None else whole._base
+    return any(leaf is base or leaf._base is base for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+
+
 # ---------------------------------------------------------------- what rules decided
 
 
@@ -142,15 +148,18 @@ class Form:
         cuts: which elements ranks have; none of a parameter that they have alike.
         strides: of the whole on one device, where what a rank has does not tell them, as of a slice that leaves out
             elements of other ranks only; else None.
+        hides_order: whether a rank has less than two elements of a dimension, so that what it makes of them does not
+            tell in which order the dimensions lie.
         calls: by operation and further arguments: what rules decided where a tensor of this form came first, and the
             form of the result.
         tensor_meta: what torch is told of shape and strides as it makes a tensor of this form.
     """
 
-    __slots__ = ("calls", "cuts", "shape", "strides", "tensor_meta")
+    __slots__ = ("calls", "cuts", "hides_order", "shape", "strides", "tensor_meta")
 
     def __init__(self, shape: torch.Size, cuts: Cuts, strides: tuple[int, ...] | None = None) -> None:
         self.shape, self.cuts, self.strides = shape, cuts, strides
+        self.hides_order = any(elements.length < 2 for elements in cuts.values())
         dense = tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1]
         self.tensor_meta = TensorMeta(shape, dense[: len(shape)])
         self.calls: dict[Any, Remembered] = {}

@@ -48,6 +48,7 @@ from lightning_parallel.techniques.divided.table import (
     in_order,
     pattern_of,
     same_cuts,
+    viewed,
     whole_shape,
 )
 from lightning_parallel.techniques.tools.losses import original
@@ -172,6 +173,12 @@ class Wrapper(Divided):
         own = again(args, kwargs or {})
         return own if looks is None else made_as_dtensors_are(Wrapper, own, looks, own.requires_grad)
 
+    def forget(self) -> None:
+        """See `Divided.forget`; with what shares this memory, views of its whole change."""
+        super().forget()
+        for each in self.only.ranks.viewed if self.cuts else ():
+            each.whole("views")
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:  # type: ignore[override]
         """Gives wholes to code that `__torch_function__` does not see; it is reached below autograd."""
@@ -225,10 +232,10 @@ class Viewed(Wrapper):
 
     def forget(self) -> None:
         """See `Divided.forget`; changes through `data` count for autograd in the whole as little as in the own."""
+        through_data = self.own._version == self._shown[2]
         super().forget()
-        if self.own._version == self._shown[2]:
+        if through_data:
             self._shown[0].data.copy_(super().whole("views").detach())
-        self.whole("views")
 
 
 class _Traced(Divided):
@@ -312,6 +319,8 @@ def _again(call: LocalCall, alone: bool) -> Again:
 def _met_first(form: Form, key: Key, func: Any, args: Any, kwargs: Any) -> Any:
     """The result of an operation that the form of its first divided tensor does not remember yet."""
     if not isinstance(result := by_rule(func, args, kwargs), LocalCall):
+        if form.hides_order:
+            note_strides(result, func, args, kwargs)
         return result
     made = carried_out(result, args, kwargs)
     if type(made) is not _Traced:  # what a compiler makes that reads a function of the user's
@@ -341,10 +350,10 @@ def of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
         result = _on_wholes(func, args, kwargs, name)
         compiled = torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active()
         given = [] if compiled else filter(is_divided, tree_leaves((args, kwargs)))
-        viewed = [each for each in given if _has_view(result, each)]
-        for each in viewed:
+        found = [each for each in given if not isinstance(each, Viewed) and viewed(each.whole(), result)]
+        for each in found:
             let_change(each)
-        return _on_wholes(func, args, kwargs, name) if viewed else result
+        return _on_wholes(func, args, kwargs, name) if found else result
     with torch.no_grad() if getattr(func, "__module__", "") == "torch.nn.init" else nullcontext():  # as these say
         return _changing(func, args, kwargs, name, changed)
 
@@ -355,8 +364,7 @@ def let_change(divided: Any) -> None:
     if type(each) is not Viewed:
         whole = laid_out(each.whole().clone(), each)  # a collective's result may not be changed in place
         each.forget()
-        if each.own._is_view() or each.stored is not None:
-            each.only.ranks.viewed.append(each)
+        each.only.ranks.viewed.append(each)
         vars(each)["_shown"], each.__class__ = (whole, whole._version, each.own._version), Viewed
 
 
@@ -380,14 +388,6 @@ def _on_wholes(func: Any, args: Any, kwargs: Any, name: str) -> Any:
     with outside_of_transforms():
         args, kwargs = tree_map_only(Divided, lambda each: each.whole(name), (tuple(args), kwargs))
     return func(*args, **kwargs)
-
-
-def _has_view(result: Any, divided: Divided) -> bool:
-    """Whether a result is a gathered tensor, or a view of it, which may be changed in place."""
-    whole = divided.whole()
-    base = whole if whole._base is None else whole._base
-    found = (leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and not isinstance(divided, Viewed))
-    return any(leaf is base or leaf._base is base for leaf in found)
 
 
 def own_of(tensor: Tensor, cuts: Cuts) -> Tensor:

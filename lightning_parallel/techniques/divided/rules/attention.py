@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +47,8 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     cuts = {of_result.index(name): elements for name, elements in mine[1].items()}
     if usual is not None and not drops and not grouped:
-        return LocalCall(_attended if is_divided(mask) else func, cuts)
+        none = any(0 in elements.lengths for elements in cuts.values())
+        return LocalCall(_attended if none else func, cuts)
     with drawn_apart(query.device, places_of(cuts)) if drops else nullcontext():
         return as_divided(_computed(func, list(map(own_use, mine[0][::-1])), given), cuts)
 
@@ -55,16 +56,20 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Any:
 def _computed(func: Any, own: list[Tensor], given: dict[str, Any]) -> Tensor:
     """Attention of this rank's queries, keys and values, and perhaps a mask."""
     query, key, value, *mask = own
-    made: Tensor = (_attended if mask else func)(query, key, value, *mask, **given)
+    made: Tensor = (func if all(map(Tensor.numel, own)) else _attended)(query, key, value, *mask, **given)
     return made
 
 
 def _attended(*args: Any, **kwargs: Any) -> Tensor:
-    """Attention of this rank's elements with a mask, which may learn."""
-    made, mask = F.scaled_dot_product_attention(*args, **kwargs), args[3] if len(args) > 3 else kwargs["attn_mask"]
-    if mask.requires_grad and not made.numel():
-        made = made + mask.sum() * 0  # with no heads torch gives the mask no gradient, for which other ranks wait
-    return made
+    """Attention where a rank may have no heads, of which torch makes another shape and gives a mask no gradient."""
+    given = {**dict(zip(NAMES, args, strict=False)), **kwargs}
+    tensors = [each for each in map(given.get, NAMES[:4]) if isinstance(each, Tensor)]
+    if all(map(Tensor.numel, tensors)):
+        return F.scaled_dot_product_attention(*args, **kwargs)
+    query, key, value, *_ = tensors
+    lead = cast(Any, torch.broadcast_shapes)(*[each.shape[:-2] for each in (query, key, value)])
+    zero: Tensor = sum([each.sum() * 0 for each in tensors if each.is_floating_point()])  # type: ignore[assignment]
+    return value.new_zeros(*lead, query.shape[-2], value.shape[-1]) + zero
 
 
 def _meeting(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[list[Tensor], list[list[Any]]]:

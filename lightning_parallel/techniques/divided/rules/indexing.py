@@ -36,6 +36,30 @@ def _item(func: Any, args: Any, kwargs: Any) -> Any:
     return Divided(made.own.clone(), made.cuts) if copies else made
 
 
+@rule(*operations("narrow", "select"))
+def _one_part(func: Any, args: Any, kwargs: Any) -> Any:
+    """A slice, or one place, of one dimension."""
+    named = [kwargs[name] for name in ("dim", "start", "index", "length") if name in kwargs]
+    divided, dim, *place = list(args) + named
+    if not is_divided(divided) or not all(isinstance(each, int) for each in (dim, *place)):
+        return NotImplemented
+    dim %= divided.dim()
+    if dim in divided.cuts:
+        return NotImplemented if NAMES[func] == "select" else _narrowed(divided, dim, *place)
+    lost = NAMES[func] == "select"
+    made = Divided(func(divided.own, dim, *place), {k - (lost and k > dim): e for k, e in divided.cuts.items()})
+    note_strides(made, func, (divided, dim, *place), {})
+    return made
+
+
+def _narrowed(divided: Divided, dim: int, start: int, length: int) -> Any:
+    size = divided.shape[dim]
+    start += size * (start < 0)
+    if not 0 <= start <= start + length <= size:
+        return NotImplemented  # torch says what is wrong
+    return sliced(divided, dim, start, start + length)
+
+
 def _as_slice(each: Any) -> Any:
     """A list of one number among other indices is a slice."""
     one = isinstance(each, list) and len(each) == 1 and type(each[0]) is int

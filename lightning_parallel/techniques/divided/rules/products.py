@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.collectives.overlap import gather_and_multiply, multiply_and_scatter
-from lightning_parallel.techniques.divided.looks import state_of
+from lightning_parallel.techniques.divided.looks import no_view, state_of
 from lightning_parallel.techniques.divided.meeting import (
     as_divided,
     brought_together,
@@ -32,8 +32,8 @@ def _linear(func: Any, args: Any, kwargs: Any) -> Any:
     x, weight, bias = (
         (*args, kwargs.get("bias"))[:3] if len(args) > 1 else (args[0], kwargs["weight"], kwargs.get("bias"))
     )
-    if weight.dim() != 2 or not x.dim():
-        return NotImplemented  # a weight may be a vector
+    if weight.dim() != 2 or not x.dim() or not (bias is None or bias.shape == weight.shape[:1]):
+        return NotImplemented  # a weight may be a vector, a bias anything that can be added to the result
     if is_divided(weight):
         if is_divided(x) and weight.only.ranks.overlaps and (made := _overlapping(x, weight)) is not None:
             return made if bias is None else made + bias
@@ -191,7 +191,8 @@ def _einsum(func: Any, args: Any, kwargs: Any) -> Any:
     }
     if any(len(set(each)) < len(each) for each in names) or len(sizes) > len({name for name, _ in sizes}):
         return NotImplemented  # diagonals, and sizes of 1 that stand for others
-    return _product(lambda *own: torch.einsum(equation, *own), tensors, names, list(output))
+    run = partial(torch.einsum, equation)  # of one, a view if it only orders dimensions
+    return _product(run if len(tensors) == 1 else lambda *own: no_view(run(*own)), tensors, names, list(output))
 
 
 def _product(run: Any, tensors: Any, names: Any, out: list[Any], bias: Any = None) -> Any:

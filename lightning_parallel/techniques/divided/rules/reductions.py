@@ -141,6 +141,8 @@ def _normed(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     over = list(range(dims - normed, dims))
     affine = [name for name in names[1:] if given.get(name) is not None]
+    if any(is_divided(given[name]) for name in affine):
+        return NotImplemented
     tensors, labels = [divided, *(given[name] for name in affine)], [range(dims), *[over] * len(affine)]
     if (cuts := as_they_are(tensors, labels)) is not None:
         return LocalCall(func, cuts)

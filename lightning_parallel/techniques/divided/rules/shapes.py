@@ -16,6 +16,7 @@ from lightning_parallel.techniques.divided.looks import (
     as_wrapper,
     copied_as_whole,
     lies_as,
+    no_view,
     note_strides,
     strides_with_gaps,
     tells_strides,
@@ -29,11 +30,14 @@ from lightning_parallel.techniques.divided.tensor import Divided, Wrapper, carri
 
 
 SHAPED = frozenset((Tensor.view, Tensor.reshape))
-COPYING = frozenset(("reshape", "reshape_as", "flatten"))
+COPYING = frozenset(("reshape", "reshape_as", "flatten", "ravel"))
 """The names of those that copy where the whole does not lie in memory so that a view would do."""
 
 
-@rule(*operations("view", "reshape", "flatten", "unflatten", "view_as", "reshape_as", "_unsafe_view"), remembered=True)
+@rule(
+    *operations("view", "reshape", "flatten", "ravel", "unflatten", "view_as", "reshape_as", "_unsafe_view"),
+    remembered=True,
+)
 def _reshaped(func: Any, args: Any, kwargs: Any) -> Any:
     divided, *sizes = args
     if (
@@ -225,7 +229,7 @@ def _repeated(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     dim %= divided.dim()
     cuts = {k: elements.grown(times) if k == dim else elements for k, elements in divided.cuts.items()}
-    made = Divided(torch.repeat_interleave(divided.own, times, dim), cuts)
+    made = Divided(no_view(torch.repeat_interleave(divided.own, times, dim)), cuts)
     note_repeated(divided, made, times, dim)
     return made
 

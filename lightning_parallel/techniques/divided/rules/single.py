@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lightning_parallel.techniques.divided.looks import copied_as_whole, strides_of, tells_strides
+from lightning_parallel.techniques.divided.looks import copied_as_whole, note_strides, strides_of, tells_strides
 from lightning_parallel.techniques.divided.meeting import (
     as_divided,
     as_they_are,
@@ -19,7 +19,7 @@ from lightning_parallel.techniques.divided.meeting import (
     names_in_step,
 )
 from lightning_parallel.techniques.divided.randomness import drawn_apart, kept_in_dropout, places_of
-from lightning_parallel.techniques.divided.table import LocalCall, is_in_place, operations, rule, same_cuts
+from lightning_parallel.techniques.divided.table import NAMES, LocalCall, is_in_place, operations, rule, same_cuts
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided, of_wholes
 
 ARITHMETIC = ("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "floor_divide",
@@ -45,6 +45,9 @@ OPERATORS = ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__"
              "__rxor__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__iadd__", "__isub__",
              "__imul__", "__itruediv__", "__idiv__", "__ipow__", "__iand__", "__ior__", "__ixor__")  # fmt: skip
 CHANGING = (*(f"{name}_" for name in (*ARITHMETIC, *COMPARISONS, *FUNCTIONS)), "copy_")
+MAY_CHANGE = ("relu", "relu6", "elu", "selu", "celu", "silu", "mish", "leaky_relu", "hardtanh", "hardswish",
+              "hardsigmoid", "threshold")  # fmt: skip
+"""Change their argument if they are told so by `inplace`, the last of theirs and the only one that is a truth value."""
 ONE_BY_ONE = operations(*ARITHMETIC, *COMPARISONS, *FUNCTIONS, *KEEPING, *OPERATORS, *CHANGING)
 LEAKS = frozenset(operations("rrelu"))
 DROPS = frozenset(operations("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout_")) | LEAKS
@@ -56,6 +59,8 @@ IN_PLACE = frozenset(each for each in (*ONE_BY_ONE, *DRAWN) if is_in_place(each.
 
 @rule(*(each for each in ONE_BY_ONE if each not in IN_PLACE), remembered=True)
 def _element_by_element(func: Any, args: Any, kwargs: Any) -> Any:
+    if NAMES[func] in MAY_CHANGE and (kwargs.get("inplace") or any(each is True for each in args[1:])):
+        return _changed_element_by_element(func, args, kwargs)
     leaves, form = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if "out" in kwargs or (func is torch.where and len(leaves) == 1):
@@ -116,7 +121,11 @@ def _to(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if made.device.type != divided.own.device.type and made.device.type == "cpu":
         return NotImplemented  # there the ranks' collectives may not reach
-    return divided if made is divided.own else Divided(made, divided.cuts)
+    if made is divided.own:
+        return divided
+    found = Divided(made, divided.cuts)
+    note_strides(found, Tensor.clone, (divided,), {})  # in another dtype it lies as a copy does
+    return found
 
 
 @rule(*DRAWN)
@@ -127,12 +136,14 @@ def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
     if not all(elements.alike_where_shared for elements in divided.cuts.values()):
         return NotImplemented  # copies must be drawn alike
     draws = func not in DROPS or _drops(func, args, kwargs)
+    changes = func in IN_PLACE or (func in DROPS and _is_in_place(func, args, kwargs))
     if draws and func in DROPOUT and torch.compiler.is_dynamo_compiling():
-        made = _dropped_in_graph(divided, _probability(args, kwargs), func in IN_PLACE or _is_in_place(args, kwargs))
-        return _result(func, divided, made, divided.cuts, func in IN_PLACE)
+        return _result(
+            func, divided, _dropped_in_graph(divided, _probability(args, kwargs), changes), divided.cuts, changes
+        )
     with drawn_apart(divided.own.device, places_of(divided.cuts)) if draws else nullcontext():
         made = func(divided.own, *args[1:], **kwargs)
-    return _result(func, divided, made, divided.cuts, func in IN_PLACE)
+    return _result(func, divided, made, divided.cuts, changes)
 
 
 def _drops(func: Any, args: Any, kwargs: Any) -> bool:
@@ -146,8 +157,9 @@ def _probability(args: Any, kwargs: Any) -> Any:
     return args[1] if len(args) > 1 else kwargs.get("p", 0.5)
 
 
-def _is_in_place(args: Any, kwargs: Any) -> Any:
-    return args[3] if len(args) > 3 else kwargs.get("inplace", False)
+def _is_in_place(func: Any, args: Any, kwargs: Any) -> bool:
+    at = 4 if func in LEAKS else 3
+    return bool(args[at] if len(args) > at else kwargs.get("inplace", False))
 
 
 def _dropped_in_graph(divided: Divided, p: float, in_place: bool) -> Tensor:
