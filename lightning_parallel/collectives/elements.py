@@ -95,7 +95,7 @@ class Ranks:
         self.told: set[tuple[str, torch.Size]] = set()
         """The operations and shapes of which this was said."""
         self.viewed: list[Any] = []
-        """Parameters and views of which a step made views: when it is over, they take what changed these."""
+        """Tensors of whose wholes a step made views: before anything is computed they take what changed these."""
         self.met: dict[int, Tensor] = {}
         """Parameters that met divided tensors, by their `id`, which nobody else gets while they are held here."""
         self.last_entered: tuple[Any, Any, Tensor] | None = None

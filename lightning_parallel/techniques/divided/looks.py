@@ -169,6 +169,12 @@ def asking_at_once(method: Any) -> Callable[..., Any]:
     return ask
 
 
+AT_ONCE = [asking_at_once(method) for method in (
+    Tensor.split, Tensor.unflatten, Tensor.norm, Tensor.transpose, Tensor.flatten, Tensor.view, Tensor.reshape,
+    Tensor.permute, Tensor.contiguous)]  # fmt: skip
+"""Methods that the form without memory has itself."""
+
+
 def strides_of(divided: LooksWhole) -> list[int] | None:
     """The strides of the whole, which lies in memory in the order in which own elements do; None: as dimensions do.
 

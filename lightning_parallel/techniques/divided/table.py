@@ -153,12 +153,15 @@ class Form:
         calls: by operation and further arguments: what rules decided where a tensor of this form came first, and the
             form of the result.
         tensor_meta: what torch is told of shape and strides as it makes a tensor of this form.
+        viewed: see `Ranks.viewed`.
     """
 
-    __slots__ = ("calls", "cuts", "hides_order", "shape", "strides", "tensor_meta")
+    __slots__ = ("calls", "cuts", "hides_order", "shape", "strides", "tensor_meta", "viewed")
 
-    def __init__(self, shape: torch.Size, cuts: Cuts, strides: tuple[int, ...] | None = None) -> None:
-        self.shape, self.cuts, self.strides = shape, cuts, strides
+    def __init__(
+        self, shape: torch.Size, cuts: Cuts, strides: tuple[int, ...] | None = None, viewed: Sequence[Any] = ()
+    ) -> None:
+        self.shape, self.cuts, self.strides, self.viewed = shape, cuts, strides, viewed
         self.hides_order = any(elements.length < 2 for elements in cuts.values())
         dense = tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1]
         self.tensor_meta = TensorMeta(shape, dense[: len(shape)])
@@ -201,7 +204,7 @@ def form_of(own: torch.Size, cuts: Cuts, ranks: Ranks, strides: tuple[int, ...] 
     if found is None:
         if len(ranks.forms) >= KEPT:
             ranks.forms.clear()
-        found = ranks.forms[key] = Form(whole_shape(own, cuts), cuts, strides)
+        found = ranks.forms[key] = Form(whole_shape(own, cuts), cuts, strides, ranks.viewed)
     return found
 
 

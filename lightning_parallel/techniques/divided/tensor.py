@@ -14,7 +14,7 @@ All ranks of a group must take the same way: rules decide by shapes, and by whic
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any, ClassVar, TypeGuard, cast
@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from lightning_parallel.collectives.by_elements import completed, joined, part, reduced_later, shared_out
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.techniques.divided.gathered import note
-from lightning_parallel.techniques.divided.looks import LooksWhole, asking_at_once, laid_out, note_strides, state_of
+from lightning_parallel.techniques.divided.looks import AT_ONCE, LooksWhole, laid_out, note_strides, state_of
 from lightning_parallel.techniques.divided.python_functions import (
     body_of,
     called_below,
@@ -53,8 +53,6 @@ from lightning_parallel.techniques.divided.table import (
 )
 from lightning_parallel.techniques.tools.losses import original
 from lightning_parallel.techniques.tools.shards import as_gradient, local, made_as_dtensors_are
-
-aten = torch.ops.aten
 
 
 class Divided(LooksWhole):
@@ -108,15 +106,12 @@ class Divided(LooksWhole):
         gradient = (self.own if self.stored is None else self.stored).grad
         if gradient is None or not self.cuts or local(gradient).shape != self.own.shape:
             return gradient
-        own = local(gradient)
-        return Divided(own if self.stored is not None else completed(own, self.cuts), self.cuts)
+        return Divided(local(gradient) if self.stored is not None else completed(gradient, self.cuts), self.cuts)
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         stored = self.own if self.stored is None else self.stored
         stored.grad = None if value is None else as_gradient(own_of(value, self.cuts), stored)
-
-    # ---------------------------------------------------------------- what becomes of it
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -125,17 +120,15 @@ class Divided(LooksWhole):
             args, kwargs = in_order(original(func), args, kwargs)
         if not torch.compiler.is_dynamo_compiling() and takes_wholes():
             return of_wholes(original(func), args, kwargs)
+        for each in args[0] if args and type(args[0]) in (list, tuple) else args:
+            if isinstance(each, Wrapper):
+                settle(each.form.viewed)
         if not isinstance(result := by_rule(func, args, kwargs), LocalCall):
             return result
         made = carried_out(result, args, kwargs)
         if args and isinstance(args[0], Wrapper) and args[0].form.strides is not None:
             note_strides(made, func, args, kwargs)
         return made
-
-
-AT_ONCE = (Tensor.split, Tensor.unflatten, Tensor.norm, Tensor.transpose, Tensor.flatten, Tensor.view, Tensor.reshape,
-           Tensor.permute, Tensor.contiguous)  # fmt: skip
-"""Methods that the form without memory has itself, see `asking_at_once`."""
 
 
 class Wrapper(Divided):
@@ -151,7 +144,7 @@ class Wrapper(Divided):
     stored = _known = _gathers = None
     cuts: Any = property(attrgetter("form.cuts"))  # no function of Python, for every operation asks
     _shape: Any = property(attrgetter("form.shape"))
-    split, unflatten, norm, transpose, flatten, view, reshape, permute, contiguous = map(asking_at_once, AT_ONCE)
+    split, unflatten, norm, transpose, flatten, view, reshape, permute, contiguous = AT_ONCE
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -167,6 +160,8 @@ class Wrapper(Divided):
         if not pattern.alone and not (key := pattern.further(key, given)):
             return super().__torch_function__(func, types, args, kwargs)
         form = given[pattern.first].form
+        if form.viewed:
+            settle(form.viewed)
         if (known := form.calls.get(key)) is None:
             return _met_first(form, key, func, args, kwargs or {})
         again, looks = known
@@ -176,13 +171,13 @@ class Wrapper(Divided):
     def forget(self) -> None:
         """See `Divided.forget`; with what shares this memory, views of its whole change."""
         super().forget()
-        for each in self.only.ranks.viewed if self.cuts else ():
+        for each in self.form.viewed:
             each.whole("views")
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:  # type: ignore[override]
         """Gives wholes to code that `__torch_function__` does not see; it is reached below autograd."""
-        if func in (aten.detach.default, aten.alias.default):
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return wrapped(args[0].own.detach(), args[0].form)
         what = "a tensor that ranks have divided"
         remedy = "call it from a torch.autograd.Function, or give it tensor.clone() under torch.no_grad()"
@@ -207,13 +202,8 @@ class Viewed(Wrapper):
         return OWN(self)
 
     def take_changes(self) -> None:
-        """Writes what views changed to the own elements; raises ValueError if that does not reach what these are of."""
+        """Writes what views changed to the own elements."""
         own, (whole, version, _) = OWN(self), self._shown
-        if whole._version != version and own._is_view():
-            raise ValueError(
-                f"a view, {tuple(self.shape)}, of a view of a tensor that ranks divide was changed in place, which "
-                "does not reach the tensor; write to it itself, as in x[:, 2:5] = 0, or use torch.where"
-            )
         if whole._version != version:
             is_weight = own.is_leaf and own.requires_grad  # who changes a view of one does so without gradients
             with torch.set_grad_enabled(torch.is_grad_enabled() and not is_weight):
@@ -364,8 +354,18 @@ def let_change(divided: Any) -> None:
     if type(each) is not Viewed:
         whole = laid_out(each.whole().clone(), each)  # a collective's result may not be changed in place
         each.forget()
-        each.only.ranks.viewed.append(each)
+        for elements in each.cuts.values():
+            elements.ranks.viewed.append(each)
         vars(each)["_shown"], each.__class__ = (whole, whole._version, each.own._version), Viewed
+
+
+def settle(viewed: Sequence[Any]) -> None:
+    """Takes what changed in views of wholes, for all that have the memory of these tensors in common."""
+    if any(each._shown[0]._version != each._shown[1] for each in viewed):
+        for each in viewed:
+            each.take_changes()
+        for each in viewed:
+            each.whole("views")
 
 
 def _take(divided: Divided, whole: Tensor) -> None:

@@ -252,7 +252,8 @@ def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
         own_ids, own_weight = mine[0]
         return as_divided(F.embedding(own_ids, own_weight, padding), mine[1])
     mine = brought_together((ids, weight), (range(ids.dim()), ["rows", ids.dim()]))
-    if mine is None or not rows.disjoint or len(rows.own) > 1 or not rows.same(mine[1].pop("rows", None)):
+    scattered = any(len(runs) > 1 for runs in rows.runs)
+    if mine is None or not rows.disjoint or scattered or not rows.same(mine[1].pop("rows", None)):
         return NotImplemented
     (own_ids, own_weight), cuts = mine
     return _own_rows(own_ids, own_weight, rows, None if padding is None else padding % rows.size, cuts)
