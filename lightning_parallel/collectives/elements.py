@@ -96,6 +96,7 @@ class Ranks:
         """The operations and shapes of which this was said."""
         self.viewed: list[Any] = []
         """Tensors of whose wholes a step made views: before anything is computed they take what changed these."""
+        self._made_in: dict[int, Callable[[], Any]] = {}
         self.met: dict[int, Tensor] = {}
         """Parameters that met divided tensors, by their `id`, which nobody else gets while they are held here."""
         self.last_entered: tuple[Any, Any, Tensor] | None = None
@@ -150,6 +151,20 @@ class Ranks:
             runs = [[bounds(size, 2 * self.count, number) for number in pair] for pair in pairs]
             self._chunks["zigzag", size] = self.elements(size, runs)
         return self._chunks["zigzag", size]
+
+    def note_viewed(self, tensor: Any, around: Callable[[], Any] | None) -> None:
+        """Notes a tensor of whose whole views are made, and drops those of recomputations that are over.
+
+        Args:
+            tensor: what is to take what changes in the views.
+            around: gives the checkpoint that it is made in, or its recomputation, while that is there; None if in none.
+        """
+        over = {number for number, made_in in self._made_in.items() if made_in() is None}
+        self.viewed[:] = [*(each for each in self.viewed if id(each) not in over), tensor]
+        self._made_in = {number: each for number, each in self._made_in.items() if number not in over}
+        self._made_in.pop(id(tensor), None)  # of one that is no more
+        if around is not None:
+            self._made_in[id(tensor)] = around
 
     def _chunks_of(self, starts: Sequence[int], sizes: Sequence[int], rank: int) -> list[Span]:
         chunks = [bounds(size, self.count, rank) for size in sizes]

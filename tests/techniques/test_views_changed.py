@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.techniques.divided.tensor import Divided
@@ -82,6 +83,24 @@ def differences(view: str, change: str, dim: int, ranks: Ranks) -> tuple[float, 
     assert source.grad is not None
     dist.all_reduce(source.grad)
     return float((found - expected).detach().abs()), float((source.grad - plain.grad).abs().max())
+
+
+def held_in_backward() -> int:
+    ranks, layers = Ranks(dist.group.WORLD, "sequence"), 6
+    y: Any = Divided(torch.ones(2, 3, 8, requires_grad=True), {1: ranks.chunks(6)})
+
+    def block(y: Any) -> Any:
+        return (y * 2 + (y * 3)[:, 0].sum()).tanh().exp()
+
+    for _ in range(layers):
+        y = checkpoint(block, y, use_reentrant=False)
+    ranks.viewed.clear()  # as after a forward
+    y.sum().backward()
+    return len(ranks.viewed)
+
+
+def test_recomputations_hold_no_tensors_of_others() -> None:
+    assert run_on_ranks(2, held_in_backward) == [1, 1]
 
 
 @pytest.mark.parametrize("dim", [1, 2])

@@ -15,7 +15,6 @@ All ranks of a group must take the same way: rules decide by shapes, and by whic
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any, ClassVar, TypeGuard, cast
 
@@ -34,6 +33,7 @@ from lightning_parallel.techniques.divided.python_functions import (
     outside_of_transforms,
     takes_wholes,
 )
+from lightning_parallel.techniques.divided.regather import checkpoint_around
 from lightning_parallel.techniques.divided.table import (
     REMEMBERED,
     REORDERED,
@@ -333,7 +333,7 @@ def is_divided(value: Any) -> TypeGuard[Divided]:
 
 
 def of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of an operation on gathered tensors, told in the log; those that it changes take their elements."""
+    """The result on gathered tensors, told in the log, and what it changes; autograd sees no torch.nn.init."""
     name = getattr(func, "__name__", str(func))
     changed = [each for each in changed_by(func, name, args, kwargs) if isinstance(each, Divided)]
     if not changed:
@@ -344,7 +344,7 @@ def of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
         for each in found:
             let_change(each)
         return _on_wholes(func, args, kwargs, name) if found else result
-    with torch.no_grad() if getattr(func, "__module__", "") == "torch.nn.init" else nullcontext():  # as these say
+    with torch.set_grad_enabled(is_grad_enabled() and getattr(func, "__module__", "") != "torch.nn.init"):
         return _changing(func, args, kwargs, name, changed)
 
 
@@ -355,7 +355,7 @@ def let_change(divided: Any) -> None:
         whole = laid_out(each.whole().clone(), each)  # a collective's result may not be changed in place
         each.forget()
         for elements in each.cuts.values():
-            elements.ranks.viewed.append(each)
+            elements.ranks.note_viewed(each, None if each.stored is not None else checkpoint_around())
         vars(each)["_shown"], each.__class__ = (whole, whole._version, each.own._version), Viewed
 
 
