@@ -177,10 +177,12 @@ def sweep(layout: str, form: str, where: Path, kills: int) -> None:
     while done < kills:
         (folder := where / str(runs)).mkdir()
         while not (folder / "result").exists():
-            if done < kills and killed(layout, form, folder, chance, seconds):
-                done += 1
-            elif done >= kills:
+            if done >= kills:
                 require_ended(started(layout, form, folder))
+            elif killed(layout, form, folder, chance, seconds):
+                done += 1
+            else:
+                seconds /= 2  # it trained for a shorter time than the first run, beside which others may have run
             require_checkpoint(form, folder)
         found, runs = torch.load(folder / "result", weights_only=True), runs + 1
         compare_weights(expected, found, 0.0, f"after {steps_of(folder)}: ")
