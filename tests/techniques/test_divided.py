@@ -148,6 +148,17 @@ def written_through_views(x, w):
     return y + z[..., 4:12]
 
 
+def changed_beside_views(x, w):
+    """A view of the gathered whole, and views that ranks divide, of what is changed afterwards."""
+    y = x * w
+    turned = y.permute(0, 3, 2, 1)
+    seen, rows = turned[..., 0], y.reshape(12, 32)
+    y[y > 1] = 0.5
+    rows.mul_(1.5)
+    F.relu(y, inplace=True)
+    return seen.sum() * 2 + rows.square().sum() + turned.sum() * y
+
+
 def gated(x, w):
     return F.gelu(x) * w + x.mean(-1, keepdim=True)
 
@@ -187,6 +198,7 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "new": lambda x, w: x * x.new_full((8,), 2.0) + x.new_zeros(4, 8) + x.new_tensor([1.0]),
     "in place": changed_in_place,
     "in place through views": written_through_views,
+    "in place beside views": changed_beside_views,
     "rms by hand": normed_by_hand,
     "layer norm": lambda x, w: F.layer_norm(x, (8,), w, w * 2),
     "layer norm of two": lambda x, w: F.layer_norm(x, (4, 8)),

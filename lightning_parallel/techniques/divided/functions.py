@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch._dynamo import eval_frame
 from torch._functorch import apis, eager_transforms
 from torch._functorch import utils as of_functions
+from torch.autograd.grad_mode import _force_original_view_tracking
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_parallel.techniques.divided.in_graph import inside
@@ -74,6 +75,10 @@ class FunctionsGetWholes:
     call of a compiled function looks up: by its answer the function runs as it is where divided tensors may meet in it.
 
     What stands for the functions of torch is kept from step to step: to make it anew takes longer than to put it there.
+
+    And views remember the operations that made them, as torch has them do where there are no strides: after changes in
+    place they have their history by these. By strides, views of which a rank has no element have none that can be
+    differentiated twice, and other ranks would wait for that rank in backward.
     """
 
     def __init__(self) -> None:
@@ -91,6 +96,7 @@ class FunctionsGetWholes:
         self._depth += 1
         if self._depth > 1:
             return
+        self._views = _force_original_view_tracking(True)
         plain = [getattr(owner, name) for owner, name in LED]
         if plain != self._plain:
             self._plain, self._led = plain, [lead(each) for lead, each in zip(self._leads, plain, strict=True)]
@@ -100,6 +106,7 @@ class FunctionsGetWholes:
         self._depth -= 1
         if not self._depth:
             _put(self._plain)
+            self._views.__exit__(None, None, None)
 
 
 def _put(functions: Iterable[Any]) -> None:
