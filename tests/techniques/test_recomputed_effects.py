@@ -90,6 +90,37 @@ class Gives(Model):
         return super().training_step(batch * 2.0, batch_idx)
 
 
+class Thaws(Plain):
+    """Has a norm that is frozen in the first steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.steps = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        self.norm.train(self.steps > 3)
+        return super().forward(self.norm(x))
+
+
+class Late(Plain):
+    """Writes to its bias, or to what it is given, once it has seen some batches."""
+
+    of_inputs = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        if self.count > 2:
+            with torch.no_grad():
+                (x if self.of_inputs else self.up.bias).mul_(0.9)
+        return super().forward(x)
+
+
+class LateInputs(Late):
+    of_inputs = True
+
+
 class Lends(Model):
     """Computes a block with another weight for a while."""
 
@@ -106,6 +137,7 @@ KINDS: dict[str, tuple[type[Model], type[nn.Module]]] = {
     "parameters": (Model, WritesWeights),
     "inputs": (Gives, WritesInputs),
     "lent": (Lends, Plain),
+    "a norm that thaws": (Model, Thaws),
 }
 
 
@@ -170,6 +202,21 @@ def test_counts_stay_in_the_graph_of_a_block_and_statistics_that_it_reads_do_not
         assert "computes with what it writes, from `self.average.data.mul_(0.9).add_(x.detach()" in found
 
 
+def refused(block: type[nn.Module]) -> str:
+    KINDS["one"] = Gives, block
+    try:
+        trained(partial(HybridStrategy, DataParallel(1), FULL), "one")
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(("block", "what"), [(Late, "up.bias"), (LateInputs, "what it is given")])
+def test_what_is_written_later_than_in_the_first_forward_is_refused(block: type[nn.Module], what: str) -> None:
+    (found,) = run_on_ranks(1, refused, block)
+    assert f"{block.__name__} writes to {what} in its forward, which it did not the first time" in found
+
+
 def in_one_graph_plainly(block: type[nn.Module]) -> Any:
     KINDS["one"] = Model, block
     return trained(None, "one")[1]
@@ -180,10 +227,10 @@ def test_only_tensors_of_modules_that_write_are_copied() -> None:
     block.register_buffer("table", torch.ones(4))
     effects = Effects(block)
     for copies in (True, False):
-        before, versions = effects.before(), effects.versions()
+        found = effects.before(())
         block(torch.randn(3, 4))
-        effects.learn(versions)
-        kept = {key: value for (_, key, _), value in before}
+        effects.after(found)
+        kept = {key: value for (_, key, _), value in found.modules}
         assert (kept["table"] is not block.table) is copies
         assert kept["running_mean"] is not block[0].running_mean
 
@@ -191,8 +238,8 @@ def test_only_tensors_of_modules_that_write_are_copied() -> None:
 def test_what_a_recomputation_adds_is_gone_afterwards() -> None:
     block = nn.Linear(2, 2)
     effects = Effects(block)
-    before = effects.before()
+    found = effects.before(())
     block.own = 1
-    with effects.again(before):
+    with effects.again(found):
         block.own, block.new, block.part = 2, torch.ones(()), (part := nn.Identity())
     assert (block.own, hasattr(block, "new"), block.part) == (1, False, part)

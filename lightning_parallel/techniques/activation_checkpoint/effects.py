@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 import torch
@@ -34,83 +35,146 @@ _not_compiled: Callable[[T], T] = cast(Any, torch.compiler.disable)
 
 Place = tuple[dict[str, Any], str, int]
 """The attributes or the buffers of a module, a key among them, and the number of the module."""
-Before = list[tuple[Place, Any]]
-"""What modules held at their places."""
-Values = list[tuple[dict[str, Any], str, Tensor]]
-"""Copies of parameters, with the table and the name of each."""
+Slot = tuple[dict[str, Any], str, str]
+"""A table of parameters, a key in it, and the path of the parameter."""
+Versions = dict[tuple[int | str, int], Any]
+"""Of tensors, by the number of a module or the path of a parameter, and by which object it is."""
+
+
+@dataclass
+class Found:
+    """What a forward found, for its recomputations.
+
+    Attributes:
+        modules: what modules held at their places, with copies of tensors that the block is known to write.
+        parameters: the same of parameters.
+        versions: of tensors of modules and of parameters; none after the forward.
+        given: the tensors that the block got, with their versions; none after the forward.
+        late: tensors that the block wrote for the first time.
+    """
+
+    modules: list[tuple[Place, Any]]
+    parameters: list[tuple[Slot, Tensor]]
+    versions: Versions
+    given: list[tuple[Tensor, Any]]
+    late: list[Tensor] = field(default_factory=list)
 
 
 class Effects:
-    """Watches what a block writes to its modules.
+    """Watches what a block writes to its modules, its parameters and what it is given.
+
+    Its first forward tells, for which all is copied. Later ones copy what the block is known to write:
+
+    | written for the first time in a later forward | then |
+    |---|---|
+    | an attribute that is set | nothing: what it was is there |
+    | a tensor of a module | it is written once; the recomputation of this forward finds it as it is |
+    | a parameter, or a tensor that the block is given | ValueError: gradients would be of what was written |
 
     Args:
         block: whose forward is recomputed.
     """
 
     def __init__(self, block: nn.Module) -> None:
-        parts = list(enumerate(block.modules()))
+        self._kind = type(block).__name__
+        parts = list(block.named_modules())
         self._tables: list[tuple[dict[str, Any], int]] = [
-            table for number, part in parts for table in ((vars(part), number), (part._buffers, number))
+            table for number, (_, part) in enumerate(parts) for table in ((vars(part), number), (part._buffers, number))
         ]
         self._places: list[Place] = []
         self._known = -1
-        self._writers: set[int] | None = None
-        """The numbers of the modules whose tensors the block writes; None before its first forward, which tells."""
-        self._slots = [(part._parameters, name) for _, part in parts for name in part._parameters]
-        """Of the parameters that the block may write, those of all modules before its first forward."""
+        self._parameters: list[Slot] = [
+            (part._parameters, name, f"{path}.{name}".lstrip(".")) for path, part in parts for name in part._parameters
+        ]
+        self._first = True
+        self._writes_modules = set(range(len(parts)))
+        """The numbers of the modules whose tensors the block may write."""
+        self._writes_parameters = {path for _, _, path in self._parameters}
+        self._writes_inputs = True
 
-    def before(self) -> Before:
-        """What the modules hold now: copies of what the block may write to."""
-        return [(place, self._kept(table.get(key), number)) for place in self._now() for table, key, number in (place,)]
+    def kept(self, given: Any) -> Any:
+        """Lists, dicts and sets as they are now, with copies of tensors if the block may write to them."""
+        return _with_copies(copied(given)) if self._writes_inputs else copied(given)
 
-    def values(self) -> Values:
-        """Copies of the parameters that the block may write.
+    @_not_compiled
+    def before(self, given: Any) -> Found:
+        """What the block finds that is about to get these arguments."""
+        modules = [((table, key, n), self._kept(table.get(key), n)) for table, key, n in self._now()]
+        written = [slot for slot in self._parameters if slot[2] in self._writes_parameters]
+        parameters = [(slot, _memory(slot[0][slot[1]]).clone()) for slot in written if slot[0][slot[1]] is not None]
+        return Found(modules, parameters, self._versions(), _versions_of(given))
 
-        Before its first forward these are all. As soon as that has run, `written` leaves few of them, mostly none.
-        """
-        return [(table, name, _memory(table[name]).clone()) for table, name in self._slots if table[name] is not None]
-
-    def written(self, before: Values) -> Values:
-        """Those of them that the first forward has written; later ones are taken to write no others."""
-        with _disable_current_modes():
-            found = [each for each in before if not torch.equal(each[2], _memory(each[0][each[1]]))]
-        self._slots = [(table, name) for table, name, _ in found]
-        return found
-
-    def versions(self) -> list[tuple[int, Any]]:
-        """By which it is known whose tensors a forward writes, each with the number of its module."""
-        held = [(number, table.get(key)) for table, key, number in self._now()]
-        return [(number, (id(each), version(each))) for number, each in held if isinstance(each, Tensor)]
-
-    def learn(self, before: list[tuple[int, Any]]) -> None:
-        """The forward has run; these were the versions before it.
-
-        Kernels of norms write statistics without counting that as a version, but they count batches beside them.
-        """
-        changed = {number for number, _ in set(before) ^ set(self.versions())}
-        self._writers = changed | (self._writers or set())
+    @_not_compiled
+    def after(self, found: Found) -> None:
+        """The forward has run that found this."""
+        now = self._versions()
+        changed = {place for (place, number), then in found.versions.items() if now.get((place, number), then) != then}
+        paths = {place for place in changed if isinstance(place, str)}
+        gives = any(version(own) != then for own, then in found.given)
+        if self._first:
+            self._first, self._writes_inputs = False, gives
+            with _disable_current_modes():
+                found.parameters = [each for each in found.parameters if each[0][2] in paths or _differs(*each)]
+            self._writes_parameters = {path for (_, _, path), _ in found.parameters}
+            self._writes_modules = set()
+        elif late := [*(paths - self._writes_parameters), *["what it is given"] * (gives and not self._writes_inputs)]:
+            raise ValueError(
+                f"{self._kind} writes to {', '.join(sorted(late))} in its forward, which it did not the first time: "
+                "ActivationCheckpoint kept no copy, and gradients would be of what is written; write in every forward, "
+                "or in the step or a hook, as on_train_batch_end, or train without ActivationCheckpoint"
+            )
+        else:
+            found.late = self._late(changed - self._writes_modules)
+        self._writes_modules |= {place for place in changed if isinstance(place, int)}
+        found.versions, found.given = {}, []
 
     @contextmanager
-    def again(self, before: Before) -> Iterator[None]:
-        """Inside, the modules hold what they held before the forward; afterwards what they hold now."""
+    def again(self, found: Found) -> Iterator[None]:
+        """Inside, the block finds what it found before the forward; afterwards it has what it has now."""
         places = self._now()
         live = [table.get(key, ABSENT) for table, key, _ in places]
         with _disable_current_modes():  # what selective checkpointing remembers is of the forward alone
-            for (table, key, number), value in before:
+            memory = [*found.late, *[_memory(table[name]) for (table, name, _), _ in found.parameters]]
+            written = [(each, each.clone()) for each in memory]
+            for (table, name, _), value in found.parameters:
+                _memory(table[name]).copy_(value)
+            for (table, key, number), value in found.modules:
                 given = self._kept(value, number)
                 if given is not table.get(key) and isinstance(given, WATCHED):
                     table[key] = given
         try:
             yield
         finally:
-            if self._now() is not places:
-                known = {(id(table), key) for table, key, _ in places}
-                for table, key in [(table, key) for table, key, _ in self._now() if (id(table), key) not in known]:
-                    if isinstance(table[key], WATCHED):
-                        del table[key]
-            for (table, key, _), value in zip(places, live, strict=True):
-                if table.get(key, ABSENT) is not value and isinstance(value, WATCHED):
-                    table[key] = value
+            self._put_back(places, live)
+            with _disable_current_modes():
+                for each, value in written:
+                    each.copy_(value)
+
+    def _put_back(self, places: list[Place], live: list[Any]) -> None:
+        if self._now() is not places:
+            known = {(id(table), key) for table, key, _ in places}
+            for table, key in [(table, key) for table, key, _ in self._now() if (id(table), key) not in known]:
+                if isinstance(table[key], WATCHED):
+                    del table[key]
+        for (table, key, _), value in zip(places, live, strict=True):
+            if table.get(key, ABSENT) is not value and isinstance(value, WATCHED):
+                table[key] = value
+
+    def _versions(self) -> Versions:
+        """By which it is known what a forward writes in place.
+
+        Kernels of norms write statistics without counting that as a version, but they count batches beside them.
+        """
+        held = [(number, table.get(key)) for table, key, number in self._now()]
+        found: Versions = {(number, id(each)): version(each) for number, each in held if isinstance(each, Tensor)}
+        parameters = [(path, table[name]) for table, name, path in self._parameters]
+        found |= {(path, id(each)): _own(each)._version for path, each in parameters if each is not None}
+        return found
+
+    def _late(self, late: set[int | str]) -> list[Tensor]:
+        """The tensors of modules that were taken to write none."""
+        held = [(number, table.get(key)) for table, key, number in self._now() if number in late]
+        return [each.data for _, each in held if isinstance(each, Tensor) and not each.requires_grad]
 
     def _now(self) -> list[Place]:
         """The places that there are."""
@@ -122,27 +186,13 @@ class Effects:
 
     def _kept(self, value: Any, number: int) -> Any:
         if isinstance(value, Tensor):
-            written = self._writers is None or number in self._writers
-            return value.detach().clone() if written and not value.requires_grad else value
+            return value.detach().clone() if number in self._writes_modules and not value.requires_grad else value
         return copied(value)
 
 
-@contextmanager
-def holding(values: Values) -> Iterator[None]:
-    """Inside, parameters hold these values; afterwards what they hold now."""
-    with _disable_current_modes():
-        now = [(table, name, _memory(table[name]).clone()) for table, name, _ in values]
-        _fill(values)
-    try:
-        yield
-    finally:
-        with _disable_current_modes():
-            _fill(now)
-
-
-def _fill(values: Values) -> None:
-    for table, name, value in values:
-        _memory(table[name]).copy_(value)
+def _differs(slot: Slot, value: Tensor) -> bool:
+    now = _memory(slot[0][slot[1]])
+    return now.shape == value.shape and not torch.equal(value, now)  # what ZeRO took back is of another shape
 
 
 def _memory(parameter: Any) -> Tensor:
@@ -155,34 +205,15 @@ def _own(tensor: Any) -> Tensor:
     return own
 
 
-class Inputs:
-    """Keeps for recomputations what a block is given: its first forward tells whether it writes to tensors of that."""
-
-    def __init__(self) -> None:
-        self._may_be_written = True
-
-    def kept(self, given: Any) -> Any:
-        """Lists, dicts and sets as they are now, with copies of tensors if the block may write to them."""
-        return _with_copies(copied(given)) if self._may_be_written else copied(given)
-
-    def versions(self, given: Any) -> list[tuple[Tensor, Any]]:
-        """The tensors of which a block may write to some, as they are before its forward."""
-        return _versions(given) if self._may_be_written else []
-
-    def learn(self, before: list[tuple[Tensor, Any]]) -> None:
-        """The forward has run; these were the versions before it."""
-        self._may_be_written = any(version(own) != then for own, then in before)
-
-
 @_not_compiled
-def _versions(given: Any) -> list[tuple[Tensor, Any]]:
+def _versions_of(given: Any) -> list[tuple[Tensor, Any]]:
     return [(own, version(own)) for own in map(_own, tensors_of(given))]
 
 
 @_not_compiled
 def _with_copies(given: Any) -> Any:
     copies: dict[int, Tensor] = {}  # what is given twice, as queries and keys are, stays one tensor
-    with _disable_current_modes():  # what selective checkpointing remembers is of the forward alone
+    with _disable_current_modes():
         for each in tensors_of(given):
             copies[id(each)] = each if isinstance(each, nn.Parameter) else each.clone()
     return tree_map_only(Tensor, lambda each: copies.get(id(each), each), given)

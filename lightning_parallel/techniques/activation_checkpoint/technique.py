@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lightning_parallel.arguments import one_of
 from lightning_parallel.mesh import Axis, Size
-from lightning_parallel.techniques.activation_checkpoint.effects import Effects, Inputs, holding
+from lightning_parallel.techniques.activation_checkpoint.effects import Effects
 from lightning_parallel.techniques.activation_checkpoint.in_graph import breaking_where_written
 from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
@@ -82,7 +82,7 @@ class ActivationCheckpoint(Technique):
     def _recomputed(self, block: nn.Module, forward: Forward) -> Forward:
         extra: dict[str, Any] = {} if self.mode == "full" else {"context_fn": _keep_expensive}
         tables = [part._parameters for part in block.modules() if part._parameters]
-        layers, effects, inputs = layers_in(block), Effects(block), Inputs()
+        layers, effects = layers_in(block), Effects(block)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             caches = [each for each in (*args, *kwargs.values()) if is_cache(each)]
@@ -91,7 +91,7 @@ class ActivationCheckpoint(Technique):
             if prefixed or not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             args = tuple([None if is_filled_by_layers("", each) else each for each in args])
-            return _recomputed(tables, forward, effects, inputs, extra, args, _without_caches(kwargs))
+            return _recomputed(tables, forward, effects, extra, args, _without_caches(kwargs))
 
         return run
 
@@ -100,7 +100,6 @@ def _recomputed(
     tables: list[dict[str, Any]],
     forward: Forward,
     effects: Effects,
-    inputs: Inputs,
     extra: dict[str, Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -110,16 +109,15 @@ def _recomputed(
     Args:
         tables: of the block's parameters.
         forward: of the block.
-        effects: watches what it writes to its modules.
-        inputs: keeps what it is given.
+        effects: watches what it writes.
         extra: options of `checkpoint`.
         args: what the block is given.
         kwargs: the same by name.
     """
     if torch.compiler.is_dynamo_compiling():  # what is in a graph writes once, and computes with what is there
         return checkpoint(breaking_where_written(forward), *args, use_reentrant=False, **extra, **kwargs)
-    kept = inputs.kept((args, kwargs))
-    runs = _Runs(_with_given(tables, forward), effects, inputs, args, kwargs)
+    kept = effects.kept((args, kwargs))
+    runs = _Runs(_with_given(tables, forward), effects, args, kwargs)
     return checkpoint(runs, *kept[0], use_reentrant=False, **extra, **kept[1])
 
 
@@ -129,23 +127,18 @@ skip_code(_recomputed.__code__)  # where a graph breaks in it, it runs as it is:
 class _Runs:
     """The first run of a forward and its recomputations.
 
-    What a block writes to its modules, and into a list or a dict that it is given, is the first run's to write: a step
-    may read it there. Recomputations get copies of what these were before it, and the default dtype of the first run,
-    which was set for the forward alone.
+    What a block writes is the first run's to write: a step may read it there. Recomputations find what was there before
+    it, and the default dtype of the first run, which was set for the forward alone.
 
     Args:
         forward: of the block.
-        effects: watches what it writes to its modules.
-        inputs: watches what it writes to what it is given.
+        effects: watches what it writes.
         args: what the first run gets.
         kwargs: the same by name.
     """
 
-    def __init__(
-        self, forward: Forward, effects: Effects, inputs: Inputs, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        self._forward, self._effects, self._before, self._values = forward, effects, effects.before(), effects.values()
-        self._inputs = inputs
+    def __init__(self, forward: Forward, effects: Effects, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._forward, self._effects, self._found = forward, effects, effects.before((args, kwargs))
         self._first = [(args, kwargs)]
         self._dtype = torch.get_default_dtype()
 
@@ -153,15 +146,11 @@ class _Runs:
         """Runs the forward: with what the user gave the first time, then with copies of what is given here."""
         if self._first:
             args, kwargs = self._first.pop()
-            versions, given = self._effects.versions(), self._inputs.versions((args, kwargs))
             result = self._forward(*args, **kwargs)
-            self._effects.learn(versions)
-            self._inputs.learn(given)
-            if self._values:
-                self._values = self._effects.written(self._values)
+            self._effects.after(self._found)
             return result
-        args, kwargs = self._inputs.kept((args, kwargs))
-        with default_dtype(self._dtype), self._effects.again(self._before), holding(self._values):
+        args, kwargs = self._effects.kept((args, kwargs))
+        with default_dtype(self._dtype), self._effects.again(self._found):
             return self._forward(*args, **kwargs)
 
 
