@@ -138,13 +138,18 @@ def require_ended(ranks: list[BaseProcess]) -> None:
             each.kill()
 
 
+def require_trained(ranks: list[BaseProcess]) -> None:
+    require_ended(ranks)
+    assert [each.exitcode for each in ranks] == [0] * len(ranks), "a run that nobody kills fails"
+
+
 def uninterrupted(layout: str, form: str, folder: Path) -> tuple[dict[str, Tensor], float]:
     """The weights of a run that nobody kills, and how long it trains."""
     folder.mkdir()
     ranks = started(layout, form, folder)
     wait_until_it_trains(ranks, folder, 0)
     start = time.monotonic()
-    require_ended(ranks)
+    require_trained(ranks)
     return torch.load(folder / "result", weights_only=True), time.monotonic() - start
 
 
@@ -158,7 +163,10 @@ def killed(layout: str, form: str, folder: Path, chance: random.Random, seconds:
     if not lived:
         os.kill(victim.pid, signal.SIGKILL)
     require_ended(ranks)
-    return not lived and victim.exitcode == -signal.SIGKILL
+    if lived or victim.exitcode != -signal.SIGKILL:
+        require_trained(ranks)
+        return False
+    return True
 
 
 def require_checkpoint(form: str, folder: Path) -> None:
@@ -178,7 +186,7 @@ def sweep(layout: str, form: str, where: Path, kills: int) -> None:
         (folder := where / str(runs)).mkdir()
         while not (folder / "result").exists():
             if done >= kills:
-                require_ended(started(layout, form, folder))
+                require_trained(started(layout, form, folder))
             elif killed(layout, form, folder, chance, seconds):
                 done += 1
             else:

@@ -63,14 +63,14 @@ class Peek(Callback):
         self.on_meta = any(parameter.is_meta for parameter in parameters)
 
 
-def fit(strategy, batch_size: int, seed: int | None = 3, **options):
+def fit(strategy, batch_size: int, seed: int | None = 3, max_steps: int = 2, **options):
     if seed is None:
         torch.seed()  # nobody seeded: every rank would draw something else
     else:
         torch.manual_seed(seed)
     module, peek = Late(**options), Peek()
     data = torch.linspace(-1, 1, 8 * 4 * 7).view(8, 4, 7)
-    trainer(strategy(), max_steps=2, callbacks=[peek]).fit(module, DataLoader(data, batch_size=batch_size))
+    trainer(strategy(), max_steps=max_steps, callbacks=[peek]).fit(module, DataLoader(data, batch_size=batch_size))
     weights = {name: whole(name, value) for name, value in module.state_dict().items()}
     return weights, peek.held / peek.whole, peek.on_meta, torch.rand(1).item()
 
@@ -83,6 +83,13 @@ def test_the_weights_are_those_of_one_process(layout):
         assert not on_meta
         assert held == pytest.approx(0.5, abs=0.02) if layout.startswith("zero3") else held == 1
         assert drawn == drawn_next
+
+
+@pytest.mark.parametrize("layout", ["zero2", "zero3", "zero3 offloaded"])
+def test_a_run_without_a_step_gives_back_the_weights(layout):
+    expected, *_ = on_one(fit, HybridStrategy, 4, max_steps=0)
+    for weights, *_ in run_on_ranks(2, fit, STRATEGIES[layout], 2, max_steps=0):
+        compare_weights(expected, weights, 0)
 
 
 def test_one_process_builds_as_plain_lightning_does():

@@ -32,6 +32,12 @@ def groups_of(state: Any) -> list[Any]:
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
+def has_begun(group: Any) -> bool:
+    """Whether a group knows its shards: in its first step it takes what is in the tables of modules."""
+    begun: bool = group._reset_sharded_params
+    return begun
+
+
 def is_known(parameter: Any) -> bool:
     """Whether a parameter was ever whole."""
     return "_unsharded_param" in vars(parameter)

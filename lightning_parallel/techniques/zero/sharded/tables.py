@@ -16,7 +16,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from lightning_parallel.techniques.tools.leaves import taken_out
-from lightning_parallel.techniques.zero.sharded.groups import groups_of, is_known, slots_of, states_of, whole_of
+from lightning_parallel.techniques.zero.sharded.groups import (
+    groups_of,
+    has_begun,
+    is_known,
+    slots_of,
+    states_of,
+    whole_of,
+)
 
 NOTHING: Any = object()
 
@@ -57,7 +64,7 @@ class Tables:
     def put_back(self) -> None:
         """After a step that failed: shards and wholes stand in their places, and no whole without memory elsewhere."""
         without_memory: dict[int, Any] = {}
-        for group, slots in self._slots:
+        for group, slots in ((group, slots) for group, slots in self._slots if has_begun(group)):
             for table, name, parameter, _ in _others(slots):
                 table[name] = whole_of(parameter) if group.is_unsharded else parameter.sharded_param
             if not group.is_unsharded:
