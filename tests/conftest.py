@@ -19,10 +19,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
-    """Two files at a time, as ranks often wait for each other; one by one what is timed, printed or in one file."""
+    """Three files at a time, as ranks often wait for each other; one by one what is timed, printed or in one file."""
     alone = config.option.capture == "no" or config.option.markexpr in ("benchmark", "gpu")
     files = {argument.partition("::")[0] for argument in config.args}
-    return 0 if alone or (len(files) == 1 and files.pop().endswith(".py")) else 2
+    return 0 if alone or (len(files) == 1 and files.pop().endswith(".py")) else 3
 
 
 def pytest_unconfigure() -> None:

@@ -100,7 +100,7 @@ def saved_while_handling(make: Callable[[], Any], path: Path, place: str, ranks:
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@sampled(3, "layout", LAYOUTS)
 def test_what_all_ranks_save_while_they_handle_an_exception_is_saved(layout: str, tmp_path: Path) -> None:
     path = tmp_path / "handled.ckpt"
     ends = run_on_ranks(2, saved_while_handling, LAYOUTS[layout], path, "on_train_batch_end", [0, 1])

@@ -25,6 +25,7 @@ from lightning_parallel import (
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import MakeStrategy, made
 from tests.techniques.test_means import Logged
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 WIDTH, LENGTH, CLASSES, IGNORED = 6, 5, 4, -100
@@ -121,7 +122,7 @@ LAYOUTS: list[tuple[int, int, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@sampled(3, "layout", LAYOUTS)
 def test_values_made_of_means_are_those_of_one_device(layout: tuple[int, int, Any]) -> None:
     ranks, readers, strategy = layout
     begun = begun_on_one(logged, None, 1)
@@ -177,7 +178,7 @@ class Extremes(CountsLater):
         self.returned.append(torch.tensor([float(self.trainer.callback_metrics[name]) for name in names]))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[1:])
+@sampled(3, "layout", LAYOUTS[1:])
 def test_values_that_differ_between_parts_are_not_taken_for_alike(layout: tuple[int, int, Any]) -> None:
     ranks, readers, strategy = layout
     begun = begun_on_one(fitted, Extremes, None, 1)

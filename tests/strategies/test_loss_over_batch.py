@@ -8,7 +8,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
@@ -30,7 +29,7 @@ from lightning_parallel.techniques.pipeline_parallel.technique import solved_by_
 from tests.heard import heard
 from tests.ranks import on_one, run_on_ranks
 from tests.strategies.one_and_two import MakeStrategy, made
-from tests.tiers import covering
+from tests.tiers import covering, sampled
 from tests.trainers import trainer
 
 WIDTH, LENGTH = 6, 5
@@ -217,7 +216,7 @@ def test_a_loss_over_all_microbatches_is_that_of_one_process(model: str, schedul
     require_equal(model, 2, pipeline(schedule))
 
 
-@pytest.mark.parametrize("model", ["Contrasts", "Balances", "Normalises", "Tells", "Bends", "Sums"])
+@sampled(3, "model", ["Contrasts", "Balances", "Normalises", "Tells", "Bends", "Sums"])
 def test_where_samples_meet_it_is_so_unless_told_otherwise(model: str) -> None:
     require_equal(model, 2, partial(PipelineParallelStrategy, 2, microbatches=4))
 
@@ -316,7 +315,8 @@ def said(model: str, strategy: MakeStrategy) -> str:
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize(
+@sampled(
+    5,
     ("model", "options", "expected"),
     [
         ("Named", {}, "computed once for the batch"),

@@ -24,6 +24,7 @@ from lightning_parallel import (
 )
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import made, require_like
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 WIDTH, HEADS = 15, 5
@@ -151,7 +152,8 @@ def hybrid(*techniques: Any) -> Any:
     return partial(HybridStrategy, *techniques)
 
 
-@pytest.mark.parametrize(
+@sampled(
+    7,
     ("kind", "ranks", "readers", "strategy"),
     [
         (Few, 2, 2, partial(ZeroStrategy, stage=1)),

@@ -327,7 +327,7 @@ def check(kind: type[Chain], layout: str) -> None:
         require_like(expected.result(), found)
 
 
-@sampled(10, ("kind", "layout"), CASES)
+@sampled(6, ("kind", "layout"), CASES)
 def test_what_is_done_in_an_own_order_is_as_on_one_device(kind: type[Chain], layout: str) -> None:
     check(kind, layout)
 

@@ -245,7 +245,7 @@ LAYOUTS: dict[str, Any] = {
 }
 
 
-@covering(keep=20, layout=LAYOUTS, act=ACTS, by_hand=(False, True))
+@covering(keep=10, layout=LAYOUTS, act=ACTS, by_hand=(False, True))
 def test_steps_read_and_write_weights_as_on_one_device(layout: str, act: str, by_hand: bool) -> None:
     ranks, data_ranks, unit_bytes, strategy = LAYOUTS[layout]
     expected = begun_on_one(trained, act, by_hand, unit_bytes, None, 12 if data_ranks == 3 else 8)

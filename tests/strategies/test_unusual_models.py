@@ -26,6 +26,7 @@ from lightning_parallel import (
 )
 from tests.curves import compare_weights
 from tests.ranks import begun_on_one, run_on_ranks
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 WORDS, WIDTH, RATE = 16, 8, 0.01
@@ -171,7 +172,8 @@ def fit(
 PIPELINE = partial(PipelineParallelStrategy, microbatches=2)
 
 
-@pytest.mark.parametrize(
+@sampled(
+    8,
     ("make", "make_strategy", "readers"),
     [
         (InSequence, TensorParallelStrategy, 1),

@@ -31,7 +31,7 @@ from tests.models import build, loaders, points
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.techniques.tensor_layouts import TWO_BLOCKS
 from tests.techniques.test_wire import world
-from tests.tiers import sampled
+from tests.tiers import covering, sampled
 from tests.trainers import trainer
 
 assert world  # a fixture
@@ -230,9 +230,8 @@ def test_the_stage_tells_whose_blocks_break_a_graph() -> None:
     assert [len(lines) for lines in told] == [0, 0, 1, 0]
 
 
-@pytest.mark.parametrize(("column", "loss"), [("llama", "loss"), ("gpt", "_loss")])
-@pytest.mark.parametrize("mode", [None, "full", "selective"])
-def test_blocks_share_one_graph(column: str, loss: str, mode: Any) -> None:
+@covering(column=["llama", "gpt"], mode=[None, "full", "selective"])
+def test_blocks_share_one_graph(column: str, mode: Any) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model: Any = build(column)
@@ -240,7 +239,7 @@ def test_blocks_share_one_graph(column: str, loss: str, mode: Any) -> None:
     techniques: list[Any] = [COMPILED] if mode is None else [ActivationCheckpoint(mode), COMPILED]
     for technique in techniques:
         technique.divide(model, ground(model), None)
-    getattr(model, loss)(next(iter(loaders(column, 4).train))).backward()
+    getattr(model, {"llama": "loss", "gpt": "_loss"}[column])(next(iter(loaders(column, 4).train))).backward()
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert not torch._dynamo.utils.counters["graph_break"]
     for module in model.modules():
@@ -257,9 +256,9 @@ def graphs_of_a_fit(column: str, techniques: list[Any], **model: Any) -> tuple[i
     return counters["stats"]["unique_graphs"], counters["stats"]["calls_captured"], counters["unimplemented"].total()
 
 
-@pytest.mark.parametrize("column", ["llama", "gpt"])
-@pytest.mark.parametrize(
-    "techniques", [[DataParallel(2)], [TensorParallel(2)], [TensorParallel(2), ActivationCheckpoint("selective")]]
+@covering(
+    column=["llama", "gpt"],
+    techniques=[[DataParallel(2)], [TensorParallel(2), ActivationCheckpoint("selective")], [TensorParallel(2)]],
 )
 def test_a_run_makes_each_graph_once(column: str, techniques: list[Any]) -> None:
     """Though its first steps are watched for what they log."""
@@ -269,7 +268,7 @@ def test_a_run_makes_each_graph_once(column: str, techniques: list[Any]) -> None
         assert (graphs <= 2, given_up) == (True, 0)  # the first block's input may be of another kind
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
+@sampled(1, "mode", ["full", "selective"])
 def test_blocks_with_experts_share_graphs_however_many_they_are(mode: Any) -> None:
     techniques = [DataParallel(2), ExpertParallel(2), ActivationCheckpoint(mode), COMPILED]
     few, many = (run_on_ranks(2, graphs_of_a_fit, "moe", techniques, n_layers=n)[0] for n in (4, 7))

@@ -24,6 +24,7 @@ from tests.models import points
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.techniques.test_compile import COMPILED
 from tests.techniques.test_wire import world
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 assert world  # a fixture
@@ -132,7 +133,7 @@ CASES: dict[str, tuple[type[nn.Module], list[Any], bool]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@sampled(3, "case", CASES)
 def test_blocks_with_numbers_of_their_own_train_the_same_on_batches_of_changing_sizes(case: str) -> None:
     block, techniques, recomputes = CASES[case]
     expected = begun_on_one(trained, block, [])
@@ -148,7 +149,7 @@ DRAWN: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", DRAWN)
+@sampled(2, "case", DRAWN)
 def test_graphs_drop_what_would_be_dropped_without_them(case: str) -> None:
     tensor_parallel, *compiled = DRAWN[case]
     results = [run_on_ranks(2, trained, Drops, [tensor_parallel, *each]) for each in ((), compiled)]

@@ -19,6 +19,7 @@ from tests.further.experts import Banked, Looped, Mixture
 from tests.models import loaders
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.techniques.tensor_layouts import SHORT, adamw, hybrid
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 
@@ -82,7 +83,7 @@ def trained(
         parameters.UNIT_BYTES = before
 
 
-@pytest.mark.parametrize("mixture", [Looped, Banked])
+@sampled(1, "mixture", [Looped, Banked])
 @pytest.mark.parametrize(
     "layout",
     [

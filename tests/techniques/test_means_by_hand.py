@@ -248,7 +248,7 @@ LAYOUTS: dict[str, tuple[Callable[[], Any], int, int]] = {
 WAYS = ["floored", "masked", "positives", "summed", "selected", "logits", "beside", "inside"]
 
 
-@covering(keep=5, layout=LAYOUTS, way=WAYS)
+@covering(keep=3, layout=LAYOUTS, way=WAYS)
 def test_means_by_hand_train_as_on_one_device(layout: str, way: str) -> None:
     check(layout, way)
 

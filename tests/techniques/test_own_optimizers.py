@@ -13,6 +13,7 @@ from torch import Tensor, nn, optim
 from lightning_parallel import TensorParallelStrategy, ZeroStrategy
 from tests.curves import Curve, compare, train
 from tests.ranks import begun_on_one, run_on_ranks
+from tests.tiers import sampled
 
 SHORT = {"max_epochs": 1, "accumulate_grad_batches": 1, "precision": "64-true"}
 
@@ -54,7 +55,7 @@ LAYOUTS: dict[str, tuple[Callable[[], Any], int]] = {
 }
 
 
-@pytest.mark.parametrize(("layout", "twice"), [*((layout, False) for layout in LAYOUTS), ("zero 3", True)])
+@sampled(3, ("layout", "twice"), [*((layout, False) for layout in LAYOUTS), ("zero 3", True)])
 def test_they_find_parameters_where_they_keep_them(layout: str, twice: bool) -> None:
     strategy, data_ranks = LAYOUTS[layout]
     one = begun_on_one(trained, "auto", twice)

@@ -16,6 +16,7 @@ from lightning_parallel.techniques.activation_checkpoint.effects import Effects
 from tests.models import Optimized, adamw
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import MakeStrategy, made, require_like
+from tests.tiers import covering
 from tests.trainers import trainer
 
 
@@ -160,8 +161,7 @@ LAYOUTS: dict[str, tuple[int, list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@covering(layout=LAYOUTS, kind=KINDS)
 def test_blocks_that_write_train_as_without_recomputation(layout: str, kind: str) -> None:
     ranks, techniques = LAYOUTS[layout]
     expected = begun_on_one(trained, None, kind)

@@ -42,7 +42,8 @@ def fit_column(column: str, strategy: Any, model: dict[str, Any]) -> None:
     fit(build(column, **model), strategy(), column)
 
 
-@pytest.mark.parametrize(
+@sampled(
+    5,
     ("column", "gathered"),
     [
         ("hard coded", ()),

@@ -207,7 +207,7 @@ def compare(model: type[LightningModule], layout: tuple[int, int, Any]) -> None:
         compare_weights(expected.result(), found, 1e-9)
 
 
-@covering(keep=6, layout=LAYOUTS, model=MODELS)
+@covering(keep=4, layout=LAYOUTS, model=MODELS)
 def test_they_learn_as_on_one_device(layout: str, model: str) -> None:
     compare(MODELS[model], LAYOUTS[layout])
 
