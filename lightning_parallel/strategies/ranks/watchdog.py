@@ -10,17 +10,17 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from lightning_parallel.collectives.functional import notes_under
 from lightning_parallel.strategies.ranks.failures import SHOWN, named
+from lightning_parallel.strategies.ranks.frames import frames_of
 from lightning_parallel.strategies.ranks.tracebacks import LIBRARIES, PACKAGE
 
 SHARE = 0.7
@@ -119,13 +119,13 @@ class Watchdog:
                     since, number = time.monotonic(), number + 1
 
     def _place(self) -> Place:
-        frames = [*_inwards(sys._current_frames()[self._watched])]
-        own = [frame for frame in frames if not frame.f_code.co_filename.startswith(LIBRARIES)] or frames[:1]
-        stack = [f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}" for frame in own]
-        waits = frames[-1].f_code.co_filename.startswith(WAITING)
-        collectives = [frame for frame in frames if frame.f_code.co_filename.endswith("distributed_c10d.py")]
+        frames = frames_of(self._watched)
+        own = [frame for frame in frames if not frame.file.startswith(LIBRARIES)] or frames[:1]
+        stack = [f"{frame.file}:{frame.line} in {frame.function}" for frame in own]
+        waits = frames[-1].file.startswith(WAITING)
+        collectives = [frame for frame in frames if frame.file.endswith("distributed_c10d.py")]
         shown = (collectives if waits and collectives else frames)[-1]
-        function = f"{shown.f_code.co_name} ({Path(shown.f_code.co_filename).name}:{shown.f_lineno})"
+        function = f"{shown.function} ({Path(shown.file).name}:{shown.line})"
         return Place(waits, self._step(), function, stack, self._begun())
 
     def _answers(self, round_: Any, place: Place) -> dict[int, Place]:
@@ -197,10 +197,3 @@ def in_one_line(places: Mapping[int, Place], behind: Sequence[int]) -> str:
 
 def _where(place: Place) -> str:
     return f"{place.doing}, at {place.stack[-1]}"
-
-
-def _inwards(frame: FrameType | None) -> Iterator[FrameType]:
-    """The frames of a thread, the outermost first."""
-    if frame is not None:
-        yield from _inwards(frame.f_back)
-        yield frame
