@@ -65,7 +65,7 @@ class MeshStrategy(RankStrategy):
         self._begin()
 
     def _begin(self) -> None:
-        self._ready = self._within_step = False
+        self._ready = self._within_step = self._over = False
         self._step = Step()
         self._stored = StoredOptimizers(self, self._store)
         self._log: StepLog | None = None
@@ -361,7 +361,7 @@ class MeshStrategy(RankStrategy):
         module, failing = self.lightning_module, sys.exc_info()[0] is not None
         if self._saver is not None and not self._is_alone:
             self._saver.finish(failing)
-        if module is not None and self.mesh is not None:
+        if module is not None and self.mesh is not None and not self._over:  # it is, if a hook after this one fails
             self._detach(module)
         if module is not None and any(parameter.is_meta for parameter in module.parameters()):
             self._lightning_module = None  # it failed before it had values: Lightning must not move it to the host
@@ -386,7 +386,7 @@ class MeshStrategy(RankStrategy):
                 restore_forward(part)
         if self._layer_sync is not None and module.trainer.state.fn == TrainerFn.FITTING:
             self._layer_sync.revert(module)
-        self.model, self._ready = module, False
+        self.model, self._ready, self._over = module, False, True
 
     def _unite_buffers(self) -> None:
         if self._buffers is not None:

@@ -66,6 +66,20 @@ def test_the_trainer_is_given_back_as_it_was(hook: str) -> None:
     run_on_ranks(2, run_and_look, hook)
 
 
+def fail_when_all_is_over(stage: int) -> str:
+    model = BoringModel()
+    with pytest.raises(ValueError, match="a user's mistake"):
+        trainer(ZeroStrategy(stage=stage), max_steps=2, callbacks=[FailingHook("teardown")]).fit(model)
+    going_on = trainer(ZeroStrategy(stage=stage), max_steps=1)
+    going_on.fit(model)
+    return type(model.layer.weight).__name__
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_hook_that_fails_when_all_is_over_leaves_a_whole_model(stage: int) -> None:
+    assert run_on_ranks(2, fail_when_all_is_over, stage) == ["Parameter", "Parameter"]
+
+
 def test_a_single_device_gives_back_too() -> None:
     run_on_ranks(1, run_and_look, "on_train_batch_start")
 
