@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import faulthandler
+import os
 import re
+import sys
 import tempfile
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 LINE = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
@@ -32,10 +34,17 @@ def frames_of(thread: int) -> list[Frame]:
     Args:
         thread: as `threading.get_ident` says.
     """
-    with tempfile.TemporaryFile("w+") as file:
+    with _file() as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         return _read(file.read(), thread)
+
+
+def _file() -> IO[str]:
+    """In memory where that can be: a disk may be full, or gone."""
+    if sys.platform == "linux":
+        return open(os.memfd_create("frames"), "w+")
+    return tempfile.TemporaryFile("w+")
 
 
 def _read(written: str, thread: int) -> list[Frame]:
