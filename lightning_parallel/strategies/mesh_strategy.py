@@ -38,7 +38,6 @@ from lightning_parallel.strategies.trainer.optimizers import StoredOptimizers
 from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer
 from lightning_parallel.techniques.step import Run, Step
 from lightning_parallel.techniques.technique import Technique
-from lightning_parallel.techniques.tools.redirect import restore_forward
 from lightning_parallel.techniques.tools.shards import is_sharded
 
 T = TypeVar("T")
@@ -380,10 +379,9 @@ class MeshStrategy(RankStrategy):
         if self._adopted is not None:
             self._adopted.close()
         restore_precision(self.precision_plugin)
-        is_whole = self._divided is None or not self._divided.in_parts
-        if is_whole or (self._ready and not self._is_alone and self._whole.make_whole(self.num_processes)):
-            for part in module.modules():
-                restore_forward(part)
+        divided, together = self._divided, self._ready and not self._is_alone
+        if divided is not None and (not divided.in_parts or (together and divided.make_whole(self.num_processes))):
+            divided.leave()
         if self._layer_sync is not None and module.trainer.state.fn == TrainerFn.FITTING:
             self._layer_sync.revert(module)
         self.model, self._ready, self._over = module, False, True

@@ -28,6 +28,7 @@ from lightning_parallel.strategies.data.randomness import state_of_reader
 from lightning_parallel.strategies.data.shares import Readers
 from lightning_parallel.strategies.ranks import launchers
 from lightning_parallel.strategies.trainer import lightnings
+from tests.heard import heard
 from tests.ranks import run_on_ranks
 from tests.trainers import trainer
 
@@ -78,6 +79,18 @@ def fail_when_all_is_over(stage: int) -> str:
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_hook_that_fails_when_all_is_over_leaves_a_whole_model(stage: int) -> None:
     assert run_on_ranks(2, fail_when_all_is_over, stage) == ["Parameter", "Parameter"]
+
+
+def fit_and_validate() -> list[str]:
+    run, model = trainer(ZeroStrategy(), max_steps=2), BoringModel()
+    with heard() as lines:
+        run.fit(model)
+        run.validate(model, verbose=False)
+    return [line for line in lines if "ranks train parts" in line]
+
+
+def test_a_run_that_is_over_holds_no_parameters_of_which_the_next_one_would_tell() -> None:
+    assert run_on_ranks(2, fit_and_validate) == [[], []]
 
 
 def test_a_single_device_gives_back_too() -> None:

@@ -97,6 +97,10 @@ class Beside:
         held = ((name, first()) for name, first in self._first.items() if name in here)
         return [name for name, parameter in held if parameter is not None and parameter is not self._stand[name]]
 
+    def leave(self) -> None:
+        """Holds no parameters any longer, of which another run would tell that somebody holds them."""
+        self._stand, self._in_tree, self._places = {}, [], []
+
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Inside, what the tree has at the beginning is there too; of what somebody takes meanwhile `look` knows."""

@@ -46,6 +46,7 @@ from lightning_parallel.techniques.manual_optimization import Differentiate, Man
 from lightning_parallel.techniques.step import Run, Step
 from lightning_parallel.techniques.technique import Technique
 from lightning_parallel.techniques.tools import elsewhere
+from lightning_parallel.techniques.tools.redirect import restore_forward
 from lightning_parallel.techniques.tools.shards import gathered
 
 T = TypeVar("T")
@@ -297,6 +298,12 @@ class DividedModel:
         else:
             log.warning("The whole model does not fit on this host: the module stays divided after the run")
         return fits
+
+    def leave(self) -> None:
+        """The run is over: the module's forwards are its own again, and its parameters may be replaced by others."""
+        for part in self.module.modules():
+            restore_forward(part)
+        self.beside.leave()
 
 
 def _tied(module: nn.Module) -> dict[str, str]:
