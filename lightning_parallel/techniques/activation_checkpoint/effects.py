@@ -29,6 +29,7 @@ WATCHED = (bool, int, float, complex, str, type(None), tuple, list, dict, set, T
 """What may be put back. Modules, functions and other objects stay as they are: nobody knows what is in them."""
 HOLDING = frozenset((list, tuple, dict, set))
 """What is copied with what is in it; a block may keep long lists of anything else, which are copied at once."""
+PLAIN = frozenset((Tensor, nn.Parameter))
 ABSENT = object()
 _not_compiled: Callable[[T], T] = cast(Any, torch.compiler.disable)
 """What runs behind the break of a graph would be compiled, too."""
@@ -89,7 +90,8 @@ class Effects:
         self._first = True
         self._writes_modules = set(range(len(parts)))
         """The numbers of the modules whose tensors the block may write."""
-        self._writes_parameters = {path for _, _, path in self._parameters}
+        self._written = self._parameters
+        """Those of them that the block may write, mostly none."""
         self._writes_inputs = True
 
     def kept(self, given: Any) -> Any:
@@ -100,24 +102,28 @@ class Effects:
     def before(self, given: Any) -> Found:
         """What the block finds that is about to get these arguments."""
         modules = [((table, key, n), self._kept(table.get(key), n)) for table, key, n in self._now()]
-        written = [slot for slot in self._parameters if slot[2] in self._writes_parameters]
-        parameters = [(slot, _memory(slot[0][slot[1]]).clone()) for slot in written if slot[0][slot[1]] is not None]
+        slots = [slot for slot in self._written if slot[0][slot[1]] is not None]
+        parameters = [(slot, _memory(slot[0][slot[1]]).clone()) for slot in slots]
         return Found(modules, parameters, self._versions(), _versions_of(given))
 
     @_not_compiled
     def after(self, found: Found) -> None:
         """The forward has run that found this."""
         now = self._versions()
-        changed = {place for (place, number), then in found.versions.items() if now.get((place, number), then) != then}
+        before = found.versions if found.versions != now else {}
+        changed = {place for (place, which), then in before.items() if now.get((place, which), then) != then}
         paths = {place for place in changed if isinstance(place, str)}
         gives = any(version(own) != then for own, then in found.given)
         if self._first:
             self._first, self._writes_inputs = False, gives
             with _disable_current_modes():
                 found.parameters = [each for each in found.parameters if each[0][2] in paths or _differs(*each)]
-            self._writes_parameters = {path for (_, _, path), _ in found.parameters}
+            self._written = [slot for slot, _ in found.parameters]
             self._writes_modules = set()
-        elif late := [*(paths - self._writes_parameters), *["what it is given"] * (gives and not self._writes_inputs)]:
+        elif late := [
+            *(paths - {path for _, _, path in self._written}),
+            *["what it is given"] * (gives and not self._writes_inputs),
+        ]:
             raise ValueError(
                 f"{self._kind} writes to {', '.join(sorted(late))} in its forward, which it did not the first time: "
                 "ActivationCheckpoint kept no copy, and gradients would be of what is written; write in every forward, "
@@ -201,11 +207,12 @@ def _memory(parameter: Any) -> Tensor:
 
 
 def _own(tensor: Any) -> Tensor:
+    if type(tensor) in PLAIN:
+        return cast(Tensor, tensor)
     own: Tensor = tensor.own if isinstance(tensor, Divided) else local(tensor)
     return own
 
 
-@_not_compiled
 def _versions_of(given: Any) -> list[tuple[Tensor, Any]]:
     return [(own, version(own)) for own in map(_own, tensors_of(given))]
 
