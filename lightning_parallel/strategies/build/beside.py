@@ -87,8 +87,8 @@ class Beside:
             warn(
                 f"{', '.join(names[:SHOWN])}{', …' if len(names) > SHOWN else ''}: ranks train parts in the place of "
                 "these parameters, but something beside the module still holds them as they were: a global, a closure, "
-                "a default argument or an object without a dict. What computes with that has values that do not learn; "
-                "read them from the module, or keep them in an attribute of it"
+                "a default argument, an optimizer of another run or an object without a dict. What computes with that "
+                "has values that do not learn; read them from the module, or keep them in an attribute of it"
             )
 
     def _held_by_others(self) -> list[str]:

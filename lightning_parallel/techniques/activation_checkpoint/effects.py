@@ -115,24 +115,28 @@ class Effects:
         paths = {place for place in changed if isinstance(place, str)}
         gives = any(version(own) != then for own, then in found.given)
         if self._first:
-            self._first, self._writes_inputs = False, gives
-            with _disable_current_modes():
-                found.parameters = [each for each in found.parameters if each[0][2] in paths or _differs(*each)]
-            self._written = [slot for slot, _ in found.parameters]
-            self._writes_modules = set()
-        elif late := [
-            *(paths - {path for _, _, path in self._written}),
-            *["what it is given"] * (gives and not self._writes_inputs),
-        ]:
-            raise ValueError(
-                f"{self._kind} writes to {', '.join(sorted(late))} in its forward, which it did not the first time: "
-                "ActivationCheckpoint kept no copy, and gradients would be of what is written; write in every forward, "
-                "or in the step or a hook, as on_train_batch_end, or train without ActivationCheckpoint"
-            )
+            self._learn(found, paths, gives)
         else:
+            self._require_known(paths, gives)
             found.late = self._late(changed - self._writes_modules)
         self._writes_modules |= {place for place in changed if isinstance(place, int)}
         found.versions, found.given = {}, []
+
+    def _learn(self, found: Found, paths: set[str], gives: bool) -> None:
+        """After the first forward: of what the block may write there is left what it has written."""
+        self._first, self._writes_inputs, self._writes_modules = False, gives, set()
+        with _disable_current_modes():
+            found.parameters = [each for each in found.parameters if each[0][2] in paths or _differs(*each)]
+        self._written = [slot for slot, _ in found.parameters]
+
+    def _require_known(self, paths: set[str], gives: bool) -> None:
+        inputs = ["what it is given"] if gives and not self._writes_inputs else []
+        if late := [*sorted(paths - {path for _, _, path in self._written}), *inputs]:
+            raise ValueError(
+                f"{self._kind} writes to {', '.join(late)} in its forward, which it did not the first time: "
+                "ActivationCheckpoint kept no copy, and gradients would be of what is written; write in every forward, "
+                "or in the step or a hook, as on_train_batch_end, or train without ActivationCheckpoint"
+            )
 
     @contextmanager
     def again(self, found: Found) -> Iterator[None]:
