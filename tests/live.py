@@ -1,9 +1,10 @@
-"""The bytes of storages that are alive while something runs."""
+"""The bytes of storages that are alive while something runs, and what runs with no collection of garbage."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -65,3 +66,14 @@ def reachable() -> list[Tensor]:
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
     return tensors + [left for left in map(LEFT, filter(attrgetter("is_leaf"), tensors)) if left is not None]
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Nothing collects garbage within: what earlier tests left in cycles would run its finalizers there."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -25,6 +25,7 @@ from lightning_parallel import DataParallelStrategy, PipelineParallelStrategy, Z
 from tests.benchmarks.delaying import BACKEND, Pace, pretended
 from tests.benchmarks.interleaved import Repeated
 from tests.benchmarks.overlap import first_stage
+from tests.live import uncollected
 from tests.trainers import trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -70,7 +71,7 @@ class Counts(Callback):
 def counts(make_strategy: Callable[[], Strategy], layers: int, batch: int = 4) -> Counter[str]:
     pace = Pace(alpha=0.0, on=True)
     found = Counts(pace)
-    with pretended(2, pace), first_stage():
+    with pretended(2, pace), first_stage(), uncollected():
         run = {"barebones": True, "log_every_n_steps": None, "max_epochs": 1, "callbacks": [found]}
         trainer(make_strategy(), 2, **run).fit(Chain(layers), DataLoader(Repeated((8,), batch * 2 * (STEP + 2)), batch))
     return found.of

@@ -23,7 +23,7 @@ from lightning_parallel.techniques.pipeline_parallel.gradients import Final, Han
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import SCHEDULES, make_schedule
 from lightning_parallel.techniques.pipeline_parallel.schedule.simulate import simulate
 from lightning_parallel.techniques.tools.leaves import leaf_of
-from tests.live import LiveBytes, stepped
+from tests.live import LiveBytes, stepped, uncollected
 from tests.models import PlainBlock
 from tests.ranks import ranks, run_on_ranks
 from tests.techniques.test_wire import group_size
@@ -222,13 +222,8 @@ def most_live(technique: DataParallel | Zero | None, accumulate: int) -> list[fl
     others = [] if technique is None else [technique]
     options = {"limit_train_batches": 4, "accumulate_grad_batches": accumulate, "callbacks": [count]}
     run = trainer(HybridStrategy(PipelineParallel(2, microbatches=4), *others), max_epochs=1, **options)
-    gc.collect()
-    gc.disable()
-    try:
-        with count.live:
-            run.fit(Tower(partial(nn.Linear, 256, 256)), DataLoader(torch.randn(48, 256), 4))
-    finally:
-        gc.enable()
+    with uncollected(), count.live:
+        run.fit(Tower(partial(nn.Linear, 256, 256)), DataLoader(torch.randn(48, 256), 4))
     return count.most
 
 
