@@ -62,6 +62,11 @@ class Outcome:
         """Whether the rank only failed because another one had left."""
         return " by peer" in self.summary or " failed first: " in self.summary
 
+    @property
+    def usable(self) -> bool:
+        """Whether the rank can go on: torch counts a group that came to nothing, and its ranks then look for others."""
+        return self.status != "lost" and not (self.status == "failed" and self.phase == "init")
+
 
 @dataclass(frozen=True)
 class Seat:
@@ -223,6 +228,10 @@ def join_group(task: Task, seat: Seat, store: Any) -> None:
     # new_group() and device meshes do not inherit the timeout of the default group.
     distributed_c10d.default_pg_timeout = timeout
     dist.init_process_group("gloo", store=fresh, rank=seat.rank, world_size=task.world_size, timeout=timeout)
+    # One whose body fails at once, and which leaves the group, would fail those that are still connecting.
+    if fresh.add("joined", 1) == task.world_size:
+        fresh.set("all", "joined")
+    fresh.wait(["all"])
 
 
 def leave_group() -> None:

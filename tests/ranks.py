@@ -178,10 +178,7 @@ class Pool:
         try:
             ends = exchange(members, pickle.dumps(task), limit)
             failure = describe(members, ends)
-            usable = (
-                all(outcome.status != "lost" for _, outcome in ends)
-                and max(map(Member.threads, members)) < MOST_THREADS
-            )
+            usable = all(outcome.usable for _, outcome in ends) and max(map(Member.threads, members)) < MOST_THREADS
         finally:
             if not usable:
                 self.kill()

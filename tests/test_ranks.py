@@ -1,5 +1,6 @@
 """Proves the bench: results, failures, deaths and hangs on ranks, and that nothing leaks from test to test."""
 
+import multiprocessing
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -136,6 +138,23 @@ def test_stuck_rank_shows_its_stack() -> None:
     assert "rank 0 lost in phase 'body'" in text
     assert "still running after 1." in text
     assert "in <lambda>" in text
+
+
+class CannotArrive:
+    """Rank 1 cannot read it: the other one waits for a group with it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return arrive, ()
+
+
+def arrive() -> None:
+    assert multiprocessing.current_process().name == "rank0"
+
+
+def test_ranks_whose_group_came_to_nothing_are_replaced() -> None:
+    with pytest.raises(RanksFailed, match=r"rank 1 failed in phase 'import'"):
+        run_on_ranks(2, print, CannotArrive(), timeout=1)
+    assert run_on_ranks(2, dist.get_world_size) == [2, 2]
 
 
 def test_result_that_cannot_travel_is_a_failure() -> None:
