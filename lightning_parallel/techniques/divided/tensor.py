@@ -115,14 +115,15 @@ class Divided(LooksWhole):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not REORDERED.isdisjoint(kwargs):
+        if kwargs and not REORDERED.isdisjoint(kwargs):
             args, kwargs = in_order(original(func), args, kwargs)
-        if not torch.compiler.is_dynamo_compiling() and takes_wholes():
-            return of_wholes(original(func), args, kwargs)
-        for each in args[0] if args and type(args[0]) in (list, tuple) else args:
-            if isinstance(each, Wrapper):
-                settle(each.form.viewed)
+        kwargs = kwargs or {}
+        if not torch.compiler.is_dynamo_compiling():
+            if takes_wholes():
+                return of_wholes(original(func), args, kwargs)
+            for each in args[0] if args and type(args[0]) in (list, tuple) else args:
+                if isinstance(each, Wrapper):
+                    settle(each.form.viewed)
         if not isinstance(result := by_rule(func, args, kwargs), LocalCall):
             return result
         made = carried_out(result, args, kwargs)
@@ -134,8 +135,8 @@ class Divided(LooksWhole):
 class Wrapper(Divided):
     """The form that has a shape, but no memory.
 
-    What all have lies in slots: every operation makes one, and a table of attributes would cost a quarter of that. They
-    bear the names that torch gives them as it makes one, see `made_as_dtensors_are`.
+    What all have lies in slots: every operation makes one, and a table of attributes would cost a quarter of that. The
+    names of these are torch's, see `made_as_dtensors_are`.
     """
 
     __slots__ = ("_local_tensor", "_spec")
@@ -231,8 +232,7 @@ class Viewed(Wrapper):
 class _Traced(Divided):
     """The form within graphs: a name for the rank's own elements that tells the shape of the whole.
 
-    Compilers read through methods that torch has written in Python, without asking for rules, but ask for functions; so
-    these methods call the functions.
+    Compilers ask for rules of functions, but not of methods that torch has written in Python: these call functions.
     """
 
     form = Form(torch.Size(), {})  # nothing is noted in it
