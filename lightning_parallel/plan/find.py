@@ -44,7 +44,7 @@ def from_metadata(module: nn.Module) -> ParallelPlan | None:
         patterns = tuple(dict.fromkeys(starred(f"{name}.{child}" if name else child) for child in found))
         if patterns:
             source = f"the metadata of {type(part).__name__}"
-            return ParallelPlan(blocks=patterns, positions="position_ids", source=source, inferred=True)
+            return ParallelPlan(blocks=patterns, source=source, inferred=True)
     return None
 
 

@@ -23,7 +23,6 @@ class ParallelPlan:
             and compile wrap, and what a pipeline cuts. Where a plan names none, what it leaves out is found.
         styles: pattern of a weight's module -> tensor style ("colwise", "rowwise", ...).
         sequence_dim: the dimension of the batch's tensors that runs along the sequence.
-        positions: the name of the batch's (or the model's) position input, None if the model makes its own.
         experts: patterns of the modules that hold experts.
         whole_batch: patterns of modules that compare samples with each other, as a contrastive loss or the balance of
             routers does: they get the samples of all ranks, along the first dimension of their tensors.
@@ -37,7 +36,6 @@ class ParallelPlan:
     blocks: tuple[str, ...] | str = ()
     styles: Mapping[str, str] = field(default_factory=dict)
     sequence_dim: int = 1
-    positions: str | None = None
     experts: tuple[str, ...] | str = ()
     whole_batch: tuple[str, ...] | str = ()
     source: str = "the plan given"

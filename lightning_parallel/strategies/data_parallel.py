@@ -17,4 +17,4 @@ class DataParallelStrategy(MeshStrategy):
     def __init__(
         self, size: Size = "auto", *, compression: Compression | None = None, bucket_mb: float = 25, **lightning: Any
     ) -> None:
-        super().__init__([DataParallel(size, compression, bucket_mb)], **lightning)
+        super().__init__([DataParallel(size, compression=compression, bucket_mb=bucket_mb)], **lightning)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
 from torch import nn
@@ -30,13 +30,14 @@ class DataParallel(Technique):
         size: number of replicas; "auto" takes the ranks that no other technique claims.
         compression: what gradients travel as: "bf16" or "fp16" (half the bytes), "powersgd" (rank-1 approximation with
             error feedback after ten exact steps), or None for their own dtype.
-        bucket_mb: megabytes of gradients in one message.
+        bucket_mb: MiB of gradients in one message.
 
     Raises:
         ValueError: an unknown compression or a bucket size that is not positive.
     """
 
     size: Size = "auto"
+    _: KW_ONLY
     compression: Compression | None = None
     bucket_mb: float = 25
 

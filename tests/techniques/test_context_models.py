@@ -15,7 +15,14 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_parallel import ContextParallel, ContextParallelStrategy, HybridStrategy, TensorParallel, Zero
+from lightning_parallel import (
+    ContextParallel,
+    ContextParallelStrategy,
+    HybridStrategy,
+    ParallelPlan,
+    TensorParallel,
+    Zero,
+)
 from tests.rank_process import leave_group
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.tiers import sampled
@@ -246,6 +253,38 @@ def test_beside_tensor_parallel(model: type[Model]) -> None:
     for metrics, found in run_on_ranks(4, trained, model, both):
         expected, weights = begun.result()
         assert metrics == pytest.approx(expected, rel=1e-10)
+        torch.testing.assert_close(found, weights, rtol=1e-9, atol=1e-11)
+
+
+class TimeFirst(Model):
+    """Sequences run along the first dimension; it tells how many positions this rank's logits have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head, self.own = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS), set[int]()
+
+    def loss(self, batch: Any) -> Tensor:
+        heads = self.words(batch["words"]).unflatten(2, (2, -1)).permute(1, 2, 0, 3)
+        h = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True).permute(2, 0, 1, 3).flatten(2)
+        logits = self.head(h)
+        self.own.add(getattr(logits, "own", logits).shape[0])
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+    @staticmethod
+    def batches() -> list[Any]:
+        made = [tokens(length).T for length in (12, 9)]
+        return [{"words": words, "labels": words.roll(-1, 0)} for words in made]
+
+    def on_fit_end(self) -> None:
+        self.trainer.callback_metrics["own"] = torch.tensor(float(sum(self.own)))
+
+
+def test_sequences_along_another_dimension() -> None:
+    expected, weights = begun_on_one(trained, TimeFirst, None).result()
+    plan = ParallelPlan(sequence_dim=0)
+    for metrics, found in run_on_ranks(2, trained, TimeFirst, partial(ContextParallelStrategy, 2, plan=plan)):
+        assert metrics.pop("own") < 0.6 * expected["own"]
+        assert metrics == pytest.approx({name: expected[name] for name in metrics}, rel=1e-10)
         torch.testing.assert_close(found, weights, rtol=1e-9, atol=1e-11)
 
 
