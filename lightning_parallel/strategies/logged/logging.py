@@ -183,7 +183,8 @@ class StepLog:
             )
         if self._inside_step:
             seen, own = self._elsewhere or (self._seen_of(result, value, parts), ())
-            self._logged[key] = StepValue(result, value, parts, before, seen, own=own)
+            kept = value.detach().clone() if isinstance(value, Tensor) else value
+            self._logged[key] = StepValue(result, kept, value, parts, before, seen, own=own)
             return
         if has_step_value(result):
             weight = self._share / self._ranks if result.meta.is_mean_reduction else 1.0
@@ -197,7 +198,7 @@ class StepLog:
             return SeenKind(None)
         kind = None if self._watch is None else self._watch.kind_of(value)
         if kind is None:
-            kind = next((each.seen.kind for each in self._logged.values() if each.value is value), None)
+            kind = next((each.seen.kind for each in self._logged.values() if each.origin is value), None)
         if kind is None:
             (kind,) = self.kinds.of(self._module._current_fx_name or "", ("logged", result.meta.name), [value], None)
         samples = None if self.means is None else batch_size(self.means.batch)

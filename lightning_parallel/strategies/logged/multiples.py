@@ -48,7 +48,7 @@ class Multiples:
         if means is None:
             return value, {}
         if isinstance(value, Tensor) and (parts := means.parts_of(value)):
-            return value, parts
+            return value, {number: part.detach().clone() for number, part in parts.items()}  # as they are now
         return self._without_graph((hook, name), value, means, watch)
 
     def _without_graph(
@@ -61,7 +61,7 @@ class Multiples:
         made = self._made.get(key)
         if made is None or made.known != known:
             return value, {}
-        part = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64).detach()
+        part = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64).detach().clone()
         if not made.of_quotient:
             return value, {made.number: part}
         _, _, divisor = means.quotients[made.number]

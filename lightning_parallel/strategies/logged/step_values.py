@@ -30,7 +30,8 @@ class StepValue:
 
     Attributes:
         result: Lightning's.
-        value: as it was given.
+        value: as it was then: a step may change it in place later, and memory of ZeRO 3 goes when the step ends.
+        origin: as it was given.
         parts: what means contribute to it, by their numbers.
         before: the epoch's value and samples before it; None at their beginning.
         seen: of what kind it is.
@@ -40,6 +41,7 @@ class StepValue:
 
     result: _ResultMetric
     value: Any
+    origin: Any
     parts: dict[int, Tensor]
     before: tuple[Any, Any] | None
     seen: SeenKind
