@@ -28,10 +28,14 @@ class Logs(LightningModule):
         self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
         self.scales, self.temperature = nn.Parameter(torch.tensor([1.0, 2.0])), nn.Parameter(torch.tensor(0.5))
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+    def forward(self, batch: Tensor) -> Tensor:
         hidden = batch
         for block in self.blocks:
             hidden = block(hidden).tanh()
+        return hidden
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        hidden = self(batch)
         loss = hidden.square().mean() * self.scales[0] + self.temperature * self.scales[1]
         self.log("scale", self.scales[0])
         self.log("temperature", self.temperature, on_epoch=True)
@@ -40,6 +44,12 @@ class Logs(LightningModule):
         self._log_and_change("mean", nn.functional.mse_loss(hidden, batch).detach())
         self._log_and_change("constant", torch.ones(()))
         return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self._log_and_change("val_mean", nn.functional.mse_loss(self(batch), batch))
+        self.log("val_scale", self.scales[0])
+        self.log("val_temperature", self.temperature.detach())
+        self.log("val_weight", self.blocks[0].weight[0, 0])
 
     def _log_and_change(self, name: str, value: Tensor) -> None:
         self.log(name, value, on_step=True, on_epoch=True)
@@ -66,7 +76,7 @@ def logged(make_strategy: Callable[[], Any] | None, batch: int) -> list[dict[str
     torch.manual_seed(0)
     samples, noted = torch.randn(16, 8, generator=torch.Generator().manual_seed(1)).double(), Noted()
     run = trainer(make_strategy() if make_strategy else "auto", max_epochs=2, callbacks=[noted])
-    run.fit(Logs().double(), DataLoader(samples, batch))
+    run.fit(Logs().double(), DataLoader(samples, batch), DataLoader(samples[:8], batch))
     return noted.metrics
 
 
