@@ -163,6 +163,10 @@ class ByHand(LightningModule):
             case "beside":  # a loss function's mean
                 mean = F.cross_entropy(logits.transpose(1, 2), target, ignore_index=0)
                 return mean + 0.5 * (logits.square().sum(-1) * mask).sum() / mask.sum()
+            case "penalised":
+                return self.mean(losses, mask) + 0.1 * logits.logsumexp(-1).square().mean()
+            case "decayed":
+                return self.mean(losses, mask) + 0.1 * self.head.weight.square().sum()
             case _:
                 return self.mean(losses, mask)
 
@@ -251,6 +255,21 @@ WAYS = ["floored", "masked", "positives", "summed", "selected", "logits", "besid
 @covering(keep=3, layout=LAYOUTS, way=WAYS)
 def test_means_by_hand_train_as_on_one_device(layout: str, way: str) -> None:
     check(layout, way)
+
+
+def weights(way: str, strategy: Callable[[], Any], readers: int) -> dict[str, Tensor]:
+    model = ByHand(way)
+    trainer(strategy(), precision="64-true", max_epochs=2).fit(model, padded(readers))
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("layout", ["data parallel", "pipeline", "pipelines of replicas"])
+@pytest.mark.parametrize("way", ["penalised", "decayed"])
+def test_beside_other_parts_of_a_loss_they_train_as_on_one_device(layout: str, way: str) -> None:
+    strategy, ranks, readers = LAYOUTS[layout]
+    begun = begun_on_one(weights, way, HybridStrategy, 1)
+    for found in run_on_ranks(ranks, weights, way, strategy, readers):
+        torch.testing.assert_close(found, begun.result(), rtol=0, atol=1e-9)
 
 
 def test_means_by_hand_of_manual_optimization_train_as_on_one_device() -> None:

@@ -194,7 +194,7 @@ class Executor:
     def _add_share(self, microbatch: int, means: Means, output: Any) -> None:
         loss = self._work.loss_of(output)
         if loss is not None:
-            means.rest_within(loss, together=True)
+            means.rest_within(loss, together=self._work.whole is None)  # one loss may have means that count apart
         self._work.shares.add(microbatch, means, loss)
 
     def _received(self, place: Place) -> Any:

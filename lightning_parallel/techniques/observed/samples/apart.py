@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_parallel.techniques.division import Sample
 from lightning_parallel.techniques.observed.samples.operations import Look, Operation, look_at
-from lightning_parallel.techniques.observed.samples.sums import growth_of_loss, no_sums
+from lightning_parallel.techniques.observed.samples.sums import growth_of_loss, mixed_count, no_sums
 from lightning_parallel.techniques.tools import microbatches
 from lightning_parallel.techniques.tools.telling import warn
 
@@ -34,6 +34,11 @@ STATISTICS = {
     "bends": (
         "The loss is made of what the step finds in all samples of a batch, and is no sum over them: {}",
         "it is that of each microbatch, averaged, not that of the batch of {}, so the curve is not that of one device",
+    ),
+    "counts": (
+        "The loss has a mean by hand, over as many as a mask leaves ({}), and another part",
+        "losses of microbatches count by samples, and not by what masks of the batch of {} leave, so the curve is not "
+        "that of one device",
     ),
     "grows": (
         "Of twice as many samples the loss is {} times as large, as a sum that is not divided by the number of samples",
@@ -99,7 +104,7 @@ def meetings(model: nn.Module, sample: Sample, parts: int, complete: bool, last:
             warn(_unchecked(f"on {2 * half} samples the step does something else than on {half}"))
         return []
     _warn_of_states(once)
-    return [*_pairs(once, twice, half), *_statistics(once, twice, sample)]
+    return [*_pairs(once, twice, half), *_statistics(once, twice, sample, half)]
 
 
 def _require_any_number(model: nn.Module, sample: Sample, parts: int, last: nn.Module) -> None:
@@ -169,11 +174,13 @@ def _is_of_pairs(one: Operation, two: Operation) -> bool:
     return two.numel > 2 * one.numel or sums
 
 
-def _statistics(once: Look, twice: Look, sample: Sample) -> Iterator[Meeting]:
+def _statistics(once: Look, twice: Look, sample: Sample, half: int) -> Iterator[Meeting]:
     """What is made of sums over all samples, and is no sum itself: the first of each kind in the blocks, and behind."""
     first: dict[tuple[str, bool], Operation] = {}
     for number, kind, one in no_sums(once, twice):
         first.setdefault((kind, number <= once.in_blocks), one)
+    if (counted := mixed_count(once, twice, half)) is not None:
+        first["counts", False] = counted
     for (kind, in_blocks), one in first.items():
         what, then = STATISTICS[kind]
         what = what.format(f"{one.name} makes a tensor of shape {one.shape}")

@@ -20,6 +20,7 @@ PRODUCTS = {"mm", "bmm"}
 ORDERS = {"roll", "flip", "rot90", "softmax", "log_softmax", "sort", "topk", "cumsum", "cumprod", "cummax", "cummin",
           "logcumsumexp"}  # fmt: skip
 """Operations of whose results each depends on others along a dimension, or stands where another one was."""
+SELECTS = {"index", "masked_select"}
 SUM = 2
 """How torch's loss functions are told to add up."""
 
@@ -38,6 +39,8 @@ class Operation:
         read: the numbers of the operations that made what it read.
         divisor: the number of the one that made what it divides by, None without one.
         factor: the known number by which it multiplies; 1 where it does not.
+        by_tensor: whether that is a tensor's, as the sum of a mask.
+        selects: whether it takes what a mask leaves.
         adds: whether it is a loss function that adds up.
     """
 
@@ -50,6 +53,8 @@ class Operation:
     read: frozenset[int]
     divisor: int | None
     factor: float
+    by_tensor: bool
+    selects: bool
     adds: bool
 
     def orders(self, twice: Operation) -> bool:
@@ -95,6 +100,7 @@ class Look(Watch):
         name = func._opname.strip("_").removesuffix("_helper")
         named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
         read = frozenset(mark for mark in map(mark_of, inputs) if mark is not None)
+        factor, by_tensor = _factor(name, args, inputs)
         operation = Operation(
             name,
             shapes=tuple(tuple(each.shape) for each in results),
@@ -104,7 +110,9 @@ class Look(Watch):
             training=bool(named.get("training", "_no_" not in func._opname)),
             read=read,
             divisor=mark_of(inputs[1]) if name == "div" and len(inputs) > 1 else None,
-            factor=_factor(name, args, inputs),
+            factor=factor,
+            by_tensor=by_tensor,
+            selects=name in SELECTS and any(each.dtype == torch.bool for each in inputs),
             adds=named.get("reduction") == SUM,
         )
         self.all.append(operation)
@@ -146,14 +154,14 @@ def _lengths(name: str, named: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple([given.shape[dim] for dim in chosen or range(given.dim())])
 
 
-def _factor(name: str, args: Sequence[Any], inputs: Sequence[Tensor]) -> float:
-    """The number by which an operation multiplies: Python's, or that of a tensor which depends on no parameter."""
+def _factor(name: str, args: Sequence[Any], inputs: Sequence[Tensor]) -> tuple[float, bool]:
+    """The number by which an operation multiplies, and whether a tensor has it, which depends on no parameter."""
     if name not in ("mul", "div") or len(args) < 2:
-        return 1.0
+        return 1.0, False
     known = [each for each in inputs if each.numel() == 1 and not each.is_meta and mark_of(each) is None]
     numbers = [*map(float, known), *(each for each in args[:2] if isinstance(each, (int, float)))]
     number = numbers[0] if len(numbers) == 1 else 1.0
-    return 1 / number if name == "div" and number else number
+    return 1 / number if name == "div" and number else number, len(known) == len(numbers) == 1
 
 
 def look_at(model: nn.Module, sample: Sample, batch: Any, last: nn.Module) -> Look:

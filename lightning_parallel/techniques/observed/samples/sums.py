@@ -63,6 +63,50 @@ def _adds_up(one: Operation, reduced: Set[int]) -> bool:
     return alone and one.name in LINEAR and one.divisor not in reduced
 
 
+# -------------------------------------------------------------------- counts
+
+
+def mixed_count(once: Look, twice: Look, samples: int) -> Operation | None:
+    """The first mean by hand, over what a mask leaves, in a loss that has other parts or such a mean over others.
+
+    The share that a microbatch has in such a mean is that of what its mask leaves; in other parts it has another one.
+
+    Args:
+        once: a step.
+        twice: on each sample twice.
+        samples: of the first one.
+    """
+    means = _counted(once, twice, samples)
+    ahead, ends, others = [*once.losses], set[int](), False
+    while ahead:
+        number = ahead.pop()
+        one = once.all[number - 1]
+        if number in means:
+            ends.add(number)
+        elif not one.read or _is_of_samples(one, once, twice):
+            others = True
+        else:
+            ahead.extend(one.read)
+    divisors = {means[number] for number in ends}
+    several = len(divisors) > 1 or (len(ends) > 1 and None in divisors)
+    return once.all[min(ends) - 1] if ends and (others or several) else None
+
+
+def _counted(once: Look, twice: Look, samples: int) -> dict[int, float | None]:
+    """The operations that make such a mean, by their numbers, and over how many; None where that is not known."""
+    found: dict[int, float | None] = {}
+    selected: set[int] = set()
+    for number, (one, two) in enumerate(zip(once.all, twice.all, strict=False), start=1):
+        if two.numel > one.numel:
+            if one.selects or one.read & selected:
+                selected.add(number)
+        elif one.read & selected and (one.name == "mean" or one.is_loss):
+            found[number] = None
+        elif one.factor != two.factor and one.factor and (one.by_tensor or (1 / one.factor) % samples):
+            found[number] = 1 / one.factor
+    return found
+
+
 # -------------------------------------------------------------------- growth
 
 
