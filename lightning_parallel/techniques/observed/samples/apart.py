@@ -36,9 +36,9 @@ STATISTICS = {
         "it is that of each microbatch, averaged, not that of the batch of {}, so the curve is not that of one device",
     ),
     "counts": (
-        "The loss has a mean by hand, over as many as a mask leaves ({}), and another part",
-        "losses of microbatches count by samples, and not by what masks of the batch of {} leave, so the curve is not "
-        "that of one device",
+        "The loss has a mean over what a mask or ignored targets leave ({}), and another part, or a number divides it",
+        "losses of microbatches count as a whole, and not each part by what is left of the batch of {}, so the curve "
+        "is not that of one device",
     ),
     "grows": (
         "Of twice as many samples the loss is {} times as large, as a sum that is not divided by the number of samples",

@@ -21,8 +21,8 @@ ORDERS = {"roll", "flip", "rot90", "softmax", "log_softmax", "sort", "topk", "cu
           "logcumsumexp"}  # fmt: skip
 """Operations of whose results each depends on others along a dimension, or stands where another one was."""
 SELECTS = {"index", "masked_select"}
-SUM = 2
-"""How torch's loss functions are told to add up."""
+MEAN, SUM = 1, 2
+"""How torch's loss functions are told to take the mean, and to add up."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Operation:
         factor: the known number by which it multiplies; 1 where it does not.
         by_tensor: whether that is a tensor's, as the sum of a mask.
         selects: whether it takes what a mask leaves.
+        targets: over how many a loss function's mean goes, if it is not over all of them alike; else None.
         adds: whether it is a loss function that adds up.
     """
 
@@ -55,6 +56,7 @@ class Operation:
     factor: float
     by_tensor: bool
     selects: bool
+    targets: float | None
     adds: bool
 
     def orders(self, twice: Operation) -> bool:
@@ -113,6 +115,7 @@ class Look(Watch):
             factor=factor,
             by_tensor=by_tensor,
             selects=name in SELECTS and any(each.dtype == torch.bool for each in inputs),
+            targets=_targets(named, inputs),
             adds=named.get("reduction") == SUM,
         )
         self.all.append(operation)
@@ -162,6 +165,17 @@ def _factor(name: str, args: Sequence[Any], inputs: Sequence[Tensor]) -> tuple[f
     numbers = [*map(float, known), *(each for each in args[:2] if isinstance(each, (int, float)))]
     number = numbers[0] if len(numbers) == 1 else 1.0
     return 1 / number if name == "div" and number else number, len(known) == len(numbers) == 1
+
+
+def _targets(named: Mapping[str, Any], inputs: Sequence[Tensor]) -> float | None:
+    """See `Operation.targets`: some are ignored, or classes have weights."""
+    if "ignore_index" not in named or named["reduction"] != MEAN or any(each.is_meta for each in inputs[1:]):
+        return None
+    _, target, *weight = inputs
+    counted = target[target != named["ignore_index"]]
+    if weight:
+        return float(weight[0][counted].sum())
+    return None if counted.numel() == target.numel() else float(counted.numel())
 
 
 def look_at(model: nn.Module, sample: Sample, batch: Any, last: nn.Module) -> Look:

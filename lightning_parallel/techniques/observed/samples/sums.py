@@ -19,6 +19,8 @@ LINEAR = {"add", "sub", "rsub", "neg", "div", "addcdiv", "lerp", "to_copy", "cop
           "repeat", "unsafe_split", "split_with_sizes", "constant_pad_nd", "masked_fill", "tril", "triu",
           *SUMS, *MULTIPLIES, *SELECTIONS}  # fmt: skip
 """Operations on sums over samples, with one such operand, that give sums over samples."""
+CLOSE = 1e-6
+"""How far a number may be from a whole one that was divided by, and multiplied again."""
 
 
 def no_sums(once: Look, twice: Look) -> Iterator[tuple[int, str, Operation]]:
@@ -67,9 +69,10 @@ def _adds_up(one: Operation, reduced: Set[int]) -> bool:
 
 
 def mixed_count(once: Look, twice: Look, samples: int) -> Operation | None:
-    """The first mean by hand, over what a mask leaves, in a loss that has other parts or such a mean over others.
+    """The first mean over what masks leave in a loss that has other parts, or such a mean over others.
 
-    The share that a microbatch has in such a mean is that of what its mask leaves; in other parts it has another one.
+    The share of a microbatch in such a mean is that in what masks leave; in other parts it has another one. Of a mean
+    that is the whole loss the share is known, but where the step divides by a number of Python's.
 
     Args:
         once: a step.
@@ -77,19 +80,20 @@ def mixed_count(once: Look, twice: Look, samples: int) -> Operation | None:
         samples: of the first one.
     """
     means = _counted(once, twice, samples)
-    ahead, ends, others = [*once.losses], set[int](), False
+    ahead, found, alone = [*once.losses], set[int](), True
     while ahead:
         number = ahead.pop()
         one = once.all[number - 1]
         if number in means:
-            ends.add(number)
-        elif not one.read or _is_of_samples(one, once, twice):
-            others = True
-        else:
+            found.add(number)
+            alone = alone and (one.factor == 1 or one.by_tensor)
+        elif one.read and not _is_of_samples(one, once, twice):
             ahead.extend(one.read)
-    divisors = {means[number] for number in ends}
-    several = len(divisors) > 1 or (len(ends) > 1 and None in divisors)
-    return once.all[min(ends) - 1] if ends and (others or several) else None
+        else:
+            alone = False
+    over = {means[number] for number in found}
+    alike = len(found) == 1 or (len(over) == 1 and None not in over)
+    return once.all[min(found) - 1] if found and not (alone and alike) else None
 
 
 def _counted(once: Look, twice: Look, samples: int) -> dict[int, float | None]:
@@ -100,11 +104,19 @@ def _counted(once: Look, twice: Look, samples: int) -> dict[int, float | None]:
         if two.numel > one.numel:
             if one.selects or one.read & selected:
                 selected.add(number)
+        elif one.targets is not None:
+            found[number] = one.targets
         elif one.read & selected and (one.name == "mean" or one.is_loss):
             found[number] = None
-        elif one.factor != two.factor and one.factor and (one.by_tensor or (1 / one.factor) % samples):
+        elif one.factor != two.factor and one.factor and not _is_of_all(1 / one.factor, samples, one.by_tensor):
             found[number] = 1 / one.factor
     return found
+
+
+def _is_of_all(divisor: float, samples: int, by_tensor: bool) -> bool:
+    """Whether a number that depends on the samples is one of Python's that counts so many for each."""
+    each = divisor / samples
+    return not by_tensor and abs(each - round(each)) < CLOSE
 
 
 # -------------------------------------------------------------------- growth
