@@ -42,7 +42,7 @@ from lightning_parallel.strategies.logged.step_values import (
     step_value,
     without_effect,
 )
-from lightning_parallel.strategies.logged.sums import OPERATIONS, BatchSums, OfMean, number_of, scale_together
+from lightning_parallel.strategies.logged.sums import OPERATIONS, BatchSums, OfMean, number_of, scale
 from lightning_parallel.strategies.ranks.agreement import (
     BACKWARD,
     BEGUN,
@@ -338,7 +338,7 @@ class StepLog:
     def scale(self, means: Means) -> None:
         """Fills in by what the gradients of means are multiplied whose backward runs within the step."""
         if self._ranks > 1:
-            scale_together(means, self._weight(), self._group, self._module.device)
+            scale(means, self._weight(), self._group, self._module.device)
 
     def counted(self, loss: Tensor) -> Tensor:
         """A loss that went backward, each mean in it counting in the average over ranks as its gradient does."""

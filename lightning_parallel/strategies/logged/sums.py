@@ -137,22 +137,32 @@ class BatchSums:
         return self._values
 
 
-def scale_together(means: Means, share: float, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Fills in one scale for all means of a step, of which ranks may have different numbers; all of them call it.
+def scale(means: Means, share: float, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Fills in by what the gradients of means are multiplied; all ranks call it, which may have other numbers of them.
 
     Args:
-        means: count as a whole.
+        means: of a step; they count as a whole where ranks have other numbers of them.
         share: see `BatchSums`.
         group: the ranks.
         device: where numbers are.
     """
+    number = number_of(means, {})
+    least = within_reach(torch.tensor([number, -number], device=device), group)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+    if least[0] != -least[1]:
+        _scale_together(means, share, group, device)
+    elif means.all:
+        BatchSums([], means, share, group).values()
+
+
+def _scale_together(means: Means, share: float, group: dist.ProcessGroup, device: torch.device) -> None:
     zero = torch.zeros((), dtype=torch.float64, device=device)
     over = (means.over if share else None) or Over(zero, zero)
     total = within_reach(over.count.clone(), group)
     dist.all_reduce(total, group=group)
-    scale = _scale(over.divisor, _floored(total.to(device), over), group.size(), share)
+    factor = _scale(over.divisor, _floored(total.to(device), over), group.size(), share)
     for mean in means.all:
-        mean.scale.factor = scale
+        mean.scale.factor = factor
 
 
 def _floored(total: Tensor, over: Over) -> Tensor:

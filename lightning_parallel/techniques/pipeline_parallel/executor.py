@@ -40,12 +40,10 @@ class LossStage:
 
     Attributes:
         step: runs the user's step on the batch.
-        scale: fills in by what the gradients of its means are multiplied, for all ranks that read different samples.
         join: makes what the last block's stage would hand on for the batch, of what it handed on for microbatches.
     """
 
     step: Callable[[], Any]
-    scale: Callable[[Means], None]
     join: Callable[[Sequence[HandedOn]], HandedOn]
 
 
@@ -56,6 +54,8 @@ class Work:
     Attributes:
         steps: run the user's step on each microbatch.
         whole: runs it on the batch, for a stage that computes the loss of all microbatches; None where there is none.
+        scale_means: fills in by what gradients of means are multiplied that count apart, for all ranks that read
+            different samples.
         handed_on: makes of what a stage returned a value that can be sent.
         received: the opposite.
         signatures: what the shapes of each microbatch are recognised by.
@@ -69,6 +69,7 @@ class Work:
 
     steps: Sequence[Callable[[], Any]]
     whole: LossStage | None
+    scale_means: Callable[[Means], None]
     handed_on: Callable[[Any], Any]
     received: Callable[[Any], Any]
     signatures: Sequence[Hashable]
@@ -87,7 +88,7 @@ class Work:
 
     def means_of(self, microbatch: int) -> list[Tensor]:
         """Values that count in the batch by the share of a microbatch: means over targets, and the loss of training."""
-        loss = self.loss_of(self.outputs[microbatch]) if self.backward else None
+        loss = self.loss_of(self.outputs[microbatch]) if self.backward and not self.shares.whole else None
         return [*self.shares.means.get(microbatch, []), *([] if loss is None else [loss])]
 
 
@@ -160,7 +161,7 @@ class Executor:
         received = self._received(place)
         if self._work.backward:
             received = map_tensors(lambda tensor: _entering(tensor, inputs), received)
-        means = Means(elements=False) if stage == self._last else None
+        means = Means(elements=self._work.shares.whole) if stage == self._last else None
         received = self._work.received(received)
         output = self._stages.run(stage, received, self._work.steps[microbatch], means, microbatch)
         if stage < self._last:
@@ -179,7 +180,7 @@ class Executor:
         inputs: list[list[Tensor]] = [[] for _ in handed]
         if self._work.backward:
             handed = [map_tensors(partial(_leaf, inputs=own), one) for own, one in zip(inputs, handed, strict=True)]
-        means = Means(elements=False)
+        means = Means()
         received = whole.join([self._work.received(one) for one in handed])
         output = self._stages.run(self._last, received, whole.step, means)
         if count > 1:
@@ -187,15 +188,16 @@ class Executor:
         self._keep_result((self._last, 0), [leaf for own in inputs for leaf in own], output)
         self._add_share(0, means, output)
         if self._work.backward:
-            whole.scale(means)
             made = iter(self._gradients_of((self._last, 0), self._saved.pop((self._last, 0))))
             self._handed_back |= {(self._last - 1, k): [next(made) for _ in own] for k, own in enumerate(inputs)}
 
     def _add_share(self, microbatch: int, means: Means, output: Any) -> None:
         loss = self._work.loss_of(output)
         if loss is not None:
-            means.rest_within(loss, together=self._work.whole is None)  # one loss may have means that count apart
+            means.rest_within(loss, together=not self._work.shares.whole)
         self._work.shares.add(microbatch, means, loss)
+        if self._work.shares.whole and self._work.backward:
+            self._work.scale_means(means)
 
     def _received(self, place: Place) -> Any:
         stage, _ = place

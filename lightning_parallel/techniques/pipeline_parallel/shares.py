@@ -23,7 +23,7 @@ class Shares:
         sizes: the samples of each microbatch.
         weight: how much this rank's samples count against those of others.
         unit: so many targets count as one in backwards, to keep gradients of a usual size; the same on all ranks.
-        whole: whether there is one loss, whose gradients count by targets where they are computed.
+        whole: whether there is one loss, each of whose means counts by its targets where it is computed.
         alone: whether no other rank has samples of this batch.
         looks: whether it is to be seen what else than one mean over targets is in the losses.
     """
@@ -33,9 +33,9 @@ class Shares:
     ) -> None:
         self.sizes = sizes
         self._of_samples = [size / sum(sizes) for size in sizes]
-        self._weight, self._unit, self._whole, self._alone = weight, unit, whole, alone
+        self._weight, self._unit, self.whole, self._alone = weight, unit, whole, alone
         self._overs: dict[int, Over] = {}
-        self._looks = looks and not whole and len(sizes) > 1
+        self._looks = looks and len(sizes) > 1
         self._apart: dict[int, tuple[list[Tensor], bool]] = {}
         self.means: dict[int, list[Tensor]] = {}
 
@@ -44,13 +44,13 @@ class Shares:
         self.means[microbatch] = means.values
         if self._looks and loss is not None and loss.grad_fn is not None:
             self._apart[microbatch] = [mean.over.divisor for mean in means.counting], means.make_all_of(loss)
-        over = means.over
+        over = None if self.whole else means.over
         if over is not None:
             self._overs[microbatch] = over
 
     def seed(self, microbatch: int) -> Tensor | float:
         """The factor by which the backward of a microbatch multiplies its loss."""
-        if self._whole or microbatch not in self._overs or not self._weight:
+        if microbatch not in self._overs or not self._weight:
             return self._of_samples[microbatch] * self._weight
         seed: Tensor = self._overs[microbatch].divisor / self._unit
         return seed
@@ -71,11 +71,10 @@ class Shares:
             )
         counts = [float(over.divisor) for _, over in sorted(self._overs.items())]
         total = sum(counts)
-        unit = None if self._whole else self._unit
         if not total and not self._alone:  # the losses are 0, and other ranks may have targets
-            return self._of_samples, unit
+            return self._of_samples, self._unit
         # a batch without targets has no gradient, as on one device
-        return [count / total if total else math.nan for count in counts], unit
+        return [count / total if total else math.nan for count in counts], self._unit
 
     def mixes(self) -> bool:
         """Whether losses count otherwise than one device counts them: by all targets of a microbatch together.

@@ -66,6 +66,7 @@ class PipelineStep(WrappedStep):
         made: where the model is cut.
         schedule: what each rank does, and when.
         dims: where samples are in what modules return, if what follows the blocks runs once for the batch; else None.
+        apart: see `Seen`.
         unit: see `Shares`.
         group: the ranks of this pipeline.
         device: where the model runs.
@@ -78,12 +79,14 @@ class PipelineStep(WrappedStep):
         made: Cut,
         schedule: Schedule,
         dims: Dims | None,
+        apart: bool,
         unit: float,
         group: dist.ProcessGroup,
         device: torch.device,
     ) -> None:
         super().__init__(inner)
         self._schedule, self._dims, self._unit, self._group, self._cut = schedule, dims, unit, group, made
+        self._apart = apart
         self._lane = Lane(group, device)
         self._rank = group.rank()
         self._here = schedule.stages_of(self._rank)
@@ -161,6 +164,7 @@ class PipelineStep(WrappedStep):
         return Work(
             steps=[partial(_named, run, part, *rest, **kwargs) for part in parts],
             whole=self._whole(sizes, run, partial(_named, run, map_tensors(Tensor.clone, batch), *rest, **kwargs)),
+            scale_means=run.scale,
             handed_on=run.handed_on,
             received=run.received,
             signatures=[(training, *_signature(part)) for part in parts],
@@ -170,7 +174,7 @@ class PipelineStep(WrappedStep):
                 sizes if self._dims is None else [size],
                 self._coming.weight,
                 self._unit,
-                self._dims is not None or (count == 1 and self._coming.alone),
+                self._apart or (count == 1 and self._coming.alone),
                 self._coming.alone,
                 looks=training and self._looks_left > 0,
             ),
@@ -193,7 +197,7 @@ class PipelineStep(WrappedStep):
         if self._dims is None:
             return None
         join = partial(joined, sizes=sizes, dims=self._dims, blocks=self._cut.seen.blocks)
-        return LossStage(step, run.scale, join)
+        return LossStage(step, join)
 
     def _in_turns(self) -> dict[nn.Parameter, int]:
         ends = {action.stage: turn for turn, action in enumerate(self._schedule.computations[self._rank])}

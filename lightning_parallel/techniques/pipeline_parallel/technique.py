@@ -23,7 +23,7 @@ from lightning_parallel.techniques.division import Division, Ground, Sample
 from lightning_parallel.techniques.observed.positions import Traversal
 from lightning_parallel.techniques.observed.recorder import traverse
 from lightning_parallel.techniques.observed.refusals import BlocksMissingError
-from lightning_parallel.techniques.observed.samples.apart import Meeting, meetings
+from lightning_parallel.techniques.observed.samples.apart import Meeting, counts_apart, meetings
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut, cut, names_elsewhere
 from lightning_parallel.techniques.pipeline_parallel.joined import Dims, sample_dims
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import (
@@ -111,8 +111,11 @@ class PipelineParallel(Technique):
         schedule = make_schedule(self.schedule, ranks, count, self.stages_per_rank)
         cut(seen, schedule.stages, self.split)  # a model that cannot be cut, or a batch, is refused here
         split(one.batch, min(count, one.size or count), one.layout)
-        dims = self._dims(model, ground, one, Seen(seen, count, 1), schedule.stages) if count > 1 else None
-        return Seen(seen, count, _targets(one), dims)
+        targets, last = _targets(one), model.get_submodule(seen.blocks[-1])
+        if count == 1:
+            return Seen(seen, count, targets, None, ground.mesh.data.size() > 1 and counts_apart(model, one, last))
+        dims = self._dims(model, ground, one, Seen(seen, count, 1), schedule.stages)
+        return Seen(seen, count, targets, dims, dims is not None)
 
     def _dims(self, model: nn.Module, ground: Ground, one: Sample, seen: Seen, stages: int) -> Dims | None:
         """Where samples are in what goes to the loss, if it is computed over the batch; None for microbatches."""
@@ -167,7 +170,7 @@ class PipelineParallel(Technique):
         names = set(names_elsewhere(model, made, here))
         elsewhere.hide(model, names, lambda tensor: elsewhere.StandIn(tensor, mesh.device))
         elsewhere.mark_emptied(model)
-        return DividedLayers(model, mesh, made, schedule, seen.dims, seen.targets)
+        return DividedLayers(model, mesh, made, schedule, seen.dims, seen.apart, seen.targets)
 
 
 @dataclass(frozen=True)
@@ -179,12 +182,14 @@ class Seen:
         microbatches: into how many parts a batch is divided.
         targets: about how many there are in a batch; for the size of gradients only.
         dims: where samples are in what goes to a loss over the whole batch; None for one over each microbatch.
+        apart: whether means in a loss over the whole batch count apart, and not as a whole.
     """
 
     step: Traversal
     microbatches: int
     targets: int
     dims: Dims | None = None
+    apart: bool = False
 
 
 @dataclass(eq=False)
@@ -195,6 +200,7 @@ class DividedLayers(Division):
     made: Cut
     schedule: Schedule
     dims: Dims | None
+    apart: bool
     targets: int
 
     @property
@@ -205,7 +211,9 @@ class DividedLayers(Division):
     def step(self, step: Step) -> Step:
         """Runs the schedule in every step."""
         group, device = self.mesh["pp"].get_group(), self.mesh.device
-        return PipelineStep(step, self.model, self.made, self.schedule, self.dims, self.targets, group, device)
+        return PipelineStep(
+            step, self.model, self.made, self.schedule, self.dims, self.apart, self.targets, group, device
+        )
 
 
 def _named_after(model: nn.Module, plan: ParallelPlan, seen: Traversal) -> list[str]:
@@ -231,7 +239,7 @@ def solved_by_batch(met: Sequence[Meeting]) -> list[Meeting]:
     Where samples meet in blocks too, the curve is not that of one device; then only what would be wrong is mended.
     """
     in_blocks = any(meeting.in_blocks for meeting in met)
-    return [meeting for meeting in met if not meeting.in_blocks and (meeting.wrong or not in_blocks)]
+    return [each for each in met if not each.in_blocks and (each.wrong or each.far or not in_blocks)]
 
 
 def _tell_loss_over_batch(solved: Sequence[Meeting], readers: int) -> None:

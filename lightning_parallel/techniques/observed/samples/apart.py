@@ -57,12 +57,14 @@ class Meeting:
         then: happens in microbatches.
         wrong: whether microbatches would train on another loss, not one that is close.
         in_blocks: whether it comes before the last block has returned.
+        far: whether the loss that is told is far from the right one.
     """
 
     what: str
     then: str
     wrong: bool
     in_blocks: bool
+    far: bool = False
 
     def refuse(self) -> None:
         """Raises, or warns.
@@ -89,14 +91,9 @@ def meetings(model: nn.Module, sample: Sample, parts: int, complete: bool, last:
     Raises:
         ValueError: the step fails on a part of a batch.
     """
-    size = sample.size or 1
-    layout = sample.layout
-    some = microbatches.split(sample.batch, 2, layout)[-1] if size > 1 else sample.batch  # the smaller one, if any is
-    half = microbatches.samples_in(some, layout) or 1
-    once = look_at(model, sample, some, last)
-    twice = look_at(model, sample, microbatches.again(some, layout), last)
+    once, twice, half = _looks(model, sample, last)
     if complete:
-        _require_any_number(model, sample, min(parts, size), last)
+        _require_any_number(model, sample, min(parts, sample.size or 1), last)
     if once.error is not None or twice.error is not None:
         warn(_unchecked(f"on {half} or {2 * half} samples the step failed: {once.error or twice.error!r}"))
     if not _do_the_same(once, twice):
@@ -105,6 +102,22 @@ def meetings(model: nn.Module, sample: Sample, parts: int, complete: bool, last:
         return []
     _warn_of_states(once)
     return [*_pairs(once, twice, half), *_statistics(once, twice, sample, half)]
+
+
+def counts_apart(model: nn.Module, sample: Sample, last: nn.Module) -> bool:
+    """Whether the loss has means that do not count as a whole, see `mixed_count`; for arguments see `meetings`."""
+    once, twice, half = _looks(model, sample, last)
+    return _do_the_same(once, twice) and mixed_count(once, twice, half, later=True) is not None
+
+
+def _looks(model: nn.Module, sample: Sample, last: nn.Module) -> tuple[Look, Look, int]:
+    """A step on half of a batch, and on the same twice; and how many samples that half has."""
+    layout = sample.layout
+    divided = (sample.size or 1) > 1
+    some = microbatches.split(sample.batch, 2, layout)[-1] if divided else sample.batch  # the smaller one, if any is
+    twice = microbatches.again(some, layout)
+    half = microbatches.samples_in(some, layout) or 1
+    return look_at(model, sample, some, last), look_at(model, sample, twice, last), half
 
 
 def _require_any_number(model: nn.Module, sample: Sample, parts: int, last: nn.Module) -> None:
@@ -184,7 +197,7 @@ def _statistics(once: Look, twice: Look, sample: Sample, half: int) -> Iterator[
     for (kind, in_blocks), one in first.items():
         what, then = STATISTICS[kind]
         what = what.format(f"{one.name} makes a tensor of shape {one.shape}")
-        yield Meeting(what, then.format(sample.size), False, in_blocks)
+        yield Meeting(what, then.format(sample.size), False, in_blocks, far=kind == "counts")
     growth = growth_of_loss(once, twice)
     if growth is not None and abs(growth - 1) > CLOSE:
         what, then = STATISTICS["grows"]

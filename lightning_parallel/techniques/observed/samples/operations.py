@@ -41,7 +41,8 @@ class Operation:
         factor: the known number by which it multiplies; 1 where it does not.
         by_tensor: whether that is a tensor's, as the sum of a mask.
         selects: whether it takes what a mask leaves.
-        targets: over how many a loss function's mean goes, if it is not over all of them alike; else None.
+        targets: over how many the mean of a loss function goes that may ignore some or weigh them; else None.
+        uneven: whether it does.
         adds: whether it is a loss function that adds up.
     """
 
@@ -57,6 +58,7 @@ class Operation:
     by_tensor: bool
     selects: bool
     targets: float | None
+    uneven: bool
     adds: bool
 
     def orders(self, twice: Operation) -> bool:
@@ -103,6 +105,7 @@ class Look(Watch):
         named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
         read = frozenset(mark for mark in map(mark_of, inputs) if mark is not None)
         factor, by_tensor = _factor(name, args, inputs)
+        targets, uneven = _targets(named, inputs)
         operation = Operation(
             name,
             shapes=tuple(tuple(each.shape) for each in results),
@@ -115,7 +118,8 @@ class Look(Watch):
             factor=factor,
             by_tensor=by_tensor,
             selects=name in SELECTS and any(each.dtype == torch.bool for each in inputs),
-            targets=_targets(named, inputs),
+            targets=targets,
+            uneven=uneven,
             adds=named.get("reduction") == SUM,
         )
         self.all.append(operation)
@@ -167,15 +171,15 @@ def _factor(name: str, args: Sequence[Any], inputs: Sequence[Tensor]) -> tuple[f
     return 1 / number if name == "div" and number else number, len(known) == len(numbers) == 1
 
 
-def _targets(named: Mapping[str, Any], inputs: Sequence[Tensor]) -> float | None:
-    """See `Operation.targets`: some are ignored, or classes have weights."""
+def _targets(named: Mapping[str, Any], inputs: Sequence[Tensor]) -> tuple[float | None, bool]:
+    """See `Operation.targets` and `uneven`."""
     if "ignore_index" not in named or named["reduction"] != MEAN or any(each.is_meta for each in inputs[1:]):
-        return None
+        return None, False
     _, target, *weight = inputs
     counted = target[target != named["ignore_index"]]
     if weight:
-        return float(weight[0][counted].sum())
-    return None if counted.numel() == target.numel() else float(counted.numel())
+        return float(weight[0][counted].sum()), True
+    return float(counted.numel()), counted.numel() < target.numel()
 
 
 def look_at(model: nn.Module, sample: Sample, batch: Any, last: nn.Module) -> Look:

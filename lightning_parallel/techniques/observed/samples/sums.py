@@ -68,7 +68,7 @@ def _adds_up(one: Operation, reduced: Set[int]) -> bool:
 # -------------------------------------------------------------------- counts
 
 
-def mixed_count(once: Look, twice: Look, samples: int) -> Operation | None:
+def mixed_count(once: Look, twice: Look, samples: int, later: bool = False) -> Operation | None:
     """The first mean over what masks leave in a loss that has other parts, or such a mean over others.
 
     The share of a microbatch in such a mean is that in what masks leave; in other parts it has another one. Of a mean
@@ -78,8 +78,9 @@ def mixed_count(once: Look, twice: Look, samples: int) -> Operation | None:
         once: a step.
         twice: on each sample twice.
         samples: of the first one.
+        later: whether targets count that no sample here ignores, but one of a later batch may.
     """
-    means = _counted(once, twice, samples)
+    means = _counted(once, twice, samples, later)
     ahead, found, alone = [*once.losses], set[int](), True
     while ahead:
         number = ahead.pop()
@@ -96,7 +97,7 @@ def mixed_count(once: Look, twice: Look, samples: int) -> Operation | None:
     return once.all[min(found) - 1] if found and not (alone and alike) else None
 
 
-def _counted(once: Look, twice: Look, samples: int) -> dict[int, float | None]:
+def _counted(once: Look, twice: Look, samples: int, later: bool) -> dict[int, float | None]:
     """The operations that make such a mean, by their numbers, and over how many; None where that is not known."""
     found: dict[int, float | None] = {}
     selected: set[int] = set()
@@ -104,8 +105,8 @@ def _counted(once: Look, twice: Look, samples: int) -> dict[int, float | None]:
         if two.numel > one.numel:
             if one.selects or one.read & selected:
                 selected.add(number)
-        elif one.targets is not None:
-            found[number] = one.targets
+        elif one.targets is not None and (one.uneven or later):
+            found[number] = one.targets if one.uneven else None
         elif one.read & selected and (one.name == "mean" or one.is_loss):
             found[number] = None
         elif one.factor != two.factor and one.factor and not _is_of_all(1 / one.factor, samples, one.by_tensor):
