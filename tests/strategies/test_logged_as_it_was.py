@@ -1,4 +1,4 @@
-"""What a step logs is the value at that moment: it may be changed in place later, and be a part of a parameter."""
+"""What a step logs is the value at that moment: changed in place later, a part of a parameter, or a constant."""
 
 from __future__ import annotations
 
@@ -43,6 +43,9 @@ class Logs(LightningModule):
         self._log_and_change("loss", loss.detach().clone())
         self._log_and_change("mean", nn.functional.mse_loss(hidden, batch).detach())
         self._log_and_change("constant", torch.ones(()))
+        weight = torch.tensor(2.0)  # as many as a rank or a microbatch has samples, by chance
+        assert len(batch) == weight or len(batch) == 4
+        self.log_dict({"weight of a part": weight, "part": weight * hidden.square().mean()}, on_epoch=True)
         return loss
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:

@@ -66,6 +66,8 @@ class KindWatch(Listener):
         self._roots_of_numbers: dict[float, Tensor] = {}
         self._numbers: dict[float, Kind | None] = {}
         self._counts = Counts()
+        #: tensors that count samples because they were made of numbers that are like such a count, perhaps by chance
+        self._by_value: set[int] = set()
         #: whether a mean was multiplied by a number that is like a count of samples, perhaps by chance
         self.doubtful = False
         self._paused = False
@@ -102,20 +104,25 @@ class KindWatch(Listener):
     def _know_result(self, func: Any, name: str, before: list[Kind], result: Any, args: Any, kwargs: Any) -> None:
         if name == "__setitem__" and before[0] is not Kind.SAMPLES:
             is_one = before[-1] is Kind.ONE
-            self._know(args[0], Kind.SAMPLES if is_one else set_in(before[0], self.kind_of(args[2])))
+            self._know(args[0], Kind.SAMPLES if is_one else set_in(before[0], self._kind(args[2])))
         elif isinstance(result, Tensor):
-            of_many = MANY in map(self._whose.get, map(id, tensors_of(args)))
-            kind = self._made(func, name, before, result, args, kwargs)
-            if kind is Kind.SUM and of_many and name in OVER and args[1:] == (self.samples,):
-                kind = Kind.MEAN  # `sum(losses) / len(losses)`
-            self._know(result, kind)
-            if of_many and kind is Kind.SUM:
-                self._whose[id(result)] = MANY
+            self._know_tensor(name, self._made(func, name, before, result, args, kwargs), result, args, kwargs)
         elif name in NUMBERS:
             self._count(name, args, before, result)
         elif isinstance(result, (tuple, list)):
             for tensor in tensors_of(result):
                 self._know(tensor, self._made(func, name, before, tensor, args, kwargs))
+
+    def _know_tensor(self, name: str, kind: Kind, result: Tensor, args: Any, kwargs: Any) -> None:
+        given = set(map(id, (*tensors_of(args), *tensors_of(kwargs))))
+        of_many, by_value = MANY in map(self._whose.get, given), not given or not given.isdisjoint(self._by_value)
+        if kind is Kind.SUM and of_many and name in OVER and args[1:] == (self.samples,):
+            kind = Kind.MEAN  # `sum(losses) / len(losses)`
+        self._know(result, kind)
+        if kind is Kind.SUM and of_many:
+            self._whose[id(result)] = MANY
+        if kind is Kind.SUM and by_value:
+            self._by_value.add(id(result))
 
     def take_as_same(self, tensors: Iterable[Tensor]) -> None:
         """States of a module have no samples, whatever their shape."""
@@ -134,6 +141,9 @@ class KindWatch(Listener):
 
     def kind_of(self, value: Any) -> Kind | None:
         """The kind of a tensor or number that was computed while this was active; None where values do not tell."""
+        return Kind.OTHER if isinstance(value, Tensor) and id(value) in self._by_value else self._kind(value)
+
+    def _kind(self, value: Any) -> Kind | None:
         if isinstance(value, Tensor):
             kind = self._of_tensor(value)
             return Kind.OTHER if kind is Kind.ONE else kind
@@ -179,6 +189,7 @@ class KindWatch(Listener):
 
     def _know(self, tensor: Tensor, kind: Kind) -> None:
         self._whose.pop(id(tensor), None)
+        self._by_value.discard(id(tensor))
         self._roots.pop(id(tensor), None)
         if kind is Kind.SAMPLES:
             self._known.pop(id(tensor), None)
@@ -243,7 +254,7 @@ class KindWatch(Listener):
         elif name in PLUS and (len(whose) > 1 or Kind.SUM in before):
             self._know(result, Kind.SUM if before <= {Kind.ONE, Kind.SUM} else Kind.OTHER)
             self._whose[id(result)] = MANY
-        elif name in OVER and len(args) == 2 and self.kind_of(args[1]) is Kind.SUM:
+        elif name in OVER and len(args) == 2 and self._kind(args[1]) is Kind.SUM:
             self._know(result, Kind.MEAN)
         elif len(whose) == 1:
             self._know_one(result, whose.pop())
@@ -280,7 +291,7 @@ class KindWatch(Listener):
             self.doubtful |= Kind.SUM in factors and Kind.MEAN in before
             return product_of([*before, *factors])
         if name in OVER and len(args) == 2:
-            upper, lower = (self.kind_of(arg) or Kind.OTHER for arg in args)
+            upper, lower = (self._kind(arg) or Kind.OTHER for arg in args)
             counted = (upper, lower) == (Kind.SUM, Kind.SAME) and args[1] in self._counts
             return quotient_of(upper, Kind.SUM if counted else lower)
         if name in NEGATED:
@@ -291,7 +302,7 @@ class KindWatch(Listener):
     def _made_from_numbers(self, result: Tensor, args: Any) -> Kind:
         if result.dim() or not args or not isinstance(args[0], (int, float)):
             return Kind.SAME
-        return self.kind_of(args[0]) or Kind.OTHER
+        return self._kind(args[0]) or Kind.OTHER
 
     def _count(self, name: str, args: Any, before: Sequence[Kind], result: Any) -> None:
         """Numbers that come out of tensors: their values, or how many samples they have."""
