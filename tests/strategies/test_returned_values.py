@@ -3,10 +3,12 @@
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_parallel import ZeroStrategy
 from tests.models import Plain, loaders, points
 from tests.ranks import run_on_ranks
 from tests.strategies.one_and_two import PIPELINE, MakeStrategy, made, on_one_and_two, require_like
@@ -98,3 +100,33 @@ def unclear() -> list[str]:
 
 def test_what_cannot_be_put_together_is_told() -> None:
     assert [len(lines) for lines in run_on_ranks(2, unclear)] == [0, 1]
+
+
+class Views(Plain):
+    """Returns views of parameters: of one element, and of all but their history."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
+        return {**super().training_step(batch, batch_idx), **self.views()}
+
+    def predict_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        self(batch[0])
+        return self.views()
+
+    def views(self) -> dict[str, Tensor]:
+        name, parameter = next(iter(self.named_parameters()))
+        return {name: parameter.detach(), "first": parameter.detach().view(-1)[0]}
+
+
+def predicted() -> tuple[list[Any], list[Any]]:
+    torch.manual_seed(0)
+    model, data = Views(), DataLoader(points(16, seed=1), 4)
+    run = trainer(ZeroStrategy(), max_epochs=1)
+    found = run.predict(model, data)
+    with pytest.raises(ValueError, match=r"returned a view of a parameter \(of shape .*\), .*return a copy"):
+        trainer(ZeroStrategy(), max_epochs=1).fit(model, data, data)
+    return found, [model.views()] * len(found)
+
+
+def test_zero_3_returns_views_of_an_evaluation_as_copies_and_refuses_those_that_would_follow_a_step() -> None:
+    for found, expected in run_on_ranks(2, predicted):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)

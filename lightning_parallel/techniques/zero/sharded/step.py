@@ -18,7 +18,7 @@ from lightning_parallel.techniques.zero.sharded.backward import ShardedBackward
 from lightning_parallel.techniques.zero.sharded.groups import states_of
 from lightning_parallel.techniques.zero.sharded.learning import Learning
 from lightning_parallel.techniques.zero.sharded.root import entrances, remove_hooks_of_state_dicts
-from lightning_parallel.techniques.zero.sharded.writes import StepsWrites
+from lightning_parallel.techniques.zero.sharded.writes import StepsWrites, refuse_views
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class ShardedParametersStep(WrappedStep):
                 self._gradients.show()
             output = self.inner.forward(run, *args, **kwargs)
             self._flags.agree(self._root)
-            return output
+            return output if torch.is_grad_enabled() else self._writes.with_copies(output)
 
         self._root.reads.show = run.show
         try:
@@ -63,6 +63,7 @@ class ShardedParametersStep(WrappedStep):
             self._root.reads.show = nothing
             self._gradients.hide()
         refuse_casts(self._root.model, self._backward.casts())
+        refuse_views(result)  # on one device they would follow the optimizer's step, which copies do not
         return result
 
     def backward(self, run: Callable[[], None]) -> None:

@@ -10,15 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from lightning_parallel.techniques.tools.shards import local
 from lightning_parallel.techniques.zero.sharded.groups import groups_of, is_known
+from lightning_parallel.values import map_tensors, tensors_of
+
+T = TypeVar("T")
 
 
 class StepsWrites:
@@ -48,6 +51,13 @@ class StepsWrites:
         """As a step ends: writes all wholes, and raises for what is left in the place of parameters."""
         self.keep()
         self._tables.require_own()
+
+    def with_copies(self, output: T) -> T:
+        """What a step returns, with copies of what lies in the memory of wholes, which is about to go."""
+        wholes = (_elements(each) for group in self._groups if group.is_unsharded for each in group.fsdp_params)
+        memory = {whole.untyped_storage().data_ptr() for whole in wholes}
+        made: T = map_tensors(lambda each: each.clone() if _address(each) in memory else each, output)
+        return made
 
     @contextmanager
     def forgotten(self) -> Iterator[None]:
@@ -116,6 +126,25 @@ class StepsWrites:
             with torch.autograd.grad_mode._unsafe_preserve_version_counter(memory):
                 memory.copy_(whole)
             local(parameter.unsharded_param).data = memory
+
+
+def refuse_views(output: Any) -> None:
+    """After a step: what it returned must have memory.
+
+    Raises:
+        ValueError: it is a view of a parameter that was gathered.
+    """
+    lost = [each for each in tensors_of(output) if each.numel() and _address(each) == 0]
+    if lost:
+        raise ValueError(
+            f"the step returned a view of a parameter (of shape {tuple(lost[0].shape)}), of which ZeRO 3 keeps a part "
+            "once the step is over; return a copy: .clone()"
+        )
+
+
+def _address(tensor: Tensor) -> int | None:
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_meta
+    return tensor.untyped_storage().data_ptr() if plain else None
 
 
 def _elements(parameter: Any) -> Tensor:
