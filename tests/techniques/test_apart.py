@@ -144,6 +144,33 @@ def test_losses_that_grow_with_the_batch(
     assert f"the loss is {growth} times as large" in record.message
 
 
+def some_ignored(x: Tensor) -> Tensor:
+    return torch.where(torch.arange(len(x)) % 4 > 0, 0, -100)
+
+
+def masked(m: Model, x: Tensor) -> Tensor:
+    mask = torch.arange(len(x)) % 4 > 0
+    return (m.body(x).mean(-1) * mask).sum() / mask.sum()
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [
+        (lambda m, x: masked(m, x) + m.head.weight.square().sum(), "div"),
+        (lambda m, x: masked(m, x) + m.body(x).square().mean(), "div"),
+        (lambda m, x: masked(m, x) + F.cross_entropy(m.body(x), torch.arange(len(x)) % WIDTH), "div"),
+        (lambda m, x: F.cross_entropy(m.body(x), some_ignored(x)) + m.body(x).square().mean(), "nll_loss_forward"),
+        (lambda m, x: F.cross_entropy(m.body(x), some_ignored(x), label_smoothing=0.1) + m.body(x).mean(), "nll"),
+    ],
+)
+def test_means_of_what_is_left_beside_other_parts(
+    step: Callable[..., Any], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_apart(step)
+    (record,) = caplog.records
+    assert f"a mask or ignored targets leave ({said}" in record.message
+
+
 def test_the_samples_with_the_largest_losses() -> None:
     with pytest.raises(ValueError, match=r"topk makes .* each of which depends on others of them"):
         check_apart(lambda m, x: m.body(x).square().sum(-1).topk(len(x) // 2).values.mean())
@@ -193,11 +220,13 @@ def test_losses_that_balance_experts(count: Callable[[Tensor], Tensor], caplog: 
         lambda m, x: (m.body(x).mean(), m.body(x).mean().exp())[0],
         lambda m, x: {"loss": m.body(x).square().mean(), "perplexity": m.body(x).mean().exp()},
         lambda m, x: F.mse_loss(m.body(x), x.repeat(1, 3)[:, : m.body(x).shape[1]], reduction="sum") / len(x),
-        lambda m, x: (m.body(x).mean(-1) * (x[:, 0] > 0)).sum() / (x[:, 0] > 0).sum() + m.head.weight.square().sum(),
+        lambda m, x: (m.body(x).mean(-1) * (x[:, 0] > 0)).sum() / (x[:, 0] > 0).sum(),
         lambda m, x: m.body(x)[torch.arange(len(x) // 2)].sum() / torch.tensor(float(len(x))),
         lambda m, x: (m.body(x) / len(x)).sum() * m.scale,
         lambda m, x: F.batch_norm(m.body(x), torch.zeros(WIDTH), torch.ones(WIDTH)).mean(),
         lambda m, x: F.cross_entropy(m.body(x), torch.arange(len(x)) % WIDTH, label_smoothing=0.1),
+        lambda m, x: F.cross_entropy(m.body(x), some_ignored(x), label_smoothing=0.1),
+        lambda m, x: F.cross_entropy(m.body(x), torch.arange(len(x)) % WIDTH) + m.head.weight.square().sum(),
         lambda m, x: (m.body(x).softmax(-1).sort(-1).values.cumsum(-1).flip(1).roll(1, -1)).mean(),
         lambda m, x: m.body(x)[m.body(x).argmax(-1).argsort()].mean(),  # as tokens in the order of their experts
     ],

@@ -80,38 +80,42 @@ def mixed_count(once: Look, twice: Look, samples: int, later: bool = False) -> O
         samples: of the first one.
         later: whether targets count that no sample here ignores, but one of a later batch may.
     """
-    means = _counted(once, twice, samples, later)
+    counted, uneven = _counted(once, twice, samples, later)
     ahead, found, alone = [*once.losses], set[int](), True
     while ahead:
         number = ahead.pop()
         one = once.all[number - 1]
-        if number in means:
+        if number in counted:
             found.add(number)
             alone = alone and (one.factor == 1 or one.by_tensor)
         elif one.read and not _is_of_samples(one, once, twice):
             ahead.extend(one.read)
         else:
             alone = False
-    over = {means[number] for number in found}
+    over = {counted[number] for number in found}
     alike = len(found) == 1 or (len(over) == 1 and None not in over)
-    return once.all[min(found) - 1] if found and not (alone and alike) else None
+    return once.all[min(found & uneven) - 1] if found & uneven and not (alone and alike) else None
 
 
-def _counted(once: Look, twice: Look, samples: int, later: bool) -> dict[int, float | None]:
-    """The operations that make such a mean, by their numbers, and over how many; None where that is not known."""
+def _counted(once: Look, twice: Look, samples: int, later: bool) -> tuple[dict[int, float | None], set[int]]:
+    """The means that count, by their numbers, and over how many; None where that is not known. And the masked ones."""
     found: dict[int, float | None] = {}
-    selected: set[int] = set()
+    uneven, selected = set[int](), set[int]()
     for number, (one, two) in enumerate(zip(once.all, twice.all, strict=False), start=1):
         if two.numel > one.numel:
             if one.selects or one.read & selected:
                 selected.add(number)
-        elif one.targets is not None and (one.uneven or later):
-            found[number] = one.targets if one.uneven else None
+        elif one.targets is not None:
+            found[number] = None if later and not one.uneven else one.targets
+            if one.uneven or later:
+                uneven.add(number)
         elif one.read & selected and (one.name == "mean" or one.is_loss):
             found[number] = None
-        elif one.factor != two.factor and one.factor and not _is_of_all(1 / one.factor, samples, one.by_tensor):
+            uneven.add(number)
+        elif abs(two.factor) < abs(one.factor) and not _is_of_all(1 / one.factor, samples, one.by_tensor):
             found[number] = 1 / one.factor
-    return found
+            uneven.add(number)
+    return found, uneven
 
 
 def _is_of_all(divisor: float, samples: int, by_tensor: bool) -> bool:
