@@ -1,8 +1,9 @@
 import itertools
+from functools import partial
 
 import pytest
 
-from tests.tiers import cover, covering
+from tests.tiers import cover, covering, sampled
 
 
 @pytest.mark.parametrize("sizes", [(4, 4), (8, 4), (1, 3), (2, 3, 4), (7, 4, 3), (2, 2, 2, 2)], ids=str)
@@ -22,6 +23,27 @@ def test_few_cells_are_enough_and_they_are_the_same_every_time():
 
 
 def test_no_cell_is_lost():
-    rows = covering(layout=["one", "two"], column={"a": 1, "b": 2}).args[1]
+    (mark,) = covering(layout=["one", "two"], column={"a": 1, "b": 2})(named("test")).pytestmark
+    rows = mark.args[1]
     assert {row.values for row in rows} == set(itertools.product(["one", "two"], "ab"))
     assert [[mark.name for mark in row.marks] for row in rows] == [[], ["exhaustive"], ["exhaustive"], []]
+
+
+def named(name):
+    def test():
+        pass
+
+    test.__name__ = name
+    return test
+
+
+@pytest.mark.parametrize(
+    "choose", [partial(sampled, 1, "value"), lambda values: covering(keep=1, value=values, other="x")]
+)
+def test_tests_that_run_one_cell_run_different_ones(choose):
+    ran = set()
+    for number in range(20):
+        (mark,) = choose(range(4))(named(f"test_{number}")).pytestmark
+        (row,) = [row for row in mark.args[1] if not row.marks]
+        ran.add(row.values[0])
+    assert ran == {0, 1, 2, 3}

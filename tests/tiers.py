@@ -8,42 +8,60 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
+from zlib import crc32
 
 import pytest
 
+Test = Callable[..., Any]
 Cell = tuple[int, ...]  # for each factor, the number of its value
 
 
-def covering(keep: int | None = None, **factors: Iterable[Any]) -> pytest.MarkDecorator:
+def covering(keep: int | None = None, **factors: Iterable[Any]) -> Callable[[Test], Test]:
     """Marks the cells that a covering choice can do without; in ids, values look as `parametrize` shows them.
 
     Args:
-        keep: where a cell takes long, only so many of the covering choice run by default.
+        keep: where a cell takes long, only so many of the covering choice run by default, and of each test others.
         factors: the values of each.
     """
     values = [list(choices) for choices in factors.values()]
     sizes = [len(choices) for choices in values]
-    default = set(cover(sizes, min(2, len(sizes) - 1))[:keep])
-    rows = []
-    for cell in itertools.product(*map(range, sizes)):
-        marks = () if cell in default else (pytest.mark.exhaustive,)
-        rows.append(pytest.param(*(choices[k] for choices, k in zip(values, cell, strict=True)), marks=marks))
-    return pytest.mark.parametrize(tuple(factors), rows)
+
+    def mark(test: Test) -> Test:
+        chosen = cover(sizes, min(2, len(sizes) - 1))
+        start = first_of(test, len(chosen)) if keep is not None else 0
+        default = set([*chosen[start:], *chosen[:start]][:keep])
+        rows = []
+        for cell in itertools.product(*map(range, sizes)):
+            marks = () if cell in default else (pytest.mark.exhaustive,)
+            rows.append(pytest.param(*(choices[k] for choices, k in zip(values, cell, strict=True)), marks=marks))
+        return pytest.mark.parametrize(tuple(factors), rows)(test)
+
+    return mark
 
 
 def sampled(
     keep: int, names: Any, values: Iterable[Any], ids: Sequence[str] | Callable[[Any], str] | None = None
-) -> pytest.MarkDecorator:
-    """Stands for `parametrize`: so many of the values run by default, spread evenly over them."""
+) -> Callable[[Test], Test]:
+    """Stands for `parametrize`: so many of the values run by default, spread evenly over them; of one each another."""
     given = list(values)
-    places = {round(k * (len(given) - 1) / max(keep - 1, 1)) for k in range(min(keep, len(given)))}
-    rows = []
-    for number, value in enumerate(given):
-        row = value if isinstance(value, tuple) and not isinstance(names, str) else (value,)
-        marks = () if number in places else (pytest.mark.exhaustive,)
-        named = None if ids is None or callable(ids) else ids[number]
-        rows.append(pytest.param(*row, marks=marks, id=named))
-    return pytest.mark.parametrize(names, rows, ids=ids if callable(ids) else None)
+
+    def mark(test: Test) -> Test:
+        spread = {round(k * (len(given) - 1) / max(keep - 1, 1)) for k in range(min(keep, len(given)))}
+        places = spread if keep > 1 else {first_of(test, len(given))}
+        rows = []
+        for number, value in enumerate(given):
+            row = value if isinstance(value, tuple) and not isinstance(names, str) else (value,)
+            marks = () if number in places else (pytest.mark.exhaustive,)
+            named = None if ids is None or callable(ids) else ids[number]
+            rows.append(pytest.param(*row, marks=marks, id=named))
+        return pytest.mark.parametrize(names, rows, ids=ids if callable(ids) else None)(test)
+
+    return mark
+
+
+def first_of(test: Test, cells: int) -> int:
+    """Where a test begins that runs few of its cells: each test elsewhere, so that together they have all layouts."""
+    return crc32(test.__name__.encode()) % cells
 
 
 def cover(sizes: Sequence[int], strength: int) -> list[Cell]:

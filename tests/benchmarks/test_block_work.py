@@ -34,6 +34,7 @@ from tests.benchmarks.test_tensor_parallel import (
 )
 from tests.live import uncollected
 from tests.techniques.test_wire import world
+from tests.tiers import sampled
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 assert world  # a fixture
@@ -112,7 +113,7 @@ MOST_COMPILED = 60  # with Python 3.11 there were 52.5
 
 
 @pytest.mark.parametrize("world", [(RANKS, 0)], indirect=True)
-@pytest.mark.parametrize("sequence_parallel", MOST)
+@sampled(1, "sequence_parallel", MOST)
 def test_a_block_does_little_more_than_by_hand(world: None, sequence_parallel: bool) -> None:
     torch.manual_seed(0)
     mesh, by_hand = mesh_of_ranks(), SplitByHand if sequence_parallel else ByHand
@@ -124,6 +125,7 @@ def test_a_block_does_little_more_than_by_hand(world: None, sequence_parallel: b
     assert {name: count for name, count in over.items() if count > most[name]} == {}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("world", [(RANKS, 0)], indirect=True)
 def test_a_compiled_block_does_little_more_than_by_hand(world: None) -> None:
     torch._dynamo.reset()  # which lengths changed in other tests makes other graphs

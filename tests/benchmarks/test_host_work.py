@@ -26,6 +26,7 @@ from tests.benchmarks.delaying import BACKEND, Pace, pretended
 from tests.benchmarks.interleaved import Repeated
 from tests.benchmarks.overlap import first_stage
 from tests.live import uncollected
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -90,7 +91,7 @@ MOST: dict[str, tuple[Callable[[], Strategy], int, int, int]] = {
 OLDER = 0 if torch.__version__ >= (2, 13) else 5  # calls that torch 2.11 makes in each step
 
 
-@pytest.mark.parametrize("name", MOST)
+@sampled(1, "name", MOST)
 def test_messages_and_calls_of_a_step(name: str) -> None:
     make_strategy, messages, over_ddp, by_parameter = MOST[name]
     small, large = counts(make_strategy, 2), counts(make_strategy, 12)

@@ -23,7 +23,7 @@ FEW = {
 }
 
 
-@covering(keep=2, architecture=FEW, technique=("dp2", "zero3", "pp2"))
+@covering(keep=1, architecture=FEW, technique=("dp2", "zero3", "pp2"))
 def test_an_architecture_trains_as_in_one_process(architecture, technique):
     known = architectures()[architecture]
     assert known.family == FEW[architecture]

@@ -14,6 +14,7 @@ from recipes.gpt import GPTConfig, GPTModule
 from recipes.moe import MoEConfig, MoEModule
 from tests.models import loaders
 from tests.ranks import run_on_ranks
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 SIZES = {"vocab_size": 64, "context": 32, "dim": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 24}
@@ -68,7 +69,7 @@ def started(kind: str, folder: Path, strategy: Any) -> dict[str, torch.Tensor]:
     return made.state_dict()
 
 
-@pytest.mark.parametrize(("kind", "strategy"), [("llama, tied", ZeroStrategy), ("qwen3_moe", PipelineParallelStrategy)])
+@sampled(1, ("kind", "strategy"), [("llama, tied", ZeroStrategy), ("qwen3_moe", PipelineParallelStrategy)])
 def test_a_run_starts_from_such_a_folder(kind: str, strategy: Any, tmp_path: Path) -> None:
     torch.manual_seed(0)
     made = module(kind)

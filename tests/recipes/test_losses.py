@@ -94,7 +94,7 @@ LAYOUTS = {
 }
 
 
-@sampled(2, "layout", LAYOUTS)
+@sampled(1, "layout", LAYOUTS)
 def test_divided_over_ranks_it_trains_as_one_process_does(layout):
     ranks, strategy, readers = LAYOUTS[layout]
     options = {"model": {"loss_chunks": 3}, "data": {"ignored": 0.4}, "max_epochs": 1, "precision": "64-true"}

@@ -312,7 +312,7 @@ class Save(Callback):
             trainer.save_checkpoint(self.file)
 
 
-@pytest.mark.parametrize("balance", ["aux", "bias"])
+@sampled(1, "balance", ["aux", "bias"])
 @ranks(2)
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, balance):
     def fit(steps, seed=0, **resume):
@@ -329,7 +329,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, balance):
     assert balance == "aux" or whole["network.blocks.0.feed_forward.router.correction"].any()
 
 
-@pytest.mark.parametrize("balance", ["aux", "bias", "none"])
+@sampled(1, "balance", ["aux", "bias", "none"])
 def test_training_lowers_the_loss(balance):
     trained, losses = module(balance=balance, z_weight=0.001), []
 
@@ -381,7 +381,7 @@ WHOLE = {  # in which a batch is not divided, nor the loss that balances experts
 }
 
 
-@covering(keep=2, layout=LAYOUTS, column=("moe bias", "moe"))
+@covering(keep=1, layout=LAYOUTS, column=("moe bias", "moe"))
 def test_experts_train_as_in_one_process(column, layout):
     ranks, readers, strategy = LAYOUTS[layout]
     check_parity(column, ranks, strategy, data_ranks=readers, rtol=1e-6, max_epochs=1, precision="64-true")

@@ -117,7 +117,7 @@ LAYOUTS: dict[str, tuple[int, MakeStrategy]] = {
 }
 
 
-@covering(keep=2, layout=LAYOUTS, samples=[16, 19])
+@covering(keep=1, layout=LAYOUTS, samples=[16, 19])
 def test_a_step_gets_the_targets_of_its_samples(layout: str, samples: int) -> None:
     """The last batch has three samples: two ranks have two and one of them, with lists of other lengths."""
     readers, strategy = LAYOUTS[layout]

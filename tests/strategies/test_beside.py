@@ -101,7 +101,7 @@ CASES = [
 ]
 
 
-@sampled(4, ("kind", "layout"), CASES)
+@sampled(1, ("kind", "layout"), CASES)
 def test_they_are_those_that_ranks_compute_with(kind: type[Chain], layout: str) -> None:
     check(kind, layout)
 

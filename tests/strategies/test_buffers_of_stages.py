@@ -14,6 +14,7 @@ from tests.further.points import WIDTH, Handwritten
 from tests.models import PlainBlock, points
 from tests.ranks import RanksFailed, begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import MakeStrategy, made, require_like
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 PP2 = partial(PipelineParallelStrategy, 2, microbatches=4)
@@ -130,7 +131,7 @@ def error_of(make: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("make", [ReadsBuffersOfBlocks, SharesAModule])
+@sampled(1, "make", [ReadsBuffersOfBlocks, SharesAModule])
 def test_stages_that_read_a_buffer_have_it(make: Any) -> None:
     require_as_on_one(make)
 

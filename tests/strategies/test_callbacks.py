@@ -20,7 +20,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_parallel import DataParallelStrategy, ZeroStrategy
 from tests.ranks import RanksFailed
 from tests.strategies.runs import Run, Watched, fit, loader, on_device, on_ranks, require_same_values
-from tests.tiers import covering
+from tests.tiers import covering, sampled
 from tests.trainers import trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:(Swapping scheduler|The .*scheduler|.*checkpoint directory)")
@@ -44,7 +44,7 @@ AVERAGING = {
 }
 
 
-@covering(keep=2, kind=AVERAGING, strategy=WHOLE)
+@covering(keep=1, kind=AVERAGING, strategy=WHOLE)
 def test_callbacks_that_write_parameters_work_where_these_are_whole(kind, strategy):
     expected = on_device(fit_with, 4, kind, AVERAGING[kind])
     for run in on_ranks(2, fit_with, strategy, 2, kind, AVERAGING[kind]):
@@ -86,7 +86,7 @@ def decide(strategy: Any, batch_size: int) -> Any:
     return best, stops.stopped_epoch, stops.wait_count, used.optimizers[0].param_groups[0]["lr"]
 
 
-@pytest.mark.parametrize("strategy", [DataParallelStrategy, ZERO_3])
+@sampled(1, "strategy", [DataParallelStrategy, ZERO_3])
 def test_decisions_are_those_of_one_device_on_every_rank(strategy):
     best, *others = on_device(decide, 4)
     for found, *found_others in on_ranks(2, decide, strategy, 2):

@@ -77,7 +77,7 @@ def kept_by_model_checkpoint(make: Callable[[], Any], path: Path) -> None:
     assert result["val_loss"] < best.best_model_score
 
 
-@covering(keep=4, form=FORMS, layout=LAYOUTS, async_save=(False, True))
+@covering(keep=1, form=FORMS, layout=LAYOUTS, async_save=(False, True))
 def test_model_checkpoint(form: str, layout: str, async_save: bool, tmp_path: Path) -> None:
     make = partial(LAYOUTS[layout], checkpoint=form, async_save=async_save)
     run_on_ranks(2, kept_by_model_checkpoint, make, tmp_path / "file.ckpt")

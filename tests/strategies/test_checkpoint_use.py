@@ -183,12 +183,12 @@ def best_and_last(make: Callable[[], Any], path: Path) -> None:
     assert result["val_loss"] < best.best_model_score
 
 
-@covering(use=(edited, metrics_go_on, not_strict, best_and_last), layout=LAYOUTS)
+@covering(keep=3, use=(edited, metrics_go_on, not_strict, best_and_last), layout=LAYOUTS)
 def test_use_of_sharded_ones(use: Callable[..., None], layout: str, tmp_path: Path) -> None:
     run_on_ranks(2, use, partial(LAYOUTS[layout], checkpoint="sharded"), tmp_path / "file.ckpt")
 
 
-@covering(use=(edited, read_by_anyone, metrics_go_on, not_strict, best_and_last), layout=LAYOUTS)
+@covering(keep=3, use=(edited, read_by_anyone, metrics_go_on, not_strict, best_and_last), layout=LAYOUTS)
 def test_use(use: Callable[..., None], layout: str, tmp_path: Path) -> None:
     run_on_ranks(2, use, LAYOUTS[layout], tmp_path / "file.ckpt")
 

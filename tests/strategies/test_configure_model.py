@@ -13,7 +13,7 @@ from lightning_parallel import DataParallelStrategy, HybridStrategy, ZeroStrateg
 from tests.curves import check_parity, compare_weights, whole
 from tests.live import stepped
 from tests.ranks import on_one, run_on_ranks
-from tests.tiers import covering
+from tests.tiers import covering, sampled
 from tests.trainers import trainer
 
 STRATEGIES = {
@@ -75,7 +75,7 @@ def fit(strategy, batch_size: int, seed: int | None = 3, max_steps: int = 2, **o
     return weights, peek.held / peek.whole, peek.on_meta, torch.rand(1).item()
 
 
-@pytest.mark.parametrize("layout", STRATEGIES)
+@sampled(3, "layout", STRATEGIES)
 def test_the_weights_are_those_of_one_process(layout):
     expected, _, _, drawn_next = on_one(fit, HybridStrategy, 4)
     for weights, held, on_meta, drawn in run_on_ranks(2, fit, STRATEGIES[layout], 2):
@@ -85,7 +85,7 @@ def test_the_weights_are_those_of_one_process(layout):
         assert drawn == drawn_next
 
 
-@pytest.mark.parametrize("layout", ["zero2", "zero3", "zero3 offloaded"])
+@sampled(2, "layout", ["zero2", "zero3", "zero3 offloaded"])
 def test_a_run_without_a_step_gives_back_the_weights(layout):
     expected, *_ = on_one(fit, HybridStrategy, 4, max_steps=0)
     for weights, *_ in run_on_ranks(2, fit, STRATEGIES[layout], 2, max_steps=0):

@@ -64,7 +64,7 @@ def with_validation(batch_size: int, size: int, val_size: int, **options: Any) -
     return shuffled(batch_size, size, **options), loader(val_size, batch_size, **options)
 
 
-@sampled(4, ("make", "n"), [(shuffled, 4), (weighted, 2), (shuffled, 2), (own_sampler, 2), (own_generator, 2)])
+@sampled(2, ("make", "n"), [(shuffled, 4), (weighted, 2), (shuffled, 2), (own_sampler, 2), (own_generator, 2)])
 def test_the_order_of_one_device_is_kept_over_epochs(make, n):
     check_fit(n, dp, partial(make, size=19), max_epochs=3)
 
@@ -217,7 +217,8 @@ def test_loaders_read_together_are_divided_each(mode):
     check_fit(2, dp, partial(together, mode=mode, sizes=(12, 8)))
 
 
-@pytest.mark.parametrize(
+@sampled(
+    3,
     "options",
     [
         {"overfit_batches": 2},

@@ -29,7 +29,7 @@ def evaluate(strategy: Any, batch_size: int, sizes: list[int]) -> Any:
     return module.saw, results
 
 
-@covering(keep=2, strategy=STRATEGIES, n=(2, 4))
+@covering(keep=1, strategy=STRATEGIES, n=(2, 4))
 def test_evaluation_counts_every_sample_once(strategy, n):
     sizes = list(range(1, 10)) if strategy is DataParallelStrategy else [1, 5]
     saw, results = on_device(evaluate, 2 * n, sizes)
@@ -61,7 +61,7 @@ def predict(strategy: Any, batch_size: int, sizes: list[int], interval: str) -> 
     return [[part.tolist() for part in parts] for parts in predicted], writer.batches, writer.epochs
 
 
-@covering(interval=("batch", "epoch", "batch_and_epoch"), n=(2, 4))
+@covering(keep=2, interval=("batch", "epoch", "batch_and_epoch"), n=(2, 4))
 def test_predictions_are_made_and_written_once(interval, n):
     sizes = [1, 2, 3, 5, 8, 9]
     runs = on_ranks(n, predict, DataParallelStrategy, 2, sizes, interval)
@@ -92,7 +92,7 @@ def many_stages(strategy: Any, batch_size: int) -> Any:
     return results, module.saw, {name: value.clone() for name, value in module.state_dict().items()}
 
 
-@sampled(2, "strategy", STRATEGIES)
+@sampled(1, "strategy", STRATEGIES)
 def test_stages_follow_each_other_on_one_trainer(strategy):
     results, saw, weights = on_device(many_stages, 4)
     ours = on_ranks(2, many_stages, strategy, 2)
@@ -126,7 +126,7 @@ def normalise(strategy: Any, folder: str) -> Any:
     return seen[-1], list(module.buffers()), saved
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@sampled(2, "strategy", STRATEGIES)
 def test_buffers_of_all_ranks_are_brought_together(strategy, tmp_path: Path):
     (first, after, saved), (second, after_second, _) = on_ranks(2, normalise, strategy, str(tmp_path))
     for ours, theirs in zip([*first, *after], [*second, *after_second], strict=True):

@@ -24,6 +24,7 @@ from lightning_parallel.strategies.checkpoint.background import Background
 from tests.ranks import run_on_ranks
 from tests.strategies.test_checkpoint_faults import valid_in
 from tests.strategies.test_checkpoint_use import Tied, fitted
+from tests.tiers import sampled
 
 FORMS = {
     "full": {},
@@ -83,7 +84,7 @@ def saves_until_it_is_full(folder: Path, form: str, told: str) -> None:
         fitted(make, Tied(), callbacks=[often], enable_checkpointing=True)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@sampled(3, "form", FORMS)
 def test_a_full_disk_ends_the_run_and_what_was_saved_stays(form: str, disk: Path) -> None:
     told = (
         "and 4,096 are free there; make room" if "full" not in form else "No space left on device, .*; make room there"

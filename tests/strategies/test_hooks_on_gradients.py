@@ -93,7 +93,7 @@ def looking(strategy: Any, batch_size: int) -> Any:
     return fitted(model, strategy, batch_size, max_epochs=1), model.largest
 
 
-@sampled(2, "layout", LAYOUTS)
+@sampled(1, "layout", LAYOUTS)
 def test_gradients_look_whole_to_hooks(layout: str) -> None:
     check(looking, layout)
 
@@ -115,7 +115,7 @@ def accumulating(strategy: Any, batch_size: int) -> Any:
     return fitted(model, strategy, batch_size, max_epochs=2, accumulate_grad_batches=2), model.norms
 
 
-@sampled(3, "layout", LAYOUTS)
+@sampled(1, "layout", LAYOUTS)
 def test_so_they_look_while_they_accumulate(layout: str) -> None:
     check(accumulating, layout)
 
@@ -142,7 +142,7 @@ def unfreezing(strategy: Any, batch_size: int) -> Any:
     return (fitted(small(Tunable), strategy, batch_size, [Unfreezing()], max_epochs=3),)
 
 
-@sampled(2, "layout", ["tensor parallel", "zero 2 beside", "pipeline"])
+@sampled(1, "layout", ["tensor parallel", "zero 2 beside", "pipeline"])
 def test_parameters_are_added_to_the_optimizer_on_all_ranks(layout: str) -> None:
     check(unfreezing, layout)
 
@@ -155,7 +155,8 @@ def finding(strategy: Any, batch_size: int, shuffle: bool) -> Any:
     return got, found.optimal_lr.results["loss"], model.lr
 
 
-@pytest.mark.parametrize(
+@sampled(
+    1,
     ("layout", "shuffle"),
     [
         ("tensor parallel", True),
@@ -260,7 +261,7 @@ def looking_anywhere(strategy: Any, batch_size: int, **options: Any) -> Any:
     return got, model.seen, once.seen or None
 
 
-@sampled(2, "layout", LAYOUTS)
+@sampled(1, "layout", LAYOUTS)
 def test_gradients_look_whole_in_all_hooks(layout: str) -> None:
     n, data_ranks, strategy = LAYOUTS[layout]
     expected, *others = begun_on_one(looking_anywhere, None, 8).result()
@@ -324,7 +325,7 @@ def looking_outside(strategy: Any, batch_size: int) -> Any:
     return fitted(model, strategy, batch_size, max_epochs=1), model.seen
 
 
-@sampled(3, "layout", [layout for layout in LAYOUTS if "pipeline" not in layout and "beside" not in layout])
+@sampled(2, "layout", [layout for layout in LAYOUTS if "pipeline" not in layout and "beside" not in layout])
 def test_gradients_look_whole_after_a_step_of_manual_optimization(layout: str) -> None:
     check(looking_outside, layout)
 
@@ -353,6 +354,6 @@ def in_pieces(strategy: Any, batch_size: int) -> tuple[Curve]:
     return (fitted(small(Pieces), strategy, batch_size, gradient_clip_val=0.5, max_epochs=2),)
 
 
-@pytest.mark.parametrize("layout", ["zero 2", "zero 3", "tensor parallel", "pipeline"])
+@sampled(1, "layout", ["zero 2", "zero 3", "tensor parallel", "pipeline"])
 def test_pieces_of_gradients_that_a_hook_writes_to(layout: str) -> None:
     check(in_pieces, layout)

@@ -81,7 +81,7 @@ def looked(strategy: Any, batch_size: int) -> Any:
     return module.seen, float(run.callback_metrics["norm"]), state, averaging.copy
 
 
-@sampled(2, "layout", LAYOUTS)
+@sampled(1, "layout", LAYOUTS)
 def test_hooks_find_and_change_the_parameters_of_one_device(layout: str) -> None:
     require_as_on_one(looked, layout)
 
@@ -156,7 +156,7 @@ def saving(strategy: Any, batch_size: int) -> Any:
     return saves.norm, saves.states
 
 
-@sampled(2, "layout", LAYOUTS)
+@sampled(1, "layout", LAYOUTS)
 def test_hooks_that_look_at_parameters_save_and_load_optimizers(layout: str) -> None:
     require_as_on_one(saving, layout)
 

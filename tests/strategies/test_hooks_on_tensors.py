@@ -218,7 +218,7 @@ def fit(kind: type[Small], strategy: Any, batch_size: int, **options: Any) -> An
     return module.seen, {name: value.clone() for name, value in module.state_dict().items()}
 
 
-@sampled(2, "layout", WORKS)
+@sampled(1, "layout", WORKS)
 def test_what_is_done_between_steps_is_done_as_on_one_device(layout: str) -> None:
     readers, strategy = LAYOUTS[layout]
     for found in run_on_ranks(2, fit_all, WORKS[layout], strategy, 8 // readers):

@@ -37,6 +37,7 @@ from lightning_parallel.checkpoint.hub.wrapped import under_own_names
 from lightning_parallel.checkpoint.stored import StoredTensor
 from tests.models import loaders
 from tests.ranks import run_on_ranks
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -106,16 +107,15 @@ def written(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
+@sampled(
+    2,
     ("config", "n", "strategy"),
     [
         (LLAMA, 2, ZeroStrategy),
         (LLAMA, 2, partial(TensorParallelStrategy, 2)),
         (MIXTRAL, 2, partial(ExpertParallelStrategy, 2)),
         (MIXTRAL, 2, partial(PipelineParallelStrategy, 2)),
-        pytest.param(
-            LLAMA, 4, partial(HybridStrategy, PipelineParallel(2), Zero(2, stage=3)), marks=pytest.mark.exhaustive
-        ),
+        (LLAMA, 4, partial(HybridStrategy, PipelineParallel(2), Zero(2, stage=3))),
     ],
     ids=["llama-zero", "llama-tp", "mixtral-ep", "mixtral-pp", "llama-pp-zero"],
 )
@@ -157,7 +157,7 @@ def evaluated(folder: Path, strategy: Any) -> tuple[float, float, list[Tensor]]:
     return validated[0]["loss"], tested[0]["loss"], predicted
 
 
-@pytest.mark.parametrize("strategy", [ZeroStrategy, partial(TensorParallelStrategy, 2)], ids=["zero", "tp"])
+@sampled(1, "strategy", [ZeroStrategy, partial(TensorParallelStrategy, 2)], ids=["zero", "tp"])
 def test_a_model_is_evaluated_from_a_folder(strategy: Any, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(LLAMA)
     folder = written(model, tmp_path / "hub")

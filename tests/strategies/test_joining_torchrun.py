@@ -60,6 +60,7 @@ def test_one_that_raises_before_it_joins_is_named_by_the_others(tmp_path: Path) 
     assert TOLD in said.partition("FAILED")[0], said  # before torchrun says what it saw
 
 
+@pytest.mark.exhaustive
 def test_one_that_is_killed_before_it_joins_is_named_by_torchrun(tmp_path: Path) -> None:
     """Which ends the others at once, before they can tell."""
     run = started("dies", tmp_path, "--standalone", "--nproc-per-node", "2")

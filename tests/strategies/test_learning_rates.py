@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_parallel import DataParallelStrategy, ParallelPlan, PipelineParallelStrategy, ZeroStrategy
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import made, require_like
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 
@@ -81,8 +82,8 @@ def test_rates_of_a_rank_s_own_loss_are_refused(layout: str) -> None:
     run_on_ranks(2, refused, strategy, size)
 
 
-@pytest.mark.parametrize(
-    ("layout", "kind"), [*((layout, Cycles) for layout in LAYOUTS), ("data parallel", Decides), ("zero 3", Decides)]
+@sampled(
+    3, ("layout", "kind"), [*((layout, Cycles) for layout in LAYOUTS), ("data parallel", Decides), ("zero 3", Decides)]
 )
 def test_rates_that_are_the_same_everywhere_train_as_on_one_device(layout: str, kind: type[Decides]) -> None:
     size, strategy = LAYOUTS[layout]

@@ -19,6 +19,7 @@ from lightning_parallel import (
 )
 from tests.rank_process import leave_group
 from tests.ranks import begun_on_one, run_on_ranks
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 
@@ -92,7 +93,7 @@ LAYOUTS: dict[str, tuple[Callable[[], Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@sampled(2, "name", LAYOUTS)
 def test_values_are_those_of_one_device(name: str) -> None:
     begun = begun_on_one(logged, None, 4)
     for metrics in run_on_ranks(2, logged, *LAYOUTS[name]):

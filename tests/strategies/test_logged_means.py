@@ -122,7 +122,7 @@ LAYOUTS: list[tuple[int, int, Any]] = [
 ]
 
 
-@sampled(3, "layout", LAYOUTS)
+@sampled(1, "layout", LAYOUTS)
 def test_values_made_of_means_are_those_of_one_device(layout: tuple[int, int, Any]) -> None:
     ranks, readers, strategy = layout
     begun = begun_on_one(logged, None, 1)
@@ -178,7 +178,7 @@ class Extremes(CountsLater):
         self.returned.append(torch.tensor([float(self.trainer.callback_metrics[name]) for name in names]))
 
 
-@sampled(3, "layout", LAYOUTS[1:])
+@sampled(1, "layout", LAYOUTS[1:])
 def test_values_that_differ_between_parts_are_not_taken_for_alike(layout: tuple[int, int, Any]) -> None:
     ranks, readers, strategy = layout
     begun = begun_on_one(fitted, Extremes, None, 1)

@@ -18,6 +18,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from lightning_parallel import DataParallel, HybridStrategy, PipelineParallel, TensorParallel, Zero, ZeroStrategy
 from lightning_parallel.techniques.zero.sharded import parameters
 from tests.ranks import begun_on_one, run_on_ranks
+from tests.tiers import covering, sampled
 from tests.trainers import trainer
 
 MakeStrategy = Callable[[], Any]
@@ -78,7 +79,7 @@ LAYOUTS: dict[str, tuple[MakeStrategy, int]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@sampled(2, "layout", LAYOUTS)
 def test_sums_over_gradients_are_those_of_one_device(layout: str) -> None:
     strategy, ranks = LAYOUTS[layout]
     expected = begun_on_one(logged, 4)
@@ -86,7 +87,7 @@ def test_sums_over_gradients_are_those_of_one_device(layout: str) -> None:
         assert got == [pytest.approx(each, rel=1e-9) for each in expected.result()]
 
 
-@pytest.mark.parametrize("layout", ["zero 3", "tensor x zero 3"])
+@sampled(1, "layout", ["zero 3", "tensor x zero 3"])
 def test_so_they_are_where_all_parameters_are_in_units(layout: str) -> None:
     strategy, ranks = LAYOUTS[layout]
     expected = begun_on_one(logged, 4)
@@ -155,8 +156,7 @@ READERS: dict[str, tuple[MakeStrategy, int, int]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [Collecting, Calling])
-@pytest.mark.parametrize("layout", READERS)
+@covering(keep=2, layout=READERS, kind=[Collecting, Calling])
 def test_metrics_of_a_collection_are_those_of_one_device(layout: str, kind: type[Collecting]) -> None:
     strategy, ranks, readers = READERS[layout]
     expected = begun_on_one(validated, kind, 4)

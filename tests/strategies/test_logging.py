@@ -24,7 +24,7 @@ from tests.models import Plain, loaders
 from tests.ranks import RanksFailed, begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import made
 from tests.strategies.runs import loader, on_device, on_ranks
-from tests.tiers import sampled
+from tests.tiers import covering, sampled
 from tests.trainers import trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(No (positive|negative) samples|before the ..update)")
@@ -198,8 +198,7 @@ def talk_on_one_rank(stage: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("stage", ["train_", "val"])
-@pytest.mark.parametrize("options", [{}, {"on_step": True, "reduce_fx": "max"}])
+@covering(stage=["train_", "val"], options=[{}, {"on_step": True, "reduce_fx": "max"}])
 def test_what_only_one_rank_logs_is_an_error_on_all(stage, options):
     with pytest.raises(RanksFailed, match=r"ranks 0, 1 failed(.|\n)*what is logged must be the same on every rank"):
         run_on_ranks(2, talk_on_one_rank, stage, options)

@@ -60,7 +60,7 @@ LAYOUTS: dict[str, Any] = {
 }
 
 
-@sampled(2, "layout", LAYOUTS)
+@sampled(1, "layout", LAYOUTS)
 def test_values_of_compiled_steps_are_those_of_one_device(layout: str) -> None:
     data_ranks, strategy, compiled = LAYOUTS[layout]
     expected = begun_on_one(logged, None, 8, compiled)

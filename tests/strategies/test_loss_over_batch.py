@@ -211,12 +211,12 @@ def pipeline(schedule: str, **options: Any) -> Any:
     return partial(PipelineParallelStrategy, 2, schedule=schedule, microbatches=4, loss_over="batch", **options)
 
 
-@covering(keep=3, model=MODELS, schedule=SCHEDULES)
+@covering(keep=1, model=MODELS, schedule=SCHEDULES)
 def test_a_loss_over_all_microbatches_is_that_of_one_process(model: str, schedule: str) -> None:
     require_equal(model, 2, pipeline(schedule))
 
 
-@sampled(3, "model", ["Contrasts", "Balances", "Normalises", "Tells", "Bends", "Sums"])
+@sampled(1, "model", ["Contrasts", "Balances", "Normalises", "Tells", "Bends", "Sums"])
 def test_where_samples_meet_it_is_so_unless_told_otherwise(model: str) -> None:
     require_equal(model, 2, partial(PipelineParallelStrategy, 2, microbatches=4))
 
@@ -316,7 +316,7 @@ def said(model: str, strategy: MakeStrategy) -> str:
 
 
 @sampled(
-    5,
+    2,
     ("model", "options", "expected"),
     [
         ("Named", {}, "computed once for the batch"),
@@ -367,7 +367,7 @@ def two_means(strategy: MakeStrategy | None, parts: str, ignored: bool) -> tuple
     return dict(model.state_dict()), any("means over other numbers of targets" in line for line in lines)
 
 
-@covering(parts=["two", "one", "beside"], ignored=[True, False])
+@covering(keep=2, parts=["two", "one", "beside"], ignored=[True, False])
 def test_means_that_microbatches_mix_are_told(parts: str, ignored: bool) -> None:
     (expected, _), mixes = on_one(two_means, None, parts, ignored), ignored and parts != "one"
     for over, exact in (("microbatches", not mixes), ("batch", True)):

@@ -153,7 +153,7 @@ def hybrid(*techniques: Any) -> Any:
 
 
 @sampled(
-    7,
+    2,
     ("kind", "ranks", "readers", "strategy"),
     [
         (Few, 2, 2, partial(ZeroStrategy, stage=1)),

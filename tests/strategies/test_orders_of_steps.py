@@ -327,12 +327,12 @@ def check(kind: type[Chain], layout: str) -> None:
         require_like(expected.result(), found)
 
 
-@sampled(6, ("kind", "layout"), CASES)
+@sampled(1, ("kind", "layout"), CASES)
 def test_what_is_done_in_an_own_order_is_as_on_one_device(kind: type[Chain], layout: str) -> None:
     check(kind, layout)
 
 
-@pytest.mark.parametrize("layout", ["data parallel", "zero 3"])
+@sampled(1, "layout", ["data parallel", "zero 3"])
 def test_values_of_an_uneven_last_batch_of_adversaries(layout: str) -> None:
     """Ranks have three and two samples of it, and the critic's loss is a sum of two."""
     ranks, readers, strategy = LAYOUTS[layout]

@@ -30,7 +30,7 @@ STEPS = {
 }
 
 
-@covering(keep=3, layout=LAYOUTS, column=COLUMNS)
+@covering(keep=1, layout=LAYOUTS, column=COLUMNS)
 def test_a_layout_trains_as_one_process_does(layout, column):
     ranks, strategy = LAYOUTS[layout]
     check_parity(column, ranks, strategy, data_ranks=ranks, model=TWO_BLOCKS[column], **STEPS)

@@ -143,7 +143,7 @@ def lines(
     return model.trained, model.validated
 
 
-@covering(keep=4, anew=[True, False], workers=[0, 1], divides=[True, False])
+@covering(keep=2, anew=[True, False], workers=[0, 1], divides=[True, False])
 def test_a_look_at_a_stream_takes_no_samples_from_it(tmp_path: Path, anew: bool, workers: int, divides: bool) -> None:
     path = tmp_path / "lines"
     path.write_text("".join(f"{number}\n" for number in range(8)))
@@ -274,7 +274,7 @@ def streamed(strategy: MakeStrategy | None, samples: int) -> Any:
     return float(run.callback_metrics["val_loss"]), {n: v.clone() for n, v in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("samples", [16, 3])
+@sampled(1, "samples", [16, 3])
 def test_readers_of_a_stream_may_get_first_batches_of_other_shapes(samples: int) -> None:
     expected = begun_on_one(streamed, None, samples)
     strategy = partial(HybridStrategy, DataParallel(2), PipelineParallel(2, microbatches=2))

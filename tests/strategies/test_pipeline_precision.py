@@ -4,7 +4,6 @@ import math
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
@@ -15,7 +14,7 @@ from tests.curves import check_parity
 from tests.models import PlainBlock, loaders
 from tests.ranks import ranks, run_on_ranks
 from tests.strategies.one_and_two import PIPELINE, ZBV, MakeStrategy
-from tests.tiers import covering
+from tests.tiers import covering, sampled
 from tests.trainers import trainer
 
 
@@ -78,7 +77,7 @@ def test_an_overflow_on_one_stage_skips_the_step_on_all(strategy: MakeStrategy, 
         assert seen == [(2.0**10, True), (2.0**9, False), (2.0**9, True)]
 
 
-@pytest.mark.parametrize(("precision", "rtol"), [("bf16-mixed", 2e-2), ("bf16-true", 5e-2)])
+@sampled(1, ("precision", "rtol"), [("bf16-mixed", 2e-2), ("bf16-true", 5e-2)])
 def test_precisions(precision: str, rtol: float) -> None:
     sgd = partial(torch.optim.SGD, lr=0.05)
     run = {"precision": precision, "max_epochs": 1, "data": {"samples": 24, "val_samples": 8}}

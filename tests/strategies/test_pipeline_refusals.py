@@ -19,6 +19,7 @@ from lightning_parallel import ActivationCheckpoint, Compile, HybridStrategy, Pi
 from tests.further.points import Handwritten
 from tests.models import PlainBlock, points
 from tests.ranks import RanksFailed, on_one, run_on_ranks
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 STEPS = itertools.count(1)
@@ -284,7 +285,7 @@ def test_an_evaluation_with_nested_tensors() -> None:
     assert run_on_ranks(2, encode, False, PP2) == pytest.approx([expected] * 2)
 
 
-@pytest.mark.parametrize("kind", [Tables, Drawing])
+@sampled(1, "kind", [Tables, Drawing])
 def test_tables_of_a_blocks_own_and_random_numbers_are_no_state(kind: type[CountingBlock]) -> None:
     run_on_ranks(2, run, partial(shares, kind), PP2)
 

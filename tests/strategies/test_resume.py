@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
@@ -152,7 +151,7 @@ def stop_and_go_on(
             assert torch.equal(value, rest.state_dict()[name]), f"from {file}: {name}"
 
 
-@covering(keep=3, layout=LAYOUTS, accumulate=(1, 2))
+@covering(keep=1, layout=LAYOUTS, accumulate=(1, 2))
 def test_resumed_runs_are_identical(layout: str, accumulate: int) -> None:
     n, make = LAYOUTS[layout]
     stops = {1: [2, 6, 9], 2: [2, 6]}[accumulate]
@@ -196,7 +195,7 @@ def write_in_the_background(make: Callable[..., Any], ours: bool) -> None:
     )
 
 
-@pytest.mark.parametrize(("layout", "ours"), [("data_parallel", False), ("zero_3", True)])
+@sampled(1, ("layout", "ours"), [("data_parallel", False), ("zero_3", True)])
 def test_checkpoints_written_in_the_background(layout: str, ours: bool) -> None:
     run_on_ranks(2, write_in_the_background, LAYOUTS[layout][1], ours)
 

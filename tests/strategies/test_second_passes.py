@@ -245,7 +245,7 @@ def require_alike(layout: str, kind: type[Model], **run: Any) -> None:
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
-@covering(keep=2, layout=LAYOUTS, kind=KINDS)
+@covering(keep=1, layout=LAYOUTS, kind=KINDS)
 def test_two_passes_train_as_on_one_device(layout: str, kind: type[Model]) -> None:
     require_alike(layout, kind)
 

@@ -75,6 +75,7 @@ def check(layout: str, place: Any, rtol: float) -> list[Journey]:
     return check_journey(*LAYOUTS[layout], place, rtol=rtol, column=COLUMNS.get(layout, "gpt"))
 
 
+@pytest.mark.exhaustive
 @sampled(1, "layout", [layout for layout in LAYOUTS if layout not in (*QUIET, COMPILED)])
 def test_ranks_that_talk_through_the_host_train_as_one_process_does(layout: str) -> None:
     assert min(found.copied for found in check(layout, "pretended", 1e-10)) > 0

@@ -106,6 +106,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.exhaustive
 def test_what_ranks_do_after_a_run_is_done_though_rank_0_ends_first(tmp_path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SLOW_AFTERWARDS)

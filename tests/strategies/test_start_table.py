@@ -25,6 +25,7 @@ from lightning_parallel.techniques.tools.shards import local
 from tests.live import LEFT, stepped
 from tests.models import build, loaders
 from tests.ranks import ranks
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 ADAM = partial(torch.optim.AdamW, lr=1e-3)
@@ -55,7 +56,8 @@ def counted_and_held(strategy, optimizer):
     return counted[rank], held
 
 
-@pytest.mark.parametrize(
+@sampled(
+    2,
     ("strategy", "optimizer"),
     [
         (partial(HybridStrategy, DataParallel()), ADAM),

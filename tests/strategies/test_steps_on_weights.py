@@ -24,7 +24,7 @@ from lightning_parallel import (
 from lightning_parallel.techniques.zero.sharded import parameters
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import made, require_like
-from tests.tiers import covering
+from tests.tiers import covering, sampled
 from tests.trainers import trainer
 
 SAMPLES, WIDTH = 24, 10
@@ -245,7 +245,7 @@ LAYOUTS: dict[str, Any] = {
 }
 
 
-@covering(keep=10, layout=LAYOUTS, act=ACTS, by_hand=(False, True))
+@covering(keep=1, layout=LAYOUTS, act=ACTS, by_hand=(False, True))
 def test_steps_read_and_write_weights_as_on_one_device(layout: str, act: str, by_hand: bool) -> None:
     ranks, data_ranks, unit_bytes, strategy = LAYOUTS[layout]
     expected = begun_on_one(trained, act, by_hand, unit_bytes, None, 12 if data_ranks == 3 else 8)
@@ -276,7 +276,7 @@ def accumulated(keeps: bool, strategy: Any, batch_size: int) -> Any:
     return module.found, [len(places) for places in module.places], module.state_dict()
 
 
-@pytest.mark.parametrize("layout", ["data parallel", "zero 1", "zero 2"])
+@sampled(2, "layout", ["data parallel", "zero 1", "zero 2"])
 def test_gradients_kept_from_step_to_step_while_they_accumulate(layout: str) -> None:
     ranks, _, _, strategy = LAYOUTS[layout]
     expected = begun_on_one(accumulated, True, None, 4)
@@ -297,7 +297,7 @@ class Shares(Model):
         self.layers[3].up, self.layers[2].down.weight = self.layers[0].up, self.layers[1].down.weight
 
 
-@pytest.mark.parametrize("layout", ["zero 3 in units", "zero 3 in units beside tensor parallel"])
+@sampled(1, "layout", ["zero 3 in units", "zero 3 in units beside tensor parallel"])
 def test_parameters_that_blocks_share(layout: str) -> None:
     ranks, data_ranks, unit_bytes, strategy = LAYOUTS[layout]
     expected = begun_on_one(trained, "shared", False, unit_bytes, None, 8)
@@ -366,7 +366,7 @@ def refused(strategy: Any, unit_bytes: int) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("layout", ["tensor parallel", "zero 3", "zero 3 in units"])
+@sampled(1, "layout", ["tensor parallel", "zero 3", "zero 3 in units"])
 def test_a_parameter_that_a_step_replaces_is_named(layout: str) -> None:
     ranks, _, unit_bytes, strategy = LAYOUTS[layout]
     for found in run_on_ranks(ranks, refused, strategy, unit_bytes):

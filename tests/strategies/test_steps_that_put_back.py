@@ -207,7 +207,7 @@ def trained(strategy: Any, act: str, batch_size: int) -> Any:
     return *found, {name: value.clone() for name, value in module.state_dict().items()}
 
 
-@covering(keep=7, act=[act.__name__ for act in KEPT], layout=PIPELINES)
+@covering(keep=1, act=[act.__name__ for act in KEPT], layout=PIPELINES)
 def test_what_a_step_puts_back_or_leaves_is_as_on_one_device(act: str, layout: str) -> None:
     ranks, readers, strategy = PIPELINES[layout]
     expected = begun_on_one(trained, None, act, 8)
@@ -224,7 +224,7 @@ def test_so_is_a_head_that_changes_when_the_loss_of_the_batch_is_known() -> None
 SAYS = r"net\.blocks.* changed in a step, .* do it in hooks, as on_train_batch_start"
 
 
-@covering(keep=4, act=[act.__name__ for act in REFUSED], layout=PIPELINES)
+@covering(keep=2, act=[act.__name__ for act in REFUSED], layout=PIPELINES)
 def test_what_earlier_stages_would_miss_is_refused(act: str, layout: str) -> None:
     refused(act, layout)
 

@@ -79,7 +79,7 @@ def train(make_strategy: Strategy, column: str, callback: type[Saves], folder: P
 
 
 @covering(
-    keep=3,
+    keep=1,
     column=("gpt2", "phi3"),  # maps of queries, keys and values, of gates and ups, as one
     writer=LAYOUTS,
     reader=LAYOUTS,

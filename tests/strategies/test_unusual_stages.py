@@ -190,12 +190,12 @@ def compared(model: str, layout: str, n: int = 2, data_ranks: int = 1, **run: An
         require_like(expected.result(), found)
 
 
-@sampled(2, "model", MODELS)
+@sampled(1, "model", MODELS)
 def test_a_pipeline_trains_them_as_one_device_does(model: str) -> None:
     compared(model, "recomputed" if model == "recomputed" else "1f1b")
 
 
-@pytest.mark.parametrize("model", ["reversible", "asks"])
+@sampled(1, "model", ["reversible", "asks"])
 def test_so_they_do_where_a_layer_runs_a_backward_pass_of_its_own_or_hooks_on_gradients(model: str) -> None:
     compared(model, "1f1b")
 

@@ -48,7 +48,7 @@ def trained(make: Callable[..., Any], event: Callable[[LightningModule], None]) 
     return str(fitting.strategy._watchdog.told)
 
 
-@sampled(2, "layout", LAYOUTS)
+@sampled(1, "layout", LAYOUTS)
 def test_a_rank_that_does_not_come_is_named(layout: str) -> None:
     ends = run_on_ranks(2, trained, LAYOUTS[layout], partial(lingers, [1]))
     for rank, said in enumerate(ends):

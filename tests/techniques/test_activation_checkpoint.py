@@ -139,8 +139,7 @@ def noted(mode: Mode | None, compiled: bool) -> tuple[int, Tensor, list[Tensor]]
     return count, loss.detach(), [gradient for block in blocks for gradient in gradients(block)]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("mode", ["full", "selective"])
+@covering(mode=["full", "selective"], compiled=[False, True])
 @pytest.mark.filterwarnings("ignore")  # of the compiler's own
 def test_what_a_block_writes_into_containers_is_the_steps(mode: Mode, compiled: bool) -> None:
     expected, found = noted(None, False), noted(mode, compiled)

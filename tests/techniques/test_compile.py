@@ -191,6 +191,7 @@ def test_what_divided_blocks_write_into_lists_and_dicts_reaches_the_step() -> No
         compare_weights(expected.result(), got, 1e-5)
 
 
+@pytest.mark.exhaustive
 def test_divided_blocks_that_read_lists_and_dicts_stay_graphs() -> None:
     expected, whole = begun_on_one(trained, (Reads, Reads), of=Reading), Compile(backend="aot_eager", fullgraph=True)
     for got in run_on_ranks(2, trained, (Reads, Reads), TensorParallel(2), whole, of=Reading):
@@ -225,12 +226,13 @@ def test_stages_are_watched_while_blocks_are_compiled_for_changing_lengths(kinds
         compare_weights(expected.result(), got, 1e-5)
 
 
+@pytest.mark.exhaustive
 def test_the_stage_tells_whose_blocks_break_a_graph() -> None:
     told = run_on_ranks(4, said_of_breaks, (Straight, Breaks), PipelineParallel(2, microbatches=2), TensorParallel(2))
     assert [len(lines) for lines in told] == [0, 0, 1, 0]
 
 
-@covering(column=["llama", "gpt"], mode=[None, "full", "selective"])
+@covering(keep=1, column=["llama", "gpt"], mode=[None, "full", "selective"])
 def test_blocks_share_one_graph(column: str, mode: Any) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -257,6 +259,7 @@ def graphs_of_a_fit(column: str, techniques: list[Any], **model: Any) -> tuple[i
 
 
 @covering(
+    keep=1,
     column=["llama", "gpt"],
     techniques=[[DataParallel(2)], [TensorParallel(2), ActivationCheckpoint("selective")], [TensorParallel(2)]],
 )
@@ -268,6 +271,7 @@ def test_a_run_makes_each_graph_once(column: str, techniques: list[Any]) -> None
         assert (graphs <= 2, given_up) == (True, 0)  # the first block's input may be of another kind
 
 
+@pytest.mark.exhaustive
 @sampled(1, "mode", ["full", "selective"])
 def test_blocks_with_experts_share_graphs_however_many_they_are(mode: Any) -> None:
     techniques = [DataParallel(2), ExpertParallel(2), ActivationCheckpoint(mode), COMPILED]
@@ -312,6 +316,7 @@ def test_graphs_wait_once_for_each_message(world: None, sequence_parallel: bool)
         restore_forward(module)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("world", [(2, 0)], indirect=True)
 @sampled(1, "sequence_parallel", [True, False])
 def test_graphs_are_shared_by_blocks_and_steps_of_a_run(world: None, sequence_parallel: bool) -> None:

@@ -133,7 +133,7 @@ CASES: dict[str, tuple[type[nn.Module], list[Any], bool]] = {
 }
 
 
-@sampled(3, "case", CASES)
+@sampled(1, "case", CASES)
 def test_blocks_with_numbers_of_their_own_train_the_same_on_batches_of_changing_sizes(case: str) -> None:
     block, techniques, recomputes = CASES[case]
     expected = begun_on_one(trained, block, [])
@@ -149,6 +149,7 @@ DRAWN: dict[str, list[Any]] = {
 }
 
 
+@pytest.mark.exhaustive
 @sampled(2, "case", DRAWN)
 def test_graphs_drop_what_would_be_dropped_without_them(case: str) -> None:
     tensor_parallel, *compiled = DRAWN[case]
@@ -157,6 +158,7 @@ def test_graphs_drop_what_would_be_dropped_without_them(case: str) -> None:
         compare_weights(expected, got, 1e-8)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("world", [(2, 0)], indirect=True)
 def test_the_graph_of_a_recomputed_block_keeps_less(world: None) -> None:
     kept = {}

@@ -237,7 +237,7 @@ LAYOUTS = {
 MODELS = (Classifies, Translates, Remembers, Forecasts, Weighs, Chooses, StepsByHand)
 
 
-@sampled(3, ("model", "layout"), [(model, layout) for layout in LAYOUTS for model in MODELS])
+@sampled(1, ("model", "layout"), [(model, layout) for layout in LAYOUTS for model in MODELS])
 def test_a_model_trains_as_on_one_device(model: type[Model], layout: str) -> None:
     begun = begun_on_one(trained, model, None)
     for metrics, found in run_on_ranks(LAYOUTS[layout][0], trained, model, LAYOUTS[layout][1]):
@@ -328,7 +328,8 @@ def refusal(model: Any, make_strategy: Any) -> str:
     return "trained"
 
 
-@pytest.mark.parametrize(
+@sampled(
+    3,
     ("model", "strategy", "said"),
     [
         (Flat, LAYOUTS["ring"][1], r"divides sequences, .*\[\(4, 5\), \(4,\)\].*DataParallelStrategy"),

@@ -85,7 +85,7 @@ def twice(operation: Operation) -> Operation:
     return lambda x, w: operation(x, w) + operation(x, w)
 
 
-@sampled(2, "division", DIVISIONS)
+@sampled(1, "division", DIVISIONS)
 @ranks(2)
 def test_values_and_gradients_are_those_of_the_whole(division: str) -> None:
     failed = []

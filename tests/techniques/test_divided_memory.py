@@ -84,7 +84,7 @@ def changed(y: Tensor, parts: Callable[[Tensor], list[Tensor]]) -> Tensor:
     return y.sin() + total
 
 
-@sampled(2, "division", DIVISIONS)
+@sampled(1, "division", DIVISIONS)
 @ranks(2)
 def test_a_copy_is_none_of_the_tensor_and_a_view_is(division: str) -> None:
     compared(of_what_was_computed, DIVISIONS[division], "plain")

@@ -17,6 +17,7 @@ from lightning_parallel.techniques.divided.tensor import Divided
 from tests.curves import compare_weights
 from tests.models import points
 from tests.ranks import begun_on_one, ranks, run_on_ranks
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 PLAN = ParallelPlan(blocks="layers.*", styles={"layers.*.up": "colwise", "layers.*.down": "rowwise"})
@@ -109,7 +110,7 @@ def weights(deed: str, strategy: Any) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
 
 
-@pytest.mark.parametrize("deed", DEEDS)
+@sampled(5, "deed", DEEDS)
 def test_a_step_by_hand(deed: str) -> None:
     expected = begun_on_one(weights, deed, "auto")
     for got in run_on_ranks(2, weights, deed, TensorParallelStrategy(2, plan=PLAN)):

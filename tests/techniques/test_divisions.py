@@ -190,7 +190,7 @@ def fit_once(strategy: HybridStrategy, samples: int, batch_size: int = 8) -> Non
 
 
 @sampled(
-    2,
+    1,
     ("techniques", "ranks_", "data_ranks"),
     [
         ((OwnPositions(2),), 2, 1),

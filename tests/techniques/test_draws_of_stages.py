@@ -107,7 +107,7 @@ def pipeline(layout: str) -> HybridStrategy:
     return HybridStrategy(PipelineParallel(2, **PIPELINES[layout]))
 
 
-@covering(keep=4, layout=PIPELINES, source=["torch", "module", "python", "numpy"], drop=[0.0, 0.1])
+@covering(keep=1, layout=PIPELINES, source=["torch", "module", "python", "numpy"], drop=[0.0, 0.1])
 def test_stages_draw_the_same_outside_of_blocks(layout: str, source: str, drop: float) -> None:
     for losses, _ in run_on_ranks(2, trained, partial(pipeline, layout), Noisy, source, drop):
         assert losses == [0.0] * 8

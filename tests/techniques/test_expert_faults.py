@@ -33,7 +33,7 @@ REFUSED = {
 }
 
 
-@sampled(3, "column", ODD)
+@sampled(1, "column", ODD)
 def test_calls_of_experts_that_one_process_takes(column: str) -> None:
     check(column, 2, partial(ExpertParallelStrategy, 2), 2, max_epochs=1, precision="64-true", rtol=1e-9)
 

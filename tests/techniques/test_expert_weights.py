@@ -116,7 +116,7 @@ class Transformed(Mixture):
         return grad(lambda scale: (self.network(batch["input_ids"]) * scale).square().mean())(torch.ones(()).double())
 
 
-@pytest.mark.parametrize("mixture", [Looped, Banked])
+@sampled(1, "mixture", [Looped, Banked])
 def test_weights_that_a_step_made(mixture: type[nn.Module]) -> None:
     expected = begun_on_one(trained, mixture, "auto", 1, Adapted)
     for got in run_on_ranks(2, trained, mixture, partial(ExpertParallelStrategy, 2), 2, Adapted):

@@ -141,7 +141,7 @@ HELD = {
 }
 
 
-@pytest.mark.parametrize("layout", HELD)
+@sampled(1, "layout", HELD)
 def test_a_rank_holds_its_part_of_the_experts(layout: str) -> None:
     count, techniques, expected = HELD[layout]
     for found in run_on_ranks(count, held, *techniques):

@@ -24,6 +24,7 @@ from lightning_parallel import (
 from tests.rank_process import leave_group
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.techniques.test_context_models import WIDTH, WORDS, Model, tokens, trained
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 
@@ -184,7 +185,7 @@ def validated(lengths: tuple[int, ...], make_strategy: Any, allowed: int = 1) ->
     return found["val_loss"], torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize(("lengths", "layout", "allowed"), [((8,), "tp", 3), ((8, 6), "cp", 1)])
+@sampled(1, ("lengths", "layout", "allowed"), [((8,), "tp", 3), ((8, 6), "cp", 1)])
 def test_blocks_share_a_graph_and_run_without_where_torch_allows_no_more(
     lengths: tuple[int, ...], layout: str, allowed: int
 ) -> None:

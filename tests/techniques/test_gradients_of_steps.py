@@ -224,6 +224,6 @@ MODELS = {
 LAYOUTS = {**toggled.LAYOUTS, "cp": (2, 1, ContextParallelStrategy)}
 
 
-@covering(keep=4, layout=LAYOUTS, model=MODELS)
+@covering(keep=1, layout=LAYOUTS, model=MODELS)
 def test_they_give_what_one_device_gives(layout: str, model: str) -> None:
     compare(MODELS[model], LAYOUTS[layout])

@@ -26,6 +26,7 @@ from lightning_parallel.techniques.tools.meeting import meeting_of, uses_of
 from tests.models import Optimized
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.techniques.tensor_layouts import hybrid
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 B = 8
@@ -230,7 +231,7 @@ def train(strategy: Any, *runs: tuple[str, bool]) -> list[list[str]]:
 KINDS = [("pairs", False), ("pairs", True), ("apart", False), ("gathered", False), ("exp", False), ("learned", False)]
 
 
-@pytest.mark.parametrize("strategy", [DataParallelStrategy, partial(ZeroStrategy, stage=2)])
+@sampled(1, "strategy", [DataParallelStrategy, partial(ZeroStrategy, stage=2)])
 def test_ranks_that_read_different_samples_are_told_once(strategy: Any) -> None:
     first, second = run_on_ranks(2, train, strategy, *KINDS)
     assert [len(lines) for lines in first] == [1, 1, 0, 0, 1, 1]

@@ -133,7 +133,7 @@ ONE = [("one device", 1, 1), ("one device", 1, 2)]
 CELLS = [*ONE, *((row, d, accumulate) for row in AFTER_STEP for d, accumulate in ((2, 2), (4, 1)) if row != ONE[0][0])]
 
 
-@sampled(2, ("row", "d", "accumulate"), CELLS)
+@sampled(1, ("row", "d", "accumulate"), CELLS)
 def test_after_a_step(row: str, d: int, accumulate: int) -> None:
     technique, table = AFTER_STEP[row]
     for counts in run_on_ranks(d, held, technique(d), accumulate):

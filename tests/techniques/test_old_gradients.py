@@ -84,7 +84,7 @@ LAYOUTS = {"alone": (2, None), "data": (4, DataParallel(2)), "zero 2": (4, Zero(
 SCHEDULES = {"1f1b": 2, "interleaved_1f1b": 2, "zbv": 4, "dualpipev": 4}
 
 
-@covering(keep=3, layout=LAYOUTS, schedule=SCHEDULES, batches=([0, 1, 2, 3, 4], [2], NEVER), accumulate=(1, 2))
+@covering(keep=1, layout=LAYOUTS, schedule=SCHEDULES, batches=([0, 1, 2, 3, 4], [2], NEVER), accumulate=(1, 2))
 def test_who_reads_them_sees_those_of_the_batch_before(
     layout: str, schedule: str, batches: list[int], accumulate: int
 ) -> None:

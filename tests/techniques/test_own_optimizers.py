@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn, optim
 
@@ -55,7 +54,7 @@ LAYOUTS: dict[str, tuple[Callable[[], Any], int]] = {
 }
 
 
-@sampled(3, ("layout", "twice"), [*((layout, False) for layout in LAYOUTS), ("zero 3", True)])
+@sampled(1, ("layout", "twice"), [*((layout, False) for layout in LAYOUTS), ("zero 3", True)])
 def test_they_find_parameters_where_they_keep_them(layout: str, twice: bool) -> None:
     strategy, data_ranks = LAYOUTS[layout]
     one = begun_on_one(trained, "auto", twice)
@@ -85,7 +84,7 @@ def trained_flat(make_strategy: Callable[[], Any] | str, data_ranks: int = 1) ->
     return train("plain", make_strategy, data_ranks=data_ranks, model=model, data={"samples": 16}, **SHORT)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@sampled(2, "layout", LAYOUTS)
 def test_memory_that_they_replace_is_what_is_stored(layout: str) -> None:
     strategy, data_ranks = LAYOUTS[layout]
     one = begun_on_one(trained_flat, "auto")

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
@@ -19,7 +18,7 @@ from lightning_parallel.techniques.zero import Zero
 from tests.curves import compare_weights
 from tests.models import points
 from tests.ranks import begun_on_one, run_on_ranks
-from tests.tiers import covering
+from tests.tiers import covering, sampled
 from tests.trainers import trainer
 
 HEADS, WIDTH = 3, 12  # heads that two ranks do not divide evenly
@@ -114,12 +113,12 @@ def compare(names: Sequence[str], block: type[nn.Module], make: Callable[[], Any
         compare_weights(expected.result(), got, 1e-9)
 
 
-@covering(keep=3, what=PENALISED, sequence_parallel=(True, False))
+@covering(keep=1, what=PENALISED, sequence_parallel=(True, False))
 def test_penalties_on_divided_layers_of_the_first_stage(what: str, sequence_parallel: bool) -> None:
     compare(PENALISED[what], Block, partial(beside_a_pipeline, partial(tensor, sequence_parallel)))
 
 
-@pytest.mark.parametrize("what", ["weight", "bias"])
+@sampled(1, "what", ["weight", "bias"])
 def test_penalties_on_one_of_the_experts_of_the_first_stage(what: str) -> None:
     compare([f"experts.1.up.{what}"], Routed, partial(beside_a_pipeline, experts), batch=2)
 

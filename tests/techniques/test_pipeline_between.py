@@ -6,7 +6,6 @@ import warnings
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
@@ -17,7 +16,7 @@ from lightning_parallel import HybridStrategy, PipelineParallel, PipelineParalle
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import MakeStrategy, made, require_like
 from tests.strategies.test_unusual_stages import Again as RunAgain
-from tests.tiers import covering
+from tests.tiers import covering, sampled
 from tests.trainers import trainer
 
 WORDS, WIDTH, IGNORED = 23, 8, -100
@@ -229,7 +228,7 @@ def trained(strategy: MakeStrategy | None, model: str, **options: Any) -> Any:
     return metrics, {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
-@covering(keep=3, model=MODELS, layout=PIPELINES)
+@covering(keep=1, model=MODELS, layout=PIPELINES)
 def test_they_give_what_one_device_gives(model: str, layout: str) -> None:
     expected = begun_on_one(trained, None, model)
     for found in run_on_ranks(2, trained, PIPELINES[layout], model):
@@ -243,7 +242,7 @@ def test_so_does_a_layer_that_runs_a_backward_pass_within_that_of_a_stage_of_div
         require_like(expected.result(), found)
 
 
-@pytest.mark.parametrize(("model", "layout"), [("HooksReturnTheSame", "1f1b"), ("HooksReturnNew", "zbv")])
+@sampled(1, ("model", "layout"), [("HooksReturnTheSame", "1f1b"), ("HooksReturnNew", "zbv")])
 def test_hooks_return_what_goes_on(model: str, layout: str) -> None:
     expected = begun_on_one(trained, None, model)
     for found in run_on_ranks(2, trained, PIPELINES[layout], model):

@@ -33,7 +33,7 @@ def beside(ranks: int, other: Any) -> HybridStrategy:
     return HybridStrategy(PipelineParallel(ranks), other)
 
 
-@covering(keep=2, schedule=SCHEDULES, ranks=(2, 4))
+@covering(keep=1, schedule=SCHEDULES, ranks=(2, 4))
 def test_every_schedule(schedule, ranks):
     model = {"n_layers": 2 * ranks, "tied_head": ranks == 2, "optimizer": adamw}
     check_parity("gpt", ranks, partial(PipelineParallelStrategy, ranks, schedule=schedule), model=model, **SHORT)
@@ -56,7 +56,7 @@ LAYOUTS = {
 }
 
 
-@covering(keep=2, layout=LAYOUTS, column=("gpt2", "plain"))
+@covering(keep=1, layout=LAYOUTS, column=("gpt2", "plain"))
 def test_every_layout(layout, column):
     ranks, strategy, data_ranks = LAYOUTS[layout]
     check_parity(column, ranks, strategy, data_ranks=data_ranks, model=TWO_BLOCKS[column], **SHORT)
@@ -65,7 +65,7 @@ def test_every_layout(layout, column):
 # ---------------------------------------------------------------- models of many kinds
 
 
-@sampled(2, "name", [*libraries.MODELS, "qwen3", "phi3", "gpt_neox"])
+@sampled(1, "name", [*libraries.MODELS, "qwen3", "phi3", "gpt_neox"])
 def test_models_of_libraries(name):
     model = {"late": name == "opt"} | ({"num_hidden_layers": 4} if name in COLUMNS else {})
     exact = {}
@@ -75,14 +75,14 @@ def test_models_of_libraries(name):
     check_parity(name, 2, partial(PipelineParallelStrategy, 2), model=model, **SHORT, **exact)
 
 
-@pytest.mark.parametrize("name", hooked.MODELS)
+@sampled(1, "name", hooked.MODELS)
 def test_losses_of_routers_on_other_stages(name):
     """With a single microbatch: the loss that balances experts is no mean of samples. Part of it is in fp32."""
     strategy = partial(PipelineParallelStrategy, 2, microbatches=1)
     check_parity(name, 2, strategy, rtol=1e-6, precision="64-true", **SHORT)
 
 
-@sampled(3, "name", handwritten.MODELS)
+@sampled(1, "name", handwritten.MODELS)
 def test_models_written_by_hand(name):
     """With the blocks of one rank not beside each other, and its backwards in halves."""
     strategy = partial(PipelineParallelStrategy, 2, schedule="zbv", microbatches=4)

@@ -16,7 +16,7 @@ from lightning_parallel.techniques.activation_checkpoint.effects import Effects
 from tests.models import Optimized, adamw
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import MakeStrategy, made, require_like
-from tests.tiers import covering
+from tests.tiers import covering, sampled
 from tests.trainers import trainer
 
 
@@ -161,7 +161,7 @@ LAYOUTS: dict[str, tuple[int, list[Any]]] = {
 }
 
 
-@covering(layout=LAYOUTS, kind=KINDS)
+@covering(keep=2, layout=LAYOUTS, kind=KINDS)
 def test_blocks_that_write_train_as_without_recomputation(layout: str, kind: str) -> None:
     ranks, techniques = LAYOUTS[layout]
     expected = begun_on_one(trained, None, kind)
@@ -193,7 +193,7 @@ def in_one_graph(block: type[nn.Module], ranks: int) -> Any:
         return str(error)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@sampled(1, "ranks", [1, 2])
 def test_counts_stay_in_the_graph_of_a_block_and_statistics_that_it_reads_do_not(ranks: int) -> None:
     expected = begun_on_one(in_one_graph_plainly, Counts)
     for found in run_on_ranks(ranks, in_one_graph, Counts, ranks):

@@ -14,6 +14,7 @@ from lightning_parallel import DataParallelStrategy, HybridStrategy, ParallelPla
 from tests.models import Optimized, adamw
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import MakeStrategy, made, require_like
+from tests.tiers import covering
 from tests.trainers import trainer
 
 
@@ -75,8 +76,7 @@ STRATEGIES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize("layout", STRATEGIES)
+@covering(keep=3, layout=STRATEGIES, in_place=[True, False])
 def test_in_a_module_that_sees_the_whole_batch_they_are_those_of_one_device(layout: str, in_place: bool) -> None:
     expected = begun_on_one(trained, True, in_place, None)
     for found in run_on_ranks(2, trained, True, in_place, STRATEGIES[layout], 4):

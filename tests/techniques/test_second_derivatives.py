@@ -83,7 +83,7 @@ def compared(operation: Any, division: dict[int, Any], way: str) -> None:
     require_gradient(mine, w, way, rtol=1e-9, atol=1e-11)
 
 
-@sampled(2, "division", DIVISIONS)
+@sampled(1, "division", DIVISIONS)
 @ranks(2)
 def test_of_operations(division):
     failed = []
@@ -277,7 +277,7 @@ def trained(model: Any, make_strategy: Any, data_ranks: int) -> tuple[dict[str, 
     return {name: float(value) for name, value in run.callback_metrics.items()}, dict(module.state_dict())
 
 
-@covering(keep=2, layout=[*LAYOUTS], model=MODELS)
+@covering(keep=1, layout=[*LAYOUTS], model=MODELS)
 def test_training(layout: str, model: Any) -> None:
     n, data_ranks, make_strategy = LAYOUTS[layout]
     if model in (OfWeights, Adapts) and data_ranks > 1:

@@ -87,7 +87,7 @@ LAYOUTS: dict[str, tuple[Callable[[], Any], int, int]] = {
 }
 
 
-@covering(layout=LAYOUTS, kind=[Raising, Climbing])
+@covering(keep=1, layout=LAYOUTS, kind=[Raising, Climbing])
 def test_training_goes_on_as_on_one_device(layout: str, kind: type[optim.Optimizer]) -> None:
     strategy, ranks, readers = LAYOUTS[layout]
     expected = begun_on_one(weights, "auto", kind, 4)

@@ -26,7 +26,7 @@ GROUPS = {**SIZES, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_h
 
 
 @sampled(
-    3,
+    1,
     ("column", "n", "strategy", "data_ranks", "model"),
     [
         ("llama", 2, TP2, 1, THREE),

@@ -47,7 +47,7 @@ AS_MANY_KEYS_AS_RANKS = {name: {"num_key_value_heads": 4} for name in ("llama", 
 }
 
 
-@covering(keep=3, layout=LAYOUTS, column=COLUMNS)
+@covering(keep=1, layout=LAYOUTS, column=COLUMNS)
 def test_a_layout_trains_as_one_process_does(layout: str, column: str) -> None:
     n, strategy, data_ranks = LAYOUTS[layout]
     model = AS_MANY_KEYS_AS_RANKS.get(column, {}) if layout == "tp4" else {}
@@ -60,7 +60,7 @@ def compiled() -> HybridStrategy:
 
 
 @sampled(
-    2,
+    1,
     ("column", "n", "strategy", "data_ranks"),
     [
         ("gpt2", 4, hybrid(Zero(2), TensorParallel(2)), 2),
@@ -100,7 +100,7 @@ def overlapping(column: str, fused: bool, **options: Any) -> tuple[Curve, int]:
         return train(column, partial(TensorParallelStrategy, 2, overlap=True), **options), len(calls)
 
 
-@covering(keep=3, column=("gpt", "llama", "plain"), fused=(True, False))
+@covering(keep=2, column=("gpt", "llama", "plain"), fused=(True, False))
 def test_products_that_overlap_with_collectives(column: str, fused: bool) -> None:
     model = TWO_BLOCKS[column] | ({} if column == "plain" else {"optimizer": adamw})
     options = STEPS | {"max_epochs": 1, "model": model, "data": {"samples": 24, "val_samples": 8}}
@@ -153,7 +153,7 @@ def test_clipping_by_value() -> None:
     check("llama", 2, TP2, gradient_clip_val=0.01, gradient_clip_algorithm="value", max_epochs=1)
 
 
-@pytest.mark.parametrize(("precision", "rtol"), [("bf16-mixed", 3e-2), ("bf16-true", 5e-2)])
+@sampled(1, ("precision", "rtol"), [("bf16-mixed", 3e-2), ("bf16-true", 5e-2)])
 def test_low_precision(precision: str, rtol: float) -> None:
     check("llama", 2, TP2, precision=precision, rtol=rtol, max_epochs=1)
 
@@ -161,7 +161,7 @@ def test_low_precision(precision: str, rtol: float) -> None:
 # ---------------------------------------------------------------- users' own losses and metrics
 
 
-@pytest.mark.parametrize("strategy", [TP2, WHOLE_SEQUENCE])
+@sampled(1, "strategy", [TP2, WHOLE_SEQUENCE])
 def test_all_that_users_do_with_logits(strategy: Any) -> None:
     check_parity("many uses", 2, strategy, max_epochs=1)
 

@@ -43,7 +43,7 @@ def fit_column(column: str, strategy: Any, model: dict[str, Any]) -> None:
 
 
 @sampled(
-    5,
+    2,
     ("column", "gathered"),
     [
         ("hard coded", ()),
@@ -104,7 +104,7 @@ def test_a_number_of_heads_in_an_attribute_is_this_ranks(strategy: Any) -> None:
     check_parity("counting", 2, strategy, gradient_clip_val=0.5, **ONE_EPOCH)
 
 
-@pytest.mark.parametrize("column", ["between", "recomputing", "distilling"])
+@sampled(1, "column", ["between", "recomputing", "distilling"])
 def test_what_happens_between_blocks_sees_the_whole_sequence(column: str) -> None:
     check_parity(column, 2, TP2, max_epochs=1, data=ONE_EPOCH["data"] | {"length": 15})
 

@@ -40,7 +40,7 @@ def trained_and_gathered(name: str) -> tuple[Trained | Failure, list[str]]:
 
 
 @sampled(
-    2,
+    1,
     ("name", "share"),
     [
         ("gpt_bigcode", 0.6), ("falcon", 0.6), ("bert", 0.6), ("roberta", 0.6), ("deberta", 0.6), ("deberta-v2", 0.6),

@@ -15,6 +15,7 @@ from lightning_parallel.techniques.divided.randomness import drawn_apart
 from tests.models import Optimized, adamw
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import MakeStrategy, made, require_like
+from tests.tiers import covering, sampled
 from tests.trainers import trainer
 
 TP2 = partial(TensorParallelStrategy, 2)
@@ -77,7 +78,7 @@ def fitted(strategy: MakeStrategy | None, *of: Any) -> Any:
     return losses, {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
-@pytest.mark.parametrize("lengths", [(8, 7), (7, 8), (4, 8, 7, 8)])
+@sampled(1, "lengths", [(8, 7), (7, 8), (4, 8, 7, 8)])
 def test_a_step_that_runs_blocks_on_several_lengths(lengths: tuple[int, ...]) -> None:
     expected = begun_on_one(fitted, None, lengths, False)
     for found in run_on_ranks(2, fitted, TP2, lengths, False):
@@ -180,8 +181,7 @@ def fitted_in_place(kind: str, strategy: MakeStrategy | None, batch: int = 4) ->
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
-@pytest.mark.parametrize("kind", ["features", "both", "results"])
-@pytest.mark.parametrize("sequence_parallel", [True, False])
+@covering(kind=["features", "both", "results"], sequence_parallel=[True, False])
 def test_functions_that_change_what_they_get(kind: str, sequence_parallel: bool) -> None:
     expected = begun_on_one(fitted_in_place, kind, None)
     for found in run_on_ranks(2, fitted_in_place, kind, partial(TP2, sequence_parallel=sequence_parallel)):

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
@@ -29,7 +28,7 @@ from tests.curves import compare_weights
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import made
 from tests.techniques.test_penalties_across_stages import Routed
-from tests.tiers import covering
+from tests.tiers import covering, sampled
 from tests.trainers import trainer
 
 WIDTH, LENGTH = 12, 6
@@ -207,7 +206,7 @@ def compare(model: type[LightningModule], layout: tuple[int, int, Any]) -> None:
         compare_weights(expected.result(), found, 1e-9)
 
 
-@covering(keep=4, layout=LAYOUTS, model=MODELS)
+@covering(keep=1, layout=LAYOUTS, model=MODELS)
 def test_they_learn_as_on_one_device(layout: str, model: str) -> None:
     compare(MODELS[model], LAYOUTS[layout])
 
@@ -249,7 +248,7 @@ IN_TURNS: dict[str, tuple[int, Any]] = {
 }
 
 
-@pytest.mark.parametrize("layout", IN_TURNS)
+@sampled(2, "layout", IN_TURNS)
 def test_what_a_step_lets_learn_learns_in_its_batch(layout: str) -> None:
     readers, make = IN_TURNS[layout]
     expected = begun_on_one(trained_in_turns, partial(str, "auto"), 8)

@@ -4,7 +4,6 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger
@@ -17,6 +16,7 @@ from lightning_parallel.techniques.pipeline_parallel.technique import PipelinePa
 from tests.curves import compare_weights
 from tests.models import points
 from tests.ranks import begun_on_one, run_on_ranks
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 
@@ -114,7 +114,7 @@ def trained(part: type[nn.Module], strategy: Any) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
 
 
-@pytest.mark.parametrize("part", [Counts, Begins, Remembers, Captures])
+@sampled(3, "part", [Counts, Begins, Remembers, Captures])
 def test_attributes_of_parts_are_what_they_were(part: type[nn.Module]) -> None:
     expected = begun_on_one(trained, part, "auto")
     strategy = HybridStrategy(PipelineParallel(2, microbatches=1), plan=ParallelPlan(blocks="layers.*"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -14,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.techniques.divided.tensor import Divided
 from tests.ranks import run_on_ranks
+from tests.tiers import sampled
 
 SHAPE = 2, 6, 8
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -103,7 +103,7 @@ def test_recomputations_hold_no_tensors_of_others() -> None:
     assert run_on_ranks(2, held_in_backward) == [1, 1]
 
 
-@pytest.mark.parametrize("dim", [1, 2])
+@sampled(1, "dim", [1, 2])
 def test_a_view_is_one(dim: int) -> None:
     for found in run_on_ranks(2, on_ranks, dim):
         assert [each for each in found if max(each[2:]) > 1e-10] == []

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -19,6 +18,7 @@ from lightning_parallel.techniques.divided.whole_batch import WholeBatch
 from lightning_parallel.techniques.tools.meeting import meeting_of, uses_of
 from tests.models import Optimized, adamw
 from tests.ranks import ranks, run_on_ranks
+from tests.tiers import covering
 from tests.trainers import trainer
 
 made: dict[str, Any] = {"nn": nn, "__name__": "nowhere"}
@@ -88,8 +88,7 @@ def test_a_contrast_of_all_samples_in_a_class_of_no_file() -> None:
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("of", [13, 17])
+@covering(reduction=["mean", "none"], of=[13, 17])
 def test_what_is_learned_in_it_and_batches_that_do_not_divide(reduction: str, of: int) -> None:
     make = partial(LearnedPairs, reduction)
     (expected,) = run_on_ranks(1, trained, 8, make, of)
