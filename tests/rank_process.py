@@ -152,10 +152,10 @@ def share_a_device() -> None:
     """
     from torch.distributed import ProcessGroupGloo
 
-    before, make = set(os.listdir("/proc/self/task")), ProcessGroupGloo.__init__
+    before, make = threads(), ProcessGroupGloo.__init__
     device = ProcessGroupGloo.create_default_device()
-    for thread in set(os.listdir("/proc/self/task")) - before:
-        os.setpriority(os.PRIO_PROCESS, int(thread), 19)
+    for thread in threads() - before:
+        os.setpriority(os.PRIO_PROCESS, thread, 19)
 
     def make_with_device(self: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         options = ProcessGroupGloo._Options()
@@ -163,6 +163,12 @@ def share_a_device() -> None:
         make(self, store, rank, size, options)
 
     ProcessGroupGloo.__init__ = make_with_device
+
+
+def threads() -> set[int]:
+    """Of this process, as far as the system tells."""
+    folder = Path("/proc/self/task")
+    return {int(each.name) for each in folder.iterdir()} if folder.exists() else set()
 
 
 def leave_with_the_pool() -> None:

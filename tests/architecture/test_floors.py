@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import sampled
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = "lightning_parallel"
 FLOORS = {
@@ -73,7 +75,7 @@ def may_share(own: tuple[str, ...], other: tuple[str, ...]) -> bool:
     return not own or not other or other[0] in SHARED_BY_TECHNIQUES or own[0] == other[0]
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: "/".join(file.relative_to(ROOT).parts[1:]))
+@sampled(247, "file", FILES, ids=lambda file: "/".join(file.relative_to(ROOT).parts[1:]))
 def test_imports_respect_the_floors(file: Path) -> None:
     assert file in TOP or dotted(file)[1] in FLOORS | COMMANDS, f"{file.name} is on no floor"
     assert not list(faults(file))

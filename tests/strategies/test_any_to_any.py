@@ -138,6 +138,7 @@ def check(column: str, form: str, pairs: list[tuple[str, str]], folder: Path) ->
         assert losses == pytest.approx(curves[writer][STOP:], rel=1e-6), where
 
 
+@pytest.mark.exhaustive
 @sampled(1, "form", ["sharded", "full"])
 def test_experts_divided_in_other_ways(form: str, tmp_path: Path) -> None:
     check("mixtral", form, [("ep 2", "ep 4"), ("ep 2", "none")], tmp_path)

@@ -25,7 +25,7 @@ from lightning_parallel.strategies import refusals
 from lightning_parallel.strategies.checkpoint.files import AtomicCheckpointIO
 from tests.ranks import run_on_ranks
 from tests.strategies.test_checkpoint_use import LAYOUTS, SaveHalfway, Tied, fitted, tokens
-from tests.tiers import covering
+from tests.tiers import covering, sampled
 from tests.trainers import trainer
 
 FORMS = ("full", "sharded")
@@ -115,7 +115,7 @@ def load_model(path: Path) -> dict[str, torch.Tensor]:
     return folder.read(path, read_manifest(path), lambda name: False)["state_dict"]
 
 
-@pytest.mark.parametrize(("rank", "what"), [(0, "write its part"), (1, "write its part"), (0, "commit")])
+@sampled(2, ("rank", "what"), [(0, "write its part"), (1, "write its part"), (0, "commit")])
 def test_a_save_that_fails_on_one_rank_fails_on_all(rank: int, what: str, tmp_path: Path) -> None:
     run_on_ranks(2, fails_everywhere, tmp_path / "file.ckpt", rank, what, timeout=10.0)
 
@@ -374,6 +374,6 @@ def no_room(form: str) -> None:
             fitted(make, Tied(), callbacks=[saver], enable_checkpointing=True)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@sampled(1, "form", FORMS)
 def test_a_full_checkpoint_for_which_there_is_no_memory_is_refused_before_the_run(form: str) -> None:
     run_on_ranks(2, no_room, form)

@@ -196,6 +196,7 @@ def sweep(layout: str, form: str, where: Path, kills: int) -> None:
         compare_weights(expected, found, 0.0, f"after {steps_of(folder)}: ")
 
 
+@pytest.mark.exhaustive
 def test_a_rank_is_killed_at_random_moments(tmp_path: Path) -> None:
     sweep("zero 3", "sharded", tmp_path, kills=2)
 

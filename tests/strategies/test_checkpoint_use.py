@@ -183,12 +183,12 @@ def best_and_last(make: Callable[[], Any], path: Path) -> None:
     assert result["val_loss"] < best.best_model_score
 
 
-@covering(keep=3, use=(edited, metrics_go_on, not_strict, best_and_last), layout=LAYOUTS)
+@covering(keep=1, use=(edited, metrics_go_on, not_strict, best_and_last), layout=LAYOUTS)
 def test_use_of_sharded_ones(use: Callable[..., None], layout: str, tmp_path: Path) -> None:
     run_on_ranks(2, use, partial(LAYOUTS[layout], checkpoint="sharded"), tmp_path / "file.ckpt")
 
 
-@covering(keep=3, use=(edited, read_by_anyone, metrics_go_on, not_strict, best_and_last), layout=LAYOUTS)
+@covering(keep=1, use=(edited, read_by_anyone, metrics_go_on, not_strict, best_and_last), layout=LAYOUTS)
 def test_use(use: Callable[..., None], layout: str, tmp_path: Path) -> None:
     run_on_ranks(2, use, LAYOUTS[layout], tmp_path / "file.ckpt")
 
@@ -274,7 +274,7 @@ def saves_in_a_step(make: Callable[[], Any], step: str, path: Path, **run: Any) 
     trainer(make(), max_epochs=1, **run).fit(SavesInAStep(step, path), *loaders("plain", 8, samples=32, val_samples=8))
 
 
-@covering(layout=WITHIN, step=("training", "validation"))
+@covering(keep=1, layout=WITHIN, step=("training", "validation"))
 def test_saving_in_a_step_is_refused_where_ranks_are_not_together_in_it(layout: str, step: str, tmp_path: Path) -> None:
     with pytest.raises(RanksFailed, match=r"a checkpoint is saved in a step \((pp|tp)=2.* on_train_batch_end"):
         run_on_ranks(2, saves_in_a_step, WITHIN[layout], step, tmp_path / "a.ckpt", timeout=15.0, limit=12.0)

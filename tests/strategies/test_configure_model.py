@@ -75,7 +75,7 @@ def fit(strategy, batch_size: int, seed: int | None = 3, max_steps: int = 2, **o
     return weights, peek.held / peek.whole, peek.on_meta, torch.rand(1).item()
 
 
-@sampled(3, "layout", STRATEGIES)
+@sampled(2, "layout", STRATEGIES)
 def test_the_weights_are_those_of_one_process(layout):
     expected, _, _, drawn_next = on_one(fit, HybridStrategy, 4)
     for weights, held, on_meta, drawn in run_on_ranks(2, fit, STRATEGIES[layout], 2):

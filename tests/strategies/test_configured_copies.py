@@ -76,7 +76,7 @@ LAYOUTS: dict[str, Any] = {
 }
 
 
-@covering(keep=2, layout=[*LAYOUTS], way=["copies", "modules"])
+@covering(keep=1, layout=[*LAYOUTS], way=["copies", "modules"])
 def test_training(layout: str, way: str) -> None:
     n, data_ranks, make_strategy = LAYOUTS[layout]
     expected = begun_on_one(trained, way, None, 1)

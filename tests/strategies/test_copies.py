@@ -124,7 +124,7 @@ LAYOUTS: dict[str, Any] = {
 PLACES = "on_train_start", "on_train_batch_start", "on_train_epoch_end", "training_step"
 
 
-@covering(keep=2, layout=LAYOUTS, copied_in=PLACES)
+@covering(keep=1, layout=LAYOUTS, copied_in=PLACES)
 def test_a_copy_computes_with_its_own_weights(layout: str, copied_in: str) -> None:
     data_ranks, strategy = LAYOUTS[layout]
     if (layout, copied_in) == ("pipeline", "training_step"):  # whose ranks have only their stages

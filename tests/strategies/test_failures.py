@@ -100,7 +100,7 @@ def saved_while_handling(make: Callable[[], Any], path: Path, place: str, ranks:
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
-@sampled(2, "layout", LAYOUTS)
+@sampled(1, "layout", LAYOUTS)
 def test_what_all_ranks_save_while_they_handle_an_exception_is_saved(layout: str, tmp_path: Path) -> None:
     path = tmp_path / "handled.ckpt"
     ends = run_on_ranks(2, saved_while_handling, LAYOUTS[layout], path, "on_train_batch_end", [0, 1])
@@ -153,7 +153,7 @@ def saved_after_failing(make: Callable[[], Any], folder: Path, place: str) -> di
     return kept
 
 
-@covering(keep=2, layout=LAYOUTS, place=PLACES)
+@covering(keep=1, layout=LAYOUTS, place=PLACES)
 def test_ranks_that_fail_alike_save_what_they_have_and_go_on(layout: str, place: str, tmp_path: Path) -> None:
     if (layout, place) == ("pipeline", "training_step"):
         pytest.skip("messages of the step are under way then; the test below")
@@ -216,7 +216,7 @@ def pipelines_of_two() -> HybridStrategy:
     return HybridStrategy(PipelineParallel(2, microbatches=2), DataParallel(2))
 
 
-@pytest.mark.parametrize("first", [0, 1])
+@sampled(1, "first", [0, 1])
 def test_all_ranks_of_a_pipeline_raise_what_one_of_them_raised_in_a_step(first: int) -> None:
     said = run_on_ranks(2, fails_on, first, LAYOUTS["pipeline"], timeout=90.0)
     assert said.pop(first) == "ValueError: a user's mistake"

@@ -84,7 +84,7 @@ def saves_until_it_is_full(folder: Path, form: str, told: str) -> None:
         fitted(make, Tied(), callbacks=[often], enable_checkpointing=True)
 
 
-@sampled(3, "form", FORMS)
+@sampled(2, "form", FORMS)
 def test_a_full_disk_ends_the_run_and_what_was_saved_stays(form: str, disk: Path) -> None:
     told = (
         "and 4,096 are free there; make room" if "full" not in form else "No space left on device, .*; make room there"
@@ -159,7 +159,7 @@ def becomes_read_only(folder: Path, form: str) -> None:
     run.strategy.barrier()
 
 
-@pytest.mark.parametrize("form", ["full", "sharded"])
+@sampled(1, "form", ["full", "sharded"])
 def test_a_folder_that_becomes_read_only_ends_the_save_and_one_that_is_ends_the_run(form: str, disk: Path) -> None:
     """Root writes past the modes of a folder, and not to a file system that is mounted to be read."""
     run_on_ranks(2, becomes_read_only, disk, form, timeout=20.0)

@@ -73,6 +73,7 @@ def check_fused(layout: str, place: Place, rtol: float) -> None:
     check_journey(*LAYOUTS[layout], place, rtol=rtol, optimizer=FUSED)
 
 
+@pytest.mark.exhaustive
 def test_the_fused_optimizer_on_the_host() -> None:
     check_fused("zero3", "pretended", 1e-10)
 

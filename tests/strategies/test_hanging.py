@@ -52,6 +52,7 @@ SLEEPS = rf"{BEHIND}is in hang \(hanging.py:\d+\) of step 3, at .*hanging.py:\d+
 LEFT_OUT = rf"{BEHIND}waits in .* of step 3, at .*; the others wait in barrier \(distributed_c10d.py:\d+\) of step 3"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("hang", "words"),
     [

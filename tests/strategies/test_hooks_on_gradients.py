@@ -295,7 +295,7 @@ def keeping(strategy: Any, batch_size: int) -> Any:
     return fitted(small(Plain), strategy, batch_size, [kept], max_epochs=1), kept.seen
 
 
-@pytest.mark.parametrize("layout", ["zero 1", "zero 2"])
+@sampled(1, "layout", ["zero 1", "zero 2"])
 def test_gradients_of_parameters_that_a_callback_keeps_look_whole(layout: str) -> None:
     check(keeping, layout)
 

@@ -261,7 +261,7 @@ def refused(cases: list[tuple[type[Small], str]], strategy: Any) -> None:
         module.end()
 
 
-@sampled(2, "layout", ["zero 3", "pipeline", "data parallel", "tensor parallel"])
+@sampled(1, "layout", ["zero 3", "pipeline", "data parallel", "tensor parallel"])
 def test_what_would_see_a_part_is_refused_on_every_rank(layout: str) -> None:
     run_on_ranks(2, refused, [(kind, message) for kind, at, message in REFUSED if at == layout], LAYOUTS[layout][1])
 

@@ -108,7 +108,7 @@ def written(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
 
 
 @sampled(
-    2,
+    1,
     ("config", "n", "strategy"),
     [
         (LLAMA, 2, ZeroStrategy),
@@ -226,7 +226,7 @@ def test_parts_that_are_not_alike_are_not_put_together(change: Any, said: str, t
         under_own_names(model, state)
 
 
-@pytest.mark.parametrize("form", ["full", "sharded"])
+@sampled(1, "form", ["full", "sharded"])
 def test_checkpoints_of_wrapped_models_become_folders(form: str, tmp_path: Path) -> None:
     folder = written(AutoModelForCausalLM.from_config(MIXTRAL), tmp_path / "hub")
     run_on_ranks(2, kept, Wraps(MIXTRAL), folder, tmp_path / "step.ckpt", form)

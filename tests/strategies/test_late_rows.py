@@ -139,6 +139,7 @@ def read(strategy: Any, batch_size: int, accumulate: int) -> Any:
     return module.seen, {name: value.clone() for name, value in module.state_dict().items()}, state
 
 
+@pytest.mark.exhaustive
 @sampled(1, ("stage", "accumulate"), [(1, 2), (1, 1), (2, 2)])
 def test_every_hook_finds_what_one_device_has(stage: int, accumulate: int) -> None:
     begun = begun_on_one(read, None, 8, accumulate)

@@ -118,6 +118,7 @@ def require_the_cause_on_screen(ended: Ended) -> None:
     assert list(ended.folder.glob("*.ckpt")) == []  # half a checkpoint is none
 
 
+@pytest.mark.exhaustive
 @after(Launch(event="raise", rank=1, strategy="pipeline"))
 def test_one_failure_is_one_message(ended):
     require_one_message(ended)

@@ -75,7 +75,7 @@ LAYOUTS = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("layout", LAYOUTS)
+@sampled(3, "layout", LAYOUTS)
 def test_rates_of_a_rank_s_own_loss_are_refused(layout: str) -> None:
     """In a pipeline only the last stage comes to it."""
     size, strategy = LAYOUTS[layout]
@@ -83,7 +83,7 @@ def test_rates_of_a_rank_s_own_loss_are_refused(layout: str) -> None:
 
 
 @sampled(
-    3, ("layout", "kind"), [*((layout, Cycles) for layout in LAYOUTS), ("data parallel", Decides), ("zero 3", Decides)]
+    2, ("layout", "kind"), [*((layout, Cycles) for layout in LAYOUTS), ("data parallel", Decides), ("zero 3", Decides)]
 )
 def test_rates_that_are_the_same_everywhere_train_as_on_one_device(layout: str, kind: type[Decides]) -> None:
     size, strategy = LAYOUTS[layout]

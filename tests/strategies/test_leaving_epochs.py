@@ -126,7 +126,7 @@ LAYOUTS: dict[str, Any] = {
 }
 
 
-@covering(layout=LAYOUTS, by=KINDS)
+@covering(keep=3, layout=LAYOUTS, by=KINDS)
 def test_all_ranks_leave_together(layout: str, by: str) -> None:
     expected = begun_on_one(trained, by, {0}, None, 4)
     for found in run_on_ranks(2, trained, by, {0, 1}, *LAYOUTS[layout]):
@@ -134,6 +134,6 @@ def test_all_ranks_leave_together(layout: str, by: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@covering(layout=LAYOUTS, by=KINDS)
+@covering(keep=4, layout=LAYOUTS, by=KINDS)
 def test_a_rank_that_leaves_alone_is_an_error_on_all(layout: str, by: str) -> None:
     run_on_ranks(2, refused, by, *LAYOUTS[layout])

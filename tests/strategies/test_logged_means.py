@@ -155,6 +155,7 @@ def fitted(model: type[CountsLater], strategy: MakeStrategy | None, readers: int
     return module.returned
 
 
+@pytest.mark.exhaustive
 def test_what_is_first_logged_where_nobody_watches_is_not_decided_by_that() -> None:
     ranks, readers, strategy = LAYOUTS[-1]
     for samples in run_on_ranks(ranks, fitted, CountsLater, strategy, readers):

@@ -79,7 +79,7 @@ LAYOUTS: dict[str, tuple[MakeStrategy, int]] = {
 }
 
 
-@sampled(2, "layout", LAYOUTS)
+@sampled(1, "layout", LAYOUTS)
 def test_sums_over_gradients_are_those_of_one_device(layout: str) -> None:
     strategy, ranks = LAYOUTS[layout]
     expected = begun_on_one(logged, 4)
@@ -156,7 +156,7 @@ READERS: dict[str, tuple[MakeStrategy, int, int]] = {
 }
 
 
-@covering(keep=2, layout=READERS, kind=[Collecting, Calling])
+@covering(keep=1, layout=READERS, kind=[Collecting, Calling])
 def test_metrics_of_a_collection_are_those_of_one_device(layout: str, kind: type[Collecting]) -> None:
     strategy, ranks, readers = READERS[layout]
     expected = begun_on_one(validated, kind, 4)

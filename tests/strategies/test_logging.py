@@ -198,7 +198,7 @@ def talk_on_one_rank(stage: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@covering(stage=["train_", "val"], options=[{}, {"on_step": True, "reduce_fx": "max"}])
+@covering(keep=1, stage=["train_", "val"], options=[{}, {"on_step": True, "reduce_fx": "max"}])
 def test_what_only_one_rank_logs_is_an_error_on_all(stage, options):
     with pytest.raises(RanksFailed, match=r"ranks 0, 1 failed(.|\n)*what is logged must be the same on every rank"):
         run_on_ranks(2, talk_on_one_rank, stage, options)
@@ -278,25 +278,17 @@ def reducing(strategy: Any, batch_size: int) -> Any:
     return listener.heard
 
 
-ONE_TO_REDUCE = {
+TO_REDUCE = {
     "dp": (2, 2, DataParallelStrategy),
     "zero 3": (2, 2, partial(ZeroStrategy, stage=3)),
     "pipeline": (2, 1, partial(PipelineParallelStrategy, 2, microbatches=2)),
-}
-MORE_TO_REDUCE = {
     "dp of 4": (4, 4, DataParallelStrategy),
     "tensor beside": (4, 2, lambda: HybridStrategy(TensorParallel(2), DataParallel(2))),
     "pipeline beside": (4, 2, lambda: HybridStrategy(Zero(2, stage=2), PipelineParallel(2, microbatches=2))),
 }
 
 
-@pytest.mark.parametrize(
-    ("n", "readers", "strategy"),
-    [
-        *(pytest.param(*layout, id=name) for name, layout in ONE_TO_REDUCE.items()),
-        *(pytest.param(*layout, id=name, marks=pytest.mark.exhaustive) for name, layout in MORE_TO_REDUCE.items()),
-    ],
-)
+@sampled(2, ("n", "readers", "strategy"), TO_REDUCE.values(), ids=[*TO_REDUCE])
 def test_reductions_are_over_batches_and_values_those_of_whole_batches(n: int, readers: int, strategy: Any) -> None:
     expected = begun_on_one(reducing, None, 8)
     for found in run_on_ranks(n, reducing, strategy, 8 // readers):

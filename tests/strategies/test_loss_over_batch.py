@@ -316,7 +316,7 @@ def said(model: str, strategy: MakeStrategy) -> str:
 
 
 @sampled(
-    2,
+    1,
     ("model", "options", "expected"),
     [
         ("Named", {}, "computed once for the batch"),
@@ -367,7 +367,7 @@ def two_means(strategy: MakeStrategy | None, parts: str, ignored: bool) -> tuple
     return dict(model.state_dict()), any("means over other numbers of targets" in line for line in lines)
 
 
-@covering(keep=2, parts=["two", "one", "beside"], ignored=[True, False])
+@covering(keep=1, parts=["two", "one", "beside"], ignored=[True, False])
 def test_means_that_microbatches_mix_are_told(parts: str, ignored: bool) -> None:
     (expected, _), mixes = on_one(two_means, None, parts, ignored), ignored and parts != "one"
     for over, exact in (("microbatches", not mixes), ("batch", True)):

@@ -17,6 +17,7 @@ from lightning_parallel import HybridStrategy, Zero
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import made, require_like
 from tests.strategies.test_unusual_models import Scripted
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 WIDTH = 6
@@ -114,7 +115,7 @@ def trained(make_strategy: Callable[[], Strategy] | None) -> Any:
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@sampled(3, "layout", LAYOUTS)
 def test_gradients_that_steps_look_at_are_those_of_one_device(layout: str) -> None:
     expected = begun_on_one(trained, None)
     (found,) = run_on_ranks(1, trained, LAYOUTS[layout])

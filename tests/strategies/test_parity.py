@@ -6,6 +6,8 @@ final weights.
 
 from functools import partial
 
+import pytest
+
 from lightning_parallel import ActivationCheckpoint, DataParallelStrategy, HybridStrategy, Zero, ZeroStrategy
 from tests.curves import check_parity
 from tests.tiers import covering, sampled
@@ -44,6 +46,7 @@ def test_in_double_precision_only_rounding_differs(layout, column):
     check_parity(column, ranks, strategy, data_ranks=ranks, rtol=rtol, precision="64-true", max_epochs=1)
 
 
+@pytest.mark.exhaustive
 @sampled(1, "stage", [1, 2])
 def test_replicas_of_shards_in_the_lower_stages(stage):
     check_parity("llama", 4, partial(ZeroStrategy, 2, replicate=2, stage=stage), data_ranks=4, **STEPS)

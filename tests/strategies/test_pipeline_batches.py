@@ -143,7 +143,7 @@ def lines(
     return model.trained, model.validated
 
 
-@covering(keep=2, anew=[True, False], workers=[0, 1], divides=[True, False])
+@covering(keep=1, anew=[True, False], workers=[0, 1], divides=[True, False])
 def test_a_look_at_a_stream_takes_no_samples_from_it(tmp_path: Path, anew: bool, workers: int, divides: bool) -> None:
     path = tmp_path / "lines"
     path.write_text("".join(f"{number}\n" for number in range(8)))
@@ -153,7 +153,7 @@ def test_a_look_at_a_stream_takes_no_samples_from_it(tmp_path: Path, anew: bool,
         assert trained == validated == pairs * (2 if anew else 1)
 
 
-@pytest.mark.parametrize("divides", [True, False])
+@sampled(1, "divides", [True, False])
 def test_a_stream_that_knows_its_length_begins_after_the_look(tmp_path: Path, divides: bool) -> None:
     path = tmp_path / "lines"
     path.write_text("".join(f"{number}\n" for number in range(8)))

@@ -311,7 +311,8 @@ def test_no_rank_takes_a_missing_parameter_for_the_end_of_the_data() -> None:
         run_on_ranks(2, run, AsksItself, PP2)
 
 
-@pytest.mark.parametrize(
+@sampled(
+    1,
     ("make", "said"),
     [
         (SkipsOne, r"returned no loss for microbatches \[\d.*a batch is skipped as a whole"),

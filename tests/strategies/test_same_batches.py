@@ -11,6 +11,7 @@ from lightning_parallel import DataParallel, HybridStrategy, PipelineParallel
 from lightning_parallel.strategies.ranks import agreement
 from tests.models import build, points
 from tests.ranks import ranks
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 
@@ -46,7 +47,7 @@ def fit(loader, size):
 
 
 @ranks(2)
-@pytest.mark.parametrize("kind", [Augmented, Stream])
+@sampled(1, "kind", [Augmented, Stream])
 def test_other_values_on_one_rank_are_named_before_the_step(kind):
     with pytest.raises(ValueError, match=r"batch \d of loader 0 differs between ranks 0, 1, which must read the same"):
         fit(DataLoader(kind(1), batch_size=8), 1)

@@ -57,7 +57,7 @@ def counted_and_held(strategy, optimizer):
 
 
 @sampled(
-    2,
+    1,
     ("strategy", "optimizer"),
     [
         (partial(HybridStrategy, DataParallel()), ADAM),

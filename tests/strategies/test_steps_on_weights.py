@@ -276,7 +276,7 @@ def accumulated(keeps: bool, strategy: Any, batch_size: int) -> Any:
     return module.found, [len(places) for places in module.places], module.state_dict()
 
 
-@sampled(2, "layout", ["data parallel", "zero 1", "zero 2"])
+@sampled(1, "layout", ["data parallel", "zero 1", "zero 2"])
 def test_gradients_kept_from_step_to_step_while_they_accumulate(layout: str) -> None:
     ranks, _, _, strategy = LAYOUTS[layout]
     expected = begun_on_one(accumulated, True, None, 4)

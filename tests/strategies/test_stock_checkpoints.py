@@ -24,6 +24,7 @@ from lightning_parallel.strategies.checkpoint.stock import numbered, read_folder
 from tests.ranks import run_on_ranks
 from tests.strategies.test_checkpoint_faults import Payload
 from tests.strategies.test_checkpoint_use import Tied, tokens
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 
@@ -97,7 +98,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@sampled(1, "ranks", [1, 2])
 def test_what_model_parallel_strategy_wrote_is_read(written: Path, ranks: int) -> None:
     run_on_ranks(ranks, read_by_us, written, ranks)
 

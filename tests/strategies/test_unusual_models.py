@@ -173,7 +173,7 @@ PIPELINE = partial(PipelineParallelStrategy, microbatches=2)
 
 
 @sampled(
-    4,
+    2,
     ("make", "make_strategy", "readers"),
     [
         (InSequence, TensorParallelStrategy, 1),

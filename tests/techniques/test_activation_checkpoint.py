@@ -37,7 +37,7 @@ LAYOUTS: dict[str, Callable[[], Any]] = {
 }
 
 
-@covering(keep=2, layout=LAYOUTS, mode=("full", "selective"))
+@covering(keep=1, layout=LAYOUTS, mode=("full", "selective"))
 def test_parity(layout: str, mode: Mode) -> None:
     column = "llama" if layout in ("zero 1", "zero 3") else "gpt2"
     make = partial(HybridStrategy, LAYOUTS[layout](), ActivationCheckpoint(mode))

@@ -218,6 +218,7 @@ def said_of_activated(*techniques: Any) -> tuple[list[str], dict[str, Tensor]]:
     return [line for line in lines if "activated, compiled by torch.compile, runs as it is" in line], weights
 
 
+@pytest.mark.exhaustive
 @sampled(1, "kinds", [(Gated, Gated), (Breaks, Breaks)], ids=["in one piece", "as they are"])
 def test_stages_are_watched_while_blocks_are_compiled_for_changing_lengths(kinds: Any) -> None:
     expected = begun_on_one(trained, kinds)

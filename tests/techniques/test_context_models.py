@@ -246,6 +246,7 @@ def test_a_model_trains_as_on_one_device(model: type[Model], layout: str) -> Non
         torch.testing.assert_close(found, weights, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("model", [Classifies, pytest.param(Translates, marks=pytest.mark.exhaustive)])
 def test_beside_tensor_parallel(model: type[Model]) -> None:
     begun = begun_on_one(trained, model, None)

@@ -110,7 +110,7 @@ def weights(deed: str, strategy: Any) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in module.state_dict().items()}
 
 
-@sampled(5, "deed", DEEDS)
+@sampled(4, "deed", DEEDS)
 def test_a_step_by_hand(deed: str) -> None:
     expected = begun_on_one(weights, deed, "auto")
     for got in run_on_ranks(2, weights, deed, TensorParallelStrategy(2, plan=PLAN)):

@@ -18,7 +18,7 @@ from lightning_parallel import HybridStrategy, LayerParallelStrategy, PipelinePa
 from tests.curves import compare_weights
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import made
-from tests.tiers import covering
+from tests.tiers import covering, sampled
 from tests.trainers import trainer
 
 WIDTH = 8
@@ -113,7 +113,7 @@ def test_stages_draw_the_same_outside_of_blocks(layout: str, source: str, drop: 
         assert losses == [0.0] * 8
 
 
-@pytest.mark.parametrize("source", ["torch", "module", "numpy"])
+@sampled(1, "source", ["torch", "module", "numpy"])
 def test_a_whole_batch_draws_what_one_device_draws(source: str) -> None:
     expected = begun_on_one(trained, None, Denoising, source, 0.0)
     for losses, weights in run_on_ranks(2, trained, LayerParallelStrategy, Denoising, source, 0.0):

@@ -190,6 +190,7 @@ def test_what_is_reduced_early_is_exact(technique: str, kind: str, schedule: str
     assert all(check(KINDS[kind], partial(layout, AVERAGES[technique], schedule)))
 
 
+@pytest.mark.exhaustive
 def test_gradients_of_divided_parameters_too() -> None:
     assert all(check(Words, partial(layout, DataParallel(2), "1f1b", TensorParallel(2)), ranks=8))
 

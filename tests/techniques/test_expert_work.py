@@ -235,7 +235,7 @@ def limited(factor: float, once: bool) -> tuple[Tensor, Tensor, float]:
     return made.detach(), tokens.grad, float(experts.drop_rate)
 
 
-@pytest.mark.parametrize("factor", [1.0, 1.3, 3.0])
+@sampled(2, "factor", [1.0, 1.3, 3.0])
 def test_the_first_of_the_batch_have_room(factor: float) -> None:
     tokens, index, weights = crowded(1)
     kept = kept_slowly(index, factor)

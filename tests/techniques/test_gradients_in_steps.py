@@ -79,7 +79,7 @@ LAYOUTS: dict[str, tuple[Callable[[], Any], int]] = {
 }
 
 
-@covering(keep=2, layout=LAYOUTS, kind=[Dropping, Scaling, Weighing])
+@covering(keep=1, layout=LAYOUTS, kind=[Dropping, Scaling, Weighing])
 def test_they_do_what_one_device_does(layout: str, kind: type[Plain]) -> None:
     strategy, ranks = LAYOUTS[layout]
     expected = begun_on_one(trained, kind, 4)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from lightning_parallel import HybridStrategy, LayerParallelStrategy, PipelinePa
 from tests.models import Optimized, adamw
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import MakeStrategy, made, require_like
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 
@@ -60,7 +60,7 @@ LAYOUTS: dict[str, tuple[int, Any]] = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@sampled(1, "layout", LAYOUTS)
 def test_gradients_have_the_size_of_one_device(layout: str) -> None:
     ranks, strategy = LAYOUTS[layout]
     expected = begun_on_one(trained, None)

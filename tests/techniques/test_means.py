@@ -311,7 +311,7 @@ def train_sums(way: str, strategy: Any, ranks: int, **run: Any) -> tuple[list[di
 
 @pytest.mark.filterwarnings("ignore:.*overridden.*")
 @sampled(
-    2,
+    1,
     ("way", "run"),
     [
         ("loss", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),

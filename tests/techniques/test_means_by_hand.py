@@ -29,7 +29,7 @@ from lightning_parallel.techniques.tools import means as means_module
 from lightning_parallel.techniques.tools.losses import METHODS, unwatch_methods
 from lightning_parallel.techniques.tools.means import Means
 from tests.ranks import begun_on_one, run_on_ranks
-from tests.tiers import covering
+from tests.tiers import covering, sampled
 from tests.trainers import trainer
 
 VOCABULARY, LENGTH, WIDTH = 11, 8, 8
@@ -267,7 +267,7 @@ LAYOUTS: dict[str, tuple[Callable[[], Any], int, int]] = {
 WAYS = ["floored", "masked", "positives", "summed", "selected", "logits", "beside", "inside"]
 
 
-@covering(keep=2, layout=LAYOUTS, way=[*WAYS, *TOGETHER])
+@covering(keep=1, layout=LAYOUTS, way=[*WAYS, *TOGETHER])
 def test_means_by_hand_train_as_on_one_device(layout: str, way: str) -> None:
     check(layout, way)
 
@@ -292,7 +292,7 @@ def check(layout: str, way: str) -> None:
         assert losses == pytest.approx(begun.result(), rel=1e-9)
 
 
-@pytest.mark.parametrize("layout", ["zero 3", "sequences of replicas"])
+@sampled(1, "layout", ["zero 3", "sequences of replicas"])
 def test_means_by_hand_in_evaluations_are_those_of_one_device(layout: str) -> None:
     strategy, ranks, readers = LAYOUTS[layout]
     begun = begun_on_one(evaluated, HybridStrategy, 1)

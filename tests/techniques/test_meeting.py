@@ -266,7 +266,8 @@ def trained_on(strategy: Any, batch: int) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in module.parameters()]
 
 
-@pytest.mark.parametrize(
+@sampled(
+    1,
     ("n", "strategy", "readers"),
     [(2, partial(TensorParallelStrategy, 2), 1), (4, hybrid(DataParallel(2), TensorParallel(2)), 2)],
     ids=["tp2", "dp2 x tp2"],

@@ -287,7 +287,7 @@ class LooksAtState(Callback):
         assert all("exp_avg" in optimizer.state[p] for group in optimizer.param_groups for p in group["params"])
 
 
-@sampled(2, "layout", LAYOUTS)
+@sampled(1, "layout", LAYOUTS)
 def test_state_lies_under_the_modules_parameters(layout: str) -> None:
     run_on_ranks(2, look_at_state, LAYOUTS[layout])
 

@@ -100,7 +100,7 @@ LAYOUTS: dict[str, tuple[Callable[[], Any], int, int]] = {
 }
 
 
-@covering(keep=3, layout=LAYOUTS, kind=[Changing, Twice], batches=[1, 2])
+@covering(keep=2, layout=LAYOUTS, kind=[Changing, Twice], batches=[1, 2])
 def test_what_it_does_is_as_on_one_device(layout: str, kind: type[Changing], batches: int) -> None:
     require_as_on_one_device(layout, kind, batches)
 

@@ -84,7 +84,7 @@ def trained_flat(make_strategy: Callable[[], Any] | str, data_ranks: int = 1) ->
     return train("plain", make_strategy, data_ranks=data_ranks, model=model, data={"samples": 16}, **SHORT)
 
 
-@sampled(2, "layout", LAYOUTS)
+@sampled(1, "layout", LAYOUTS)
 def test_memory_that_they_replace_is_what_is_stored(layout: str) -> None:
     strategy, data_ranks = LAYOUTS[layout]
     one = begun_on_one(trained_flat, "auto")

@@ -6,6 +6,7 @@ import warnings
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
@@ -235,6 +236,7 @@ def test_they_give_what_one_device_gives(model: str, layout: str) -> None:
         require_like(expected.result(), found)
 
 
+@pytest.mark.exhaustive
 def test_so_does_a_layer_that_runs_a_backward_pass_within_that_of_a_stage_of_divided_features() -> None:
     expected = begun_on_one(trained, None, "RunsAgain")
     strategy = partial(HybridStrategy, TensorParallel(2), PipelineParallel(2, microbatches=2))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
@@ -170,6 +171,7 @@ def beside(technique: Any, microbatches: int) -> HybridStrategy:
     return HybridStrategy(PipelineParallel(2, microbatches=microbatches), technique)
 
 
+@pytest.mark.exhaustive
 @sampled(1, "technique", [DataParallel(3), Zero(3, stage=2), Zero(3, stage=3)], ids=["dp", "2", "3"])
 def test_other_techniques_talk_once_for_a_batch_not_for_a_microbatch(technique: Any) -> None:
     few, many = (run_on_ranks(6, worked, partial(beside, technique, m), m) for m in (1, 4))

@@ -118,7 +118,7 @@ def trained(strategy: Any, model: str, batch_size: int) -> Any:
     return module.after, {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
-@covering(keep=4, layout=LAYOUTS, model=MODELS)
+@covering(keep=1, layout=LAYOUTS, model=MODELS)
 def test_they_give_what_one_device_gives(layout: str, model: str) -> None:
     n, readers, strategy = LAYOUTS[layout]
     expected = begun_on_one(trained, None, model, 4)

@@ -76,7 +76,7 @@ STRATEGIES: dict[str, Any] = {
 }
 
 
-@covering(keep=3, layout=STRATEGIES, in_place=[True, False])
+@covering(keep=2, layout=STRATEGIES, in_place=[True, False])
 def test_in_a_module_that_sees_the_whole_batch_they_are_those_of_one_device(layout: str, in_place: bool) -> None:
     expected = begun_on_one(trained, True, in_place, None)
     for found in run_on_ranks(2, trained, True, in_place, STRATEGIES[layout], 4):

@@ -43,7 +43,7 @@ def fit_column(column: str, strategy: Any, model: dict[str, Any]) -> None:
 
 
 @sampled(
-    2,
+    1,
     ("column", "gathered"),
     [
         ("hard coded", ()),
@@ -85,7 +85,7 @@ def test_attention_that_takes_its_width_from_its_input(strategy: Any) -> None:
     check_parity("from its input", 2, strategy, gradient_clip_val=0.5, **ONE_EPOCH)
 
 
-@covering(strategy=(TP2, WHOLE_SEQUENCE), column=("conditioned", "gating"))
+@covering(keep=1, strategy=(TP2, WHOLE_SEQUENCE), column=("conditioned", "gating"))
 def test_gradients_of_what_ranks_have_alike_and_what_they_divide_meets(column: str, strategy: Any) -> None:
     check_parity(column, 2, strategy, gradient_clip_val=0.5, **ONE_EPOCH)
 

@@ -8,7 +8,6 @@ import re
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -114,7 +113,7 @@ def trained(kind: type[Encoder], strategy: Any) -> list[Tensor]:
     return [p.detach().clone() for p in module.parameters()]
 
 
-@pytest.mark.parametrize("kind", [Encoder, LowRank])
+@sampled(1, "kind", [Encoder, LowRank])
 def test_layers_of_torch_and_adapters(kind: type[Encoder]) -> None:
     (expected,) = run_on_ranks(1, trained, kind, "auto")
     for found in run_on_ranks(2, trained, kind, TP2()):

@@ -248,7 +248,7 @@ IN_TURNS: dict[str, tuple[int, Any]] = {
 }
 
 
-@sampled(2, "layout", IN_TURNS)
+@sampled(1, "layout", IN_TURNS)
 def test_what_a_step_lets_learn_learns_in_its_batch(layout: str) -> None:
     readers, make = IN_TURNS[layout]
     expected = begun_on_one(trained_in_turns, partial(str, "auto"), 8)

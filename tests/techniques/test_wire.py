@@ -133,7 +133,7 @@ ROWS: dict[str, tuple[Technique, Closed]] = {
 CELLS = {f"{row}, {model}": (row, model) for row in ROWS for model in MODELS if "zero 3" in row or "units" not in model}
 
 
-@covering(keep=5, accumulate=(1, 4), cell=CELLS)
+@covering(keep=2, accumulate=(1, 4), cell=CELLS)
 def test_bytes_sent_per_step(world: None, cell: str, accumulate: int) -> None:
     row, model = CELLS[cell]
     technique, closed = ROWS[row]
