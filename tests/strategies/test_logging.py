@@ -270,11 +270,11 @@ class Reducing(Plain):
         return loss
 
 
-def reducing(strategy: Any, batch_size: int) -> Any:
+def reducing(strategy: Any, batch_size: int, samples: int = 20, val_samples: int = 12) -> Any:
     torch.manual_seed(0)
     module, listener = Reducing(partial(torch.optim.SGD, lr=0.1), blocks=2), Listener()
     used = trainer(made(strategy), callbacks=[listener], max_epochs=2)
-    used.fit(module, *loaders("plain", batch_size, samples=20, val_samples=12))
+    used.fit(module, *loaders("plain", batch_size, samples=samples, val_samples=val_samples))
     return listener.heard
 
 
@@ -290,7 +290,16 @@ TO_REDUCE = {
 
 @sampled(2, ("n", "readers", "strategy"), TO_REDUCE.values(), ids=[*TO_REDUCE])
 def test_reductions_are_over_batches_and_values_those_of_whole_batches(n: int, readers: int, strategy: Any) -> None:
-    expected = begun_on_one(reducing, None, 8)
-    for found in run_on_ranks(n, reducing, strategy, 8 // readers):
+    require_reduced(n, readers, strategy)
+
+
+@pytest.mark.parametrize("sizes", [(16, 10), (10, 16)], ids=["validating", "training"])
+def test_so_they_are_where_the_microbatches_of_the_last_batch_have_one_sample_each(sizes: tuple[int, int]) -> None:
+    require_reduced(*TO_REDUCE["pipeline"], *sizes)
+
+
+def require_reduced(n: int, readers: int, strategy: Any, *sizes: int) -> None:
+    expected = begun_on_one(reducing, None, 8, *sizes)
+    for found in run_on_ranks(n, reducing, strategy, 8 // readers, *sizes):
         for (event, wanted), (_, got) in zip(expected.result(), found, strict=True):
             assert got == pytest.approx(wanted, rel=1e-4, abs=1e-5), event

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import combinations
@@ -32,7 +31,6 @@ from lightning_parallel.strategies.logged.kinds import (
     TIMES,
     TOGETHER,
     Kind,
-    common,
     keeps,
     product_of,
     quotient_of,
@@ -47,9 +45,6 @@ from lightning_parallel.values import tensors_of
 
 MANY = -1
 """In place of the number of a sample: what was added up, or put together, of several, one by one."""
-
-PATIENCE = 8
-"""How many batches of a kind are watched at most."""
 
 
 class KindWatch(Listener):
@@ -281,7 +276,8 @@ class KindWatch(Listener):
             chosen = set(before[1:]) - {Kind.SAME} if name == "where" else {Kind.SAME}
             return chosen.pop() if len(chosen) == 1 else Kind.OTHER
         numbers = [float(arg) for arg in args if isinstance(arg, (int, float)) and not isinstance(arg, bool)]
-        of_all = name in TOGETHER and self.samples == 1 == len(before)  # a list may have an item for each sample
+        in_list = name in TOGETHER and not (args and isinstance(args[0], Tensor))
+        of_all = in_list and self.samples == 1 == len(before)  # it may have an item for each sample
         if len(kinds) == 1 and not of_all and (name in ALIKE or keeps(name, next(iter(kinds)))):
             return next(iter(kinds)) if Kind.SAME not in before or kinds == {Kind.MEAN} else Kind.OTHER
         if name in PLUS:
@@ -342,50 +338,3 @@ class Counts:
             before = self._sums.get(name, [])[-MOST_PARTS:]
             self._sums[name] = [*(sum_ + result for sum_ in before), result]
             self._made.update(self._sums[name][:-1])
-
-
-Found = tuple[Kind | None, ...]
-
-
-class Kinds:
-    """The kinds of a run's values, by their names: seen in the first batches, known from then on."""
-
-    def __init__(self) -> None:
-        self._known: dict[Any, Found] = {}
-        self._watched: Counter[str] = Counter()
-        self._open: set[str] = set()
-        #: by their names, integers that did not always grow by one: they count samples, not steps
-        self.adding: set[Any] = set()
-
-    def watch(self, hook: str) -> KindWatch | None:
-        """A watch for the next run of a step, as long as something in it is not known."""
-        if self._watched[hook] and (hook not in self._open or self._watched[hook] >= PATIENCE):
-            return None
-        self._watched[hook] += 1
-        self._open.discard(hook)
-        return KindWatch()
-
-    def of(self, hook: str, name: Any, values: Sequence[Any], seen: Sequence[Kind | None] | None) -> Found:
-        """The kinds of what goes by a name; None is what nobody knows yet.
-
-        Args:
-            hook: in which it was computed.
-            name: by which it is known.
-            values: what it is.
-            seen: for each of them what a watch saw, if there was one.
-        """
-        known = self._known.get((hook, name), ())
-        known = known if len(known) == len(values) else (None,) * len(values)
-        if seen is not None:
-            known = tuple(
-                common((kind, before), by_value=True) if not isinstance(value, Tensor) else kind or before
-                for value, kind, before in zip(values, seen, known, strict=True)
-            )
-            self._known[hook, name] = known
-        if None in known:
-            self._open.add(hook)
-        return known
-
-    def decide(self, hook: str, name: Any, kinds: Found) -> None:
-        """All ranks take these."""
-        self._known[hook, name] = kinds

@@ -27,8 +27,9 @@ from lightning_parallel.collectives.functional import Pending, packed
 from lightning_parallel.strategies.logged.averages import Shared
 from lightning_parallel.strategies.logged.first_losses import FirstLosses
 from lightning_parallel.strategies.logged.kept.values import KeptValues
-from lightning_parallel.strategies.logged.kind_watch import Kinds, KindWatch
+from lightning_parallel.strategies.logged.kind_watch import KindWatch
 from lightning_parallel.strategies.logged.kinds import Kind
+from lightning_parallel.strategies.logged.known_kinds import Kinds
 from lightning_parallel.strategies.logged.metrics import MetricsOfRun, Uncounted, at_most_on_step
 from lightning_parallel.strategies.logged.multiples import Multiples
 from lightning_parallel.strategies.logged.reductions import Reductions, SeenKind, is_compiled

@@ -174,14 +174,16 @@ class PartsRun(Run[T]):
             return LoggedValue(name, self._names[id(value)], options, size)
         computed = [metric for metric, batch in self._called.items() if batch.value_of_batch is value]
         origin = value if isinstance(value, Tensor) else None
-        seen = None if self._watch is None else [self._watch.kind_of(value)]
-        (kind,) = self._log.kinds.of(self._hook, ("logged", name), [value], seen)
+        path = ("logged", name)
+        unseen = self._log.kinds.tells_nothing(self._hook, path, value, size)
+        seen = None if self._watch is None or unseen else [self._watch.kind_of(value)]
+        (kind,) = self._log.kinds.of(self._hook, path, [value], seen)
         if kind is None and origin is not None:
             kind = next((other.seen.kind for other in others if other.origin is origin), None)
         doubtful = self._is_doubtful
         seen_as = SeenKind.of(kind, value, size, name_of(options.get("reduce_fx", "mean")), doubtful)
         if doubtful and kind is Kind.SUM and seen_as.kind is Kind.OTHER:  # in batches that nobody watches, too
-            self._log.kinds.decide(self._hook, ("logged", name), (Kind.OTHER,))
+            self._log.kinds.decide(self._hook, path, (Kind.OTHER,))
         samples, metric = options.get("batch_size") or size, computed[0] if computed else None
         means = WATCHING.get()
         value, parts = self._log.multiples.parts_of(self._hook, name, value, means, self._watch)

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 
-from lightning_parallel.strategies.logged.kind_watch import PATIENCE, Kinds
 from lightning_parallel.strategies.logged.kinds import Kind, common
+from lightning_parallel.strategies.logged.known_kinds import PATIENCE, Kinds
 from lightning_parallel.strategies.ranks.agreement import gather_objects
 
 HOW = {Kind.MEAN: "mean", Kind.SAME: "mean", Kind.SUM: "sum", Kind.MAX: "max", Kind.MIN: "min"}
