@@ -16,11 +16,12 @@ Test = Callable[..., Any]
 Cell = tuple[int, ...]  # for each factor, the number of its value
 
 
-def covering(keep: int | None = None, **factors: Iterable[Any]) -> Callable[[Test], Test]:
+def covering(keep: int | None = None, first: int | None = None, **factors: Iterable[Any]) -> Callable[[Test], Test]:
     """Marks the cells that a covering choice can do without; in ids, values look as `parametrize` shows them.
 
     Args:
         keep: where a cell takes long, only so many of the covering choice run by default, and of each test others.
+        first: the first of these, where the others take too long.
         factors: the values of each.
     """
     values = [list(choices) for choices in factors.values()]
@@ -28,7 +29,7 @@ def covering(keep: int | None = None, **factors: Iterable[Any]) -> Callable[[Tes
 
     def mark(test: Test) -> Test:
         chosen = cover(sizes, min(2, len(sizes) - 1))
-        start = first_of(test, len(chosen)) if keep is not None else 0
+        start = first_of(test, len(chosen)) if keep is not None and first is None else first or 0
         default = set([*chosen[start:], *chosen[:start]][:keep])
         rows = []
         for cell in itertools.product(*map(range, sizes)):

@@ -119,6 +119,7 @@ def fit(out, texts, steps, *overrides, **resume):
     return {name: weight.clone() for name, weight in module.state_dict().items()}
 
 
+@pytest.mark.exhaustive
 @sampled(
     1,
     ("strategy", "validate_every"),  # resumed at the step after a validation, or at the one at which it happens

@@ -164,6 +164,7 @@ def test_who_launched_the_rank_that_failed_has_time_to_say_why() -> None:
     assert (done.returncode, done.stderr.splitlines()[-1]) == (1, "the cause")
 
 
+@pytest.mark.exhaustive
 @after(Launch(event="kill", rank=0))  # it launched the others
 def test_a_killed_rank_takes_the_others_down(ended):
     require_all_gone(ended)

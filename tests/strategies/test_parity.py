@@ -56,5 +56,6 @@ def sharded_and_recomputed():
     return HybridStrategy(ActivationCheckpoint(), Zero())
 
 
+@pytest.mark.exhaustive
 def test_the_order_of_techniques_has_no_meaning():
     check_parity("llama", 2, sharded_and_recomputed, data_ranks=2, **STEPS)

@@ -133,6 +133,7 @@ CASES: dict[str, tuple[type[nn.Module], list[Any], bool]] = {
 }
 
 
+@pytest.mark.exhaustive
 @sampled(1, "case", CASES)
 def test_blocks_with_numbers_of_their_own_train_the_same_on_batches_of_changing_sizes(case: str) -> None:
     block, techniques, recomputes = CASES[case]

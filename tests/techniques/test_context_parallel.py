@@ -69,7 +69,7 @@ def test_a_method_trains_as_one_process_does(layout: str, column: str) -> None:
     check(column, *METHODS[layout], **SHORT, precision="64-true", rtol=1e-9 if exact else 1e-6)
 
 
-@covering(keep=1, layout=BESIDE, column=("gpt", "llama"))
+@covering(keep=1, first=0, layout=BESIDE, column=("gpt", "llama"))
 def test_beside_other_techniques(layout: str, column: str) -> None:
     check(column, *BESIDE[layout], **SHORT)
 

@@ -83,6 +83,7 @@ def compared(operation: Any, division: dict[int, Any], way: str) -> None:
     require_gradient(mine, w, way, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.exhaustive
 @sampled(1, "division", DIVISIONS)
 @ranks(2)
 def test_of_operations(division):
