@@ -82,6 +82,10 @@ def test_losses_of_routers_on_other_stages(name):
     check_parity(name, 2, strategy, rtol=1e-6, precision="64-true", **SHORT)
 
 
+def test_blocks_of_which_a_hook_casts_a_part() -> None:
+    check_parity("CastsItself", 2, partial(PipelineParallelStrategy, 2, microbatches=4), **SHORT)
+
+
 @sampled(1, "name", handwritten.MODELS)
 def test_models_written_by_hand(name):
     """With the blocks of one rank not beside each other, and its backwards in halves."""

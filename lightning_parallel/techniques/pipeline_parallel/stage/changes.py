@@ -7,7 +7,8 @@ parameters nobody keeps twice: a step that changes them where earlier stages wou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, getitem, is_
 from typing import Any
@@ -73,6 +74,7 @@ class StepsChanges:
         around = {name for block in made.seen.blocks for name in ancestors(block)}
         self._around = {name: named[name].__dict__ for name in sorted(around) if name}
         self._end_of_block = {block: 2 * number + 2 for number, block in enumerate(made.seen.blocks)}
+        self._blocks = {block: named[block] for block in made.seen.blocks}
         self._begin()
 
     def _begin(self) -> None:
@@ -126,9 +128,10 @@ class StepsChanges:
                 leaf_of(parameter)  # which learns as the parameter does
 
     def wrote(self, tensors: Iterable[Tensor], position: int) -> None:
-        """Code outside of modules changes tensors in place."""
+        """Code outside of modules changes tensors in place; what hooks of a block change in it is done there."""
         for name, _ in self._named(tensors):
-            self._written[name] = position
+            if not _is_called([self._blocks[each] for each in ancestors(name) if each in self._blocks]):
+                self._written[name] = position
 
     def toggled(self, tensors: Iterable[Tensor]) -> None:
         """Code outside of modules is about to say whether tensors learn."""
@@ -197,6 +200,16 @@ class StepsChanges:
         for name, table, key in zip(self._held, self._tables, self._keys, strict=True) if learns else ():
             if name in learns and not left.put_back:
                 table[key].requires_grad = learns[name]
+
+
+def _is_called(modules: Sequence[nn.Module]) -> bool:
+    """Whether a call of one of these modules, hooks included, has not returned yet."""
+    frame = sys._getframe(1) if modules else None
+    while frame is not None:
+        if frame.f_code is nn.Module._call_impl.__code__ and any(frame.f_locals["self"] is each for each in modules):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _memory(tensor: Tensor) -> int:
