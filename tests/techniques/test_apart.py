@@ -158,6 +158,7 @@ def masked(m: Model, x: Tensor) -> Tensor:
     [
         (lambda m, x: masked(m, x) + m.head.weight.square().sum(), "div"),
         (lambda m, x: masked(m, x) + m.body(x).square().mean(), "div"),
+        (lambda m, x: F.cross_entropy(m.body(x), some_ignored(x)) + (m.head.weight @ x.mean(0)).sum(), "nll"),
         (lambda m, x: masked(m, x) + F.cross_entropy(m.body(x), torch.arange(len(x)) % WIDTH), "div"),
         (lambda m, x: F.cross_entropy(m.body(x), some_ignored(x)) + m.body(x).square().mean(), "nll_loss_forward"),
         (lambda m, x: F.cross_entropy(m.body(x), some_ignored(x), label_smoothing=0.1) + m.body(x).mean(), "nll"),
@@ -227,6 +228,7 @@ def test_losses_that_balance_experts(count: Callable[[Tensor], Tensor], caplog: 
         lambda m, x: F.cross_entropy(m.body(x), torch.arange(len(x)) % WIDTH, label_smoothing=0.1),
         lambda m, x: F.cross_entropy(m.body(x), some_ignored(x), label_smoothing=0.1),
         lambda m, x: F.cross_entropy(m.body(x), torch.arange(len(x)) % WIDTH) + m.head.weight.square().sum(),
+        lambda m, x: F.cross_entropy(m.body(x), some_ignored(x)) + 0.1 * m.head.weight.square().sum() - m.scale,
         lambda m, x: (m.body(x).softmax(-1).sort(-1).values.cumsum(-1).flip(1).roll(1, -1)).mean(),
         lambda m, x: m.body(x)[m.body(x).argmax(-1).argsort()].mean(),  # as tokens in the order of their experts
     ],

@@ -166,7 +166,7 @@ class ByHand(LightningModule):
             case way if way in BESIDE:
                 other = BESIDE[way](self, logits, target)
                 own = F.cross_entropy(logits.transpose(1, 2), target, ignore_index=0)
-                return (own if way == "ignored" else self.mean(losses, mask)) + 0.1 * other
+                return (own if way.startswith("ignored") else self.mean(losses, mask)) + 0.1 * other
             case _:
                 return self.mean(losses, mask)
 
@@ -206,10 +206,11 @@ BESIDE: dict[str, Other] = {
     "ignored": lambda model, logits, target: logits.logsumexp(-1).square().mean(),
     "number": lambda model, logits, target: logits.logsumexp(-1).square().mean(),
     "decayed": lambda model, logits, target: model.head.weight.square().sum(),
+    "ignored, decayed": lambda model, logits, target: model.head.weight.square().sum(),
     "two": lambda model, logits, target: model.mean(logits.square().sum(-1), (target > 3).to(logits)),
 }
 """Parts of a loss that do not count as the mean does beside which they are."""
-TOGETHER = ["penalised", "decayed", "two", "ignored"]
+TOGETHER = ["penalised", "decayed", "two", "ignored", "ignored, decayed"]
 
 
 class Losses(Callback):

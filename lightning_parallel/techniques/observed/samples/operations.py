@@ -43,6 +43,7 @@ class Operation:
         selects: whether it takes what a mask leaves.
         targets: over how many the mean of a loss function goes that may ignore some or weigh them; else None.
         uneven: whether it does.
+        of_model: whether what it reads, beside what other operations made, is the model's: nothing of the samples.
         adds: whether it is a loss function that adds up.
     """
 
@@ -59,6 +60,7 @@ class Operation:
     selects: bool
     targets: float | None
     uneven: bool
+    of_model: bool
     adds: bool
 
     def orders(self, twice: Operation) -> bool:
@@ -87,6 +89,8 @@ class Look(Watch):
 
     states: dict[int, str] = field(default_factory=dict)
     """The names of the model's floating-point buffers, by their memory."""
+    held: frozenset[int] = frozenset()
+    """The memory of its parameters and buffers."""
     all: list[Operation] = field(default_factory=list)
     in_blocks: int = 0
     """How many of these came before the last block had returned."""
@@ -120,6 +124,7 @@ class Look(Watch):
             selects=name in SELECTS and any(each.dtype == torch.bool for each in inputs),
             targets=targets,
             uneven=uneven,
+            of_model=all(mark_of(each) is not None or memory_of(each) in self.held for each in inputs),
             adds=named.get("reduction") == SUM,
         )
         self.all.append(operation)
@@ -185,7 +190,8 @@ def _targets(named: Mapping[str, Any], inputs: Sequence[Tensor]) -> tuple[float 
 def look_at(model: nn.Module, sample: Sample, batch: Any, last: nn.Module) -> Look:
     """Runs the step on some samples; `last` is the last block."""
     buffers = {memory_of(each): name for name, each in model.named_buffers() if each.is_floating_point()}
-    look = Look(buffers)
+    held = frozenset(memory_of(each) for each in (*model.parameters(), *model.buffers()))
+    look = Look(buffers, held)
     shapes = ShapesOnly(model.parameters(), sample.device, look)
     with torch.no_grad(), sample.unchanged(), tensors_kept(model), shapes:
         handle = last.register_forward_hook(look.blocks_end)

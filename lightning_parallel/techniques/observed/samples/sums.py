@@ -72,7 +72,8 @@ def mixed_count(once: Look, twice: Look, samples: int, later: bool = False) -> O
     """The first mean over what masks leave in a loss that has other parts, or such a mean over others.
 
     The share of a microbatch in such a mean is that in what masks leave; in other parts it has another one. Of a mean
-    that is the whole loss the share is known, but where the step divides by a number of Python's.
+    that is the whole loss the share is known, but where the step divides by a number of Python's. So it is of a
+    cross-entropy beside what the model alone makes, as a penalty on weights: all shares in that add up to it.
 
     Args:
         once: a step.
@@ -81,17 +82,25 @@ def mixed_count(once: Look, twice: Look, samples: int, later: bool = False) -> O
         later: whether targets count that no sample here ignores, but one of a later batch may.
     """
     counted, uneven = _counted(once, twice, samples, later)
-    ahead, found, alone = [*once.losses], set[int](), True
+    of_model = set[int]()
+    for number, one in enumerate(once.all, start=1):
+        if one.of_model and one.read <= of_model:
+            of_model.add(number)
+    ahead, found, alone, beside = [*once.losses], set[int](), True, False
     while ahead:
         number = ahead.pop()
         one = once.all[number - 1]
         if number in counted:
             found.add(number)
             alone = alone and (one.factor == 1 or one.by_tensor)
+        elif number in of_model:
+            beside = True
         elif one.read and not _is_of_samples(one, once, twice):
             ahead.extend(one.read)
         else:
             alone = False
+    by_hand = any(once.all[number - 1].targets is None for number in found)
+    alone = alone and not (by_hand and beside)  # the step's own means rest beside what else learns
     over = {counted[number] for number in found}
     alike = len(found) == 1 or (len(over) == 1 and None not in over)
     return once.all[min(found & uneven) - 1] if found & uneven and not (alone and alike) else None
