@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from lightning_parallel.techniques.tools.redirect import Surrounded, redirect_fo
 from tests.ranks import RanksFailed, begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import made, require_like
 from tests.strategies.test_unusual_models import WIDTH, Layer
-from tests.tiers import covering
+from tests.tiers import sampled
 from tests.trainers import trainer
 
 SAMPLES = 16
@@ -122,18 +123,20 @@ LAYOUTS: dict[str, Any] = {
     "pipeline": (1, partial(PipelineParallelStrategy, 2, microbatches=2)),
 }
 PLACES = "on_train_start", "on_train_batch_start", "on_train_epoch_end", "training_step"
+OF_A_STAGE = "pipeline", "training_step"  # where ranks have their stages only
 
 
-@covering(keep=1, layout=LAYOUTS, copied_in=PLACES)
+@sampled(1, ("layout", "copied_in"), (cell for cell in product(LAYOUTS, PLACES) if cell != OF_A_STAGE))
 def test_a_copy_computes_with_its_own_weights(layout: str, copied_in: str) -> None:
     data_ranks, strategy = LAYOUTS[layout]
-    if (layout, copied_in) == ("pipeline", "training_step"):  # whose ranks have only their stages
-        with pytest.raises(RanksFailed, match="is used on stage 1, but another one has it"):
-            run_on_ranks(2, taught, copied_in, strategy, 4)
-        return
     expected = begun_on_one(taught, copied_in, None, 4)
     found = run_on_ranks(2, taught, copied_in, strategy, 4 // data_ranks)
     losses = [sum(each) / len(found) for each in zip(*(losses for losses, _ in found), strict=True)]
     require_like(expected.result()[0], losses)
     for _, answer in found:
         require_like(expected.result()[1], answer)
+
+
+def test_a_copy_that_is_made_of_a_stage_is_refused() -> None:
+    with pytest.raises(RanksFailed, match="is used on stage 1, but another one has it"):
+        run_on_ranks(2, taught, "training_step", LAYOUTS["pipeline"][1], 4)

@@ -265,7 +265,9 @@ class StandIn(Tensor):
         return tree_map_only(Tensor, lambda each: cls(each, each.device), result) if is_view else result
 
     def __deepcopy__(self, memo: Any) -> StandIn:
-        return StandIn(self, self.device)
+        made = memo[id(self)] = StandIn(self, self.device)
+        vars(made).update(vars(self))  # what it stands for, which is refused where the copy counts
+        return made
 
 
 def _full(prefix: str, name: str) -> str:
