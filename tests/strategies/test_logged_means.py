@@ -53,7 +53,7 @@ class Words(LightningModule):
 
     def step(self, stage: str, batch: list[Tensor]) -> Tensor:
         loss, other, hits = self.losses(batch)
-        bits = loss / math.log(2)
+        bits, error = loss / math.log(2), (batch[0] - 0.1).square().mean()
         values = {
             "loss": loss,
             "other": other,
@@ -71,6 +71,15 @@ class Words(LightningModule):
             "rest": 1 - hits,
             "floored": self.floored,
             "percent": 100 * self.floored,
+            "perplexity": loss.exp(),
+            "perplexity_detached": loss.detach().exp().clone(),
+            "perplexity_of_number": math.exp(loss.item()),
+            "perplexity_of_bits": bits.exp2(),
+            "logarithm": math.log(2 * other.detach()),
+            "misses_root": torch.sqrt(1 - self.floored),
+            "deviation": error.sqrt(),
+            "deviation_of_number": math.sqrt(error),
+            "deviation_by_power": (4 * error) ** 0.5,
         }
         if loss.requires_grad:  # which tells what a sum was made of
             values |= {"both": loss + 0.5 * other, "beside": loss + 0.1 * batch[0].square().mean()}
@@ -168,6 +177,7 @@ class Extremes(CountsLater):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
         x = batch[0].clone().requires_grad_()
         self.log("highest", x.pow(3).max(), reduce_fx="max")
+        self.log("exponential", batch[0].max().exp())
         self.log("lowest", x.pow(3).min(), reduce_fx="min")
         self.log("all", x.pow(2).sum(), reduce_fx="sum")
         self.log("of numpy", torch.tensor(batch[0].numpy().max()), reduce_fx="max")
@@ -175,7 +185,7 @@ class Extremes(CountsLater):
         return self.losses(batch)[0]
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        names = ("highest", "lowest", "all", "of numpy", "of a list")
+        names = ("highest", "exponential", "lowest", "all", "of numpy", "of a list")
         self.returned.append(torch.tensor([float(self.trainer.callback_metrics[name]) for name in names]))
 
 

@@ -74,7 +74,8 @@ def check_resumed(pairs: list[tuple[str, str]], written: tuple[Path, dict[str, C
     folder, curves = written
     for n in (1, 2, 4):
         mine = [(row, other) for row, other in pairs if ROWS[row][0] == n]
-        for (row, other), got in (run_on_ranks(n, resume_rows, mine, folder, limit=120)[0] if mine else {}).items():
+        limit = 60 + 20 * len(mine)
+        for (row, other), got in (run_on_ranks(n, resume_rows, mine, folder, limit=limit)[0] if mine else {}).items():
             where = f"{row} from {other}: "
             assert got.losses == pytest.approx(curves["none"].losses[STOP:], rel=1e-5), where
             compare_weights(curves["none"].weights, got.weights, 1e-4, where)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_parallel.strategies.logged.functions import ERROR, FUNCTIONS, taken_by, undone
 from lightning_parallel.strategies.logged.kinds import (
     ABOUT,
     ALIKE,
@@ -57,8 +58,11 @@ class KindWatch(Listener):
         self._known: dict[int, tuple[weakref.ref[Tensor], Kind]] = {}
         self._whose: dict[int, int] = {}
         #: of tensors, and of numbers that were read of them, the means of which they are multiples
-        self._roots: dict[int, Tensor] = {}
+        self._roots: dict[int, Tensor | None] = {}
         self._roots_of_numbers: dict[float, Tensor] = {}
+        #: by their ids, functions of means: which, and of what
+        self._functions: dict[int, tuple[str, Tensor]] = {}
+        self._functions_of_numbers: dict[float, tuple[str, Tensor]] = {}
         self._numbers: dict[float, Kind | None] = {}
         self._counts = Counts()
         #: tensors that count samples because they were made of numbers that are like such a count, perhaps by chance
@@ -85,6 +89,8 @@ class KindWatch(Listener):
             return func(*args, **kwargs)
         before = self._read(args, kwargs)
         result = func(*args, **kwargs)
+        if name in ALIKE and args and result is args[0]:  # as a cast to the dtype that a tensor has
+            return result
         if name == "__iter__":  # of a tensor: its rows one by one
             rows = list(result)
             self._know_rows(name, before, rows, args)
@@ -94,6 +100,7 @@ class KindWatch(Listener):
         elif not self._know_rows(name, before, result, args):
             self._know_result(func, name, before, result, args, kwargs)
             self._know_root(name, result, args, (*tensors_of(args), *tensors_of(kwargs)))
+            self._know_function(name, result, args)
         return result
 
     def _know_result(self, func: Any, name: str, before: list[Kind], result: Any, args: Any, kwargs: Any) -> None:
@@ -165,6 +172,8 @@ class KindWatch(Listener):
             self._roots[id(result)] = result
         roots = {id(root): root for root in map(self.root_of, with_root)}
         others = [each for each in given if self.root_of(each) is None and self._of_tensor(each) is not Kind.SAME]
+        if len(roots) > 1 and isinstance(result, Tensor):
+            self._roots[id(result)] = None
         if name not in OF_MULTIPLES or others or len(roots) != 1:
             return
         (root,) = roots.values()
@@ -173,6 +182,39 @@ class KindWatch(Listener):
             self._roots_of_numbers[result] = root
         elif isinstance(result, Tensor) and not result.dim() and self._is_multiple(name, args, with_root):
             self._roots[id(result)] = root
+
+    def function_of(self, value: Any) -> tuple[str, Any]:
+        """Which function of a mean, or of a quotient, a value is, and of which; the value itself where it is none."""
+        if isinstance(value, Tensor):
+            known = self._known.get(id(value))
+            is_known = known is not None and known[0]() is value
+            return self._functions.get(id(value), ("", value)) if is_known else ("", value)
+        if value in self._functions_of_numbers:
+            return self._functions_of_numbers[value]
+        is_new = isinstance(value, float) and self._of_number(value) is Kind.SAME
+        return self._by_python(value) if is_new else ("", value)
+
+    def _by_python(self, value: float) -> tuple[str, Any]:
+        """Of a number that `math.exp` and the like made of one that was read."""
+        for name in FUNCTIONS:
+            before = undone(name, torch.tensor(value, dtype=torch.float64)).item()
+            for number in self._roots_of_numbers:
+                if abs(before - number) <= ERROR * max(1.0, abs(number)):
+                    return name, number
+        return "", value
+
+    def _know_function(self, name: str, result: Any, args: Any) -> None:
+        """Knows what is a function of a mean, also after it was copied, cast or read."""
+        given = args[0] if args and isinstance(args[0], Tensor) else None
+        if given is None or given.dim() or (isinstance(result, Tensor) and result.dim()):
+            return
+        made = self.function_of(given) if name in ALIKE else (taken_by(name, args), given)
+        if not made[0] or self.root_of(made[1]) is None:
+            return
+        if isinstance(result, Tensor):
+            self._functions[id(result)] = made
+        elif isinstance(result, float):
+            self._functions_of_numbers[result] = made
 
     def _is_multiple(self, name: str, args: Any, with_root: Sequence[Tensor]) -> bool:
         if name in PLUS:
@@ -186,6 +228,7 @@ class KindWatch(Listener):
         self._whose.pop(id(tensor), None)
         self._by_value.discard(id(tensor))
         self._roots.pop(id(tensor), None)
+        self._functions.pop(id(tensor), None)
         if kind is Kind.SAMPLES:
             self._known.pop(id(tensor), None)
         else:

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_parallel.strategies.logged.functions import FUNCTIONS
+
 
 class Kind(Enum):
     """How values of parts make that of the whole."""
@@ -69,6 +71,8 @@ def keeps(name: str, kind: Kind) -> bool:
     """Whether an operation on entries of one kind gives that kind."""
     if name in ("sum", "mean", "nanmean", "nansum"):
         return kind in LINEAR
+    if name in FUNCTIONS:  # which all grow
+        return kind in (Kind.MAX, Kind.MIN)
     return REDUCED.get(name) is kind
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_parallel.strategies.logged.functions import taken, undone
 from lightning_parallel.strategies.logged.kinds import Kind, common
 from lightning_parallel.strategies.logged.reductions import HOW, NOT_SEEN, SeenKind, joined, name_of, reduced
 from lightning_parallel.strategies.logged.sums import OfMean, as_one
@@ -35,7 +36,7 @@ class LoggedValue:
         samples: how many.
         metric: the name of a metric whose value was logged.
         origin: the tensor that was logged.
-        of_means: what means contribute to it, by their numbers.
+        of_means: what means contribute to it, by their numbers, or to what `seen.function` was taken of.
         seen: of what kind it is.
     """
 
@@ -82,21 +83,24 @@ def combined(same: Sequence[LoggedValue], metrics: Mapping[str, Any], alone: boo
     values = [noted.value.cpu() for noted in same if isinstance(noted.value, Tensor)]
     if not values:
         return LoggedValue(first.name, first.value, options, first.samples)
-    kind, number = joined([noted.seen for noted in same]).kind or Kind.OTHER, first.seen.number
+    joint = joined([noted.seen for noted in same])
+    kind, number, function = joint.kind or Kind.OTHER, first.seen.number, joint.function
     common_kind = common((noted.seen.kind for noted in same), number is not None)
     how = HOW.get(kind, name_of(options.get("reduce_fx", "mean")))
     # numbers that are only like each other are no news for other ranks
-    seen = SeenKind(kind if common_kind is Kind.SAME else common_kind, number, first.seen.value)
+    seen = joint if function else SeenKind(kind if common_kind is Kind.SAME else common_kind, number, first.seen.value)
+    dtype = values[0].dtype if values[0].is_floating_point() else torch.get_default_dtype()
+    values = [undone(function, value) for value in values]
     samples = [noted.samples for noted in same]
-    if how != "mean" or not all(noted.of_means for noted in same):
+    if how != "mean" or not all(noted.of_means and noted.seen.function == function for noted in same):
         value = reduced(values, samples, how)
+        value = taken(function, value).to(dtype) if function else value
         return LoggedValue(first.name, value, options, first.samples, origin=value, seen=seen)
     parts = _alike([{k: _in_numbers(each) for k, each in noted.of_means.items()} for noted in same])
     made = [sum(each.part for each in of_means.values()) for of_means in parts]
     rest = reduced([value.double() - part for value, part in zip(values, made, strict=True)], samples, how)
     whole = {k: _together([of_means[k] for of_means in parts], alone) for k in sorted(parts[0])}
-    dtype = values[0].dtype if values[0].is_floating_point() else torch.get_default_dtype()
-    value = sum((each.part for each in whole.values()), rest).to(dtype)
+    value = taken(function, sum((each.part for each in whole.values()), rest)).to(dtype)
     return LoggedValue(first.name, value, options, first.samples, None, value, {} if alone else whole, seen)
 
 

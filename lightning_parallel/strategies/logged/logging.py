@@ -31,7 +31,7 @@ from lightning_parallel.strategies.logged.kind_watch import KindWatch
 from lightning_parallel.strategies.logged.kinds import Kind
 from lightning_parallel.strategies.logged.known_kinds import Kinds
 from lightning_parallel.strategies.logged.metrics import MetricsOfRun, Uncounted, at_most_on_step
-from lightning_parallel.strategies.logged.multiples import Multiples
+from lightning_parallel.strategies.logged.multiples import Counted, Multiples
 from lightning_parallel.strategies.logged.reductions import Reductions, SeenKind, is_compiled
 from lightning_parallel.strategies.logged.step_values import (
     StepValue,
@@ -127,8 +127,8 @@ class StepLog:
             require_reduction(name, options)
             return self._divert(name, value, options)
         means = self.means if self._inside_step and self._elsewhere is None else None
-        value, parts = self.multiples.parts_of(self._module._current_fx_name or "", name, value, means, self._watch)
-        before, own = self._before(name, options), value
+        counted = self.multiples.counted(self._module._current_fx_name or "", name, value, means, self._watch)
+        before, value = self._before(name, options), counted.value
         if self._share == 0.0:
             value, options = without_effect(value, options)
         self._inside_log = True
@@ -139,7 +139,7 @@ class StepLog:
             self._inside_log = False
         key, result = self._find(name, options.get("add_dataloader_idx", True))
         if result is not None and not options.get("rank_zero_only", False):
-            self._take(key, result, own, parts, before)
+            self._take(key, result, counted, before)
         return None
 
     def log_as(self, seen: SeenKind, own: Sequence[OfMean], name: str, value: Any, options: dict[str, Any]) -> None:
@@ -175,17 +175,16 @@ class StepLog:
             return None
         return result.value, result.cumulated_batch_size if result.meta.is_mean_reduction else 0
 
-    def _take(
-        self, key: str, result: _ResultMetric, value: Any, parts: dict[int, Tensor], before: tuple[Any, Any] | None
-    ) -> None:
+    def _take(self, key: str, result: _ResultMetric, counted: Counted, before: tuple[Any, Any] | None) -> None:
         if not result.is_tensor:
             at_most_on_step(
                 result.value, [r for r in (self._module.trainer._results or {}).values() if not r.is_tensor]
             )
         if self._inside_step:
-            seen, own = self._elsewhere or (self._seen_of(result, value, parts), ())
+            seen, own = self._elsewhere or (self._seen_of(result, counted), ())
+            value = counted.value
             kept = value.detach().clone() if isinstance(value, Tensor) else value
-            self._logged[key] = StepValue(result, kept, value, parts, before, seen, own=own)
+            self._logged[key] = StepValue(result, kept, value, counted.parts, before, seen, own=own)
             return
         if has_step_value(result):
             weight = self._share / self._ranks if result.meta.is_mean_reduction else 1.0
@@ -194,9 +193,10 @@ class StepLog:
         if result.meta.on_epoch and result.meta.fx.partition(".")[0].endswith("_epoch_end"):
             result.compute()  # now, while all ranks are here: callbacks may read it on one of them
 
-    def _seen_of(self, result: _ResultMetric, value: Any, parts: dict[int, Tensor]) -> SeenKind:
-        if isinstance(value, Metric):
-            return SeenKind(None)
+    def _seen_of(self, result: _ResultMetric, counted: Counted) -> SeenKind:
+        value, parts, function = counted
+        if isinstance(value, Metric) or function:
+            return SeenKind(Kind.MEAN if function else None, function=function)
         kind = None if self._watch is None else self._watch.kind_of(value)
         if kind is None:
             kind = next((each.seen.kind for each in self._logged.values() if each.origin is value), None)

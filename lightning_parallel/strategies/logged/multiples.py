@@ -7,9 +7,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_parallel.strategies.logged.functions import taken, undone
 from lightning_parallel.strategies.logged.kind_watch import KindWatch
 from lightning_parallel.strategies.logged.kinds import Kind
 from lightning_parallel.techniques.tools.means import Means
+
+
+class Counted(NamedTuple):
+    """A logged value, and by what it counts.
+
+    Attributes:
+        value: as it is logged.
+        parts: what means contribute to it, by their numbers, or to what `function` was taken of.
+        function: that it is of a mean, see `functions`; empty for none.
+    """
+
+    value: Any
+    parts: dict[int, Tensor]
+    function: str = ""
 
 
 class _Made(NamedTuple):
@@ -30,11 +45,10 @@ class Multiples:
 
     def __init__(self) -> None:
         self._made: dict[tuple[str, str], _Made | None] = {}
+        self._functions: dict[tuple[str, str], str] = {}
 
-    def parts_of(
-        self, hook: str, name: str, value: Any, means: Means | None, watch: KindWatch | None
-    ) -> tuple[Any, dict[int, Tensor]]:
-        """A logged value, and what means contribute to it, by their numbers.
+    def counted(self, hook: str, name: str, value: Any, means: Means | None, watch: KindWatch | None) -> Counted:
+        """By what a logged value counts.
 
         A quotient is noted as a mean of its own; over nothing it is 0: other ranks may have some.
 
@@ -45,11 +59,27 @@ class Multiples:
             means: of the step, if it is known to be made of any.
             watch: sees what the step computes; None after the first batches.
         """
+        if means is not None and isinstance(value, Tensor) and (parts := means.parts_of(value)):
+            return Counted(value, {number: part.detach().clone() for number, part in parts.items()})  # as they are now
+        function, given = self._function_of((hook, name), value, means, watch)
         if means is None:
-            return value, {}
-        if isinstance(value, Tensor) and (parts := means.parts_of(value)):
-            return value, {number: part.detach().clone() for number, part in parts.items()}  # as they are now
-        return self._without_graph((hook, name), value, means, watch)
+            return Counted(value, {}, function)
+        made, parts = self._without_graph((hook, name), given, means, watch)
+        if made is not given:
+            value = taken(function, made).to(value.dtype if isinstance(value, Tensor) else made.dtype)
+        return Counted(value, parts, function)
+
+    def _function_of(
+        self, key: tuple[str, str], value: Any, means: Means | None, watch: KindWatch | None
+    ) -> tuple[str, Any]:
+        """Which function of a mean a value is, and of what."""
+        if watch is not None:
+            function, given = _seen_function(value, means, watch)
+            if self._functions.setdefault(key, function) == function:
+                return function, given
+            self._functions[key] = ""  # not always
+        function = self._functions.get(key, "")
+        return function, undone(function, _as_tensor(value)) if function else value
 
     def _without_graph(
         self, key: tuple[str, str], value: Any, means: Means, watch: KindWatch | None
@@ -61,7 +91,7 @@ class Multiples:
         made = self._made.get(key)
         if made is None or made.known != known:
             return value, {}
-        part = torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64).detach().clone()
+        part = _as_tensor(value).clone()
         if not made.of_quotient:
             return value, {made.number: part}
         _, _, divisor = means.quotients[made.number]
@@ -70,6 +100,16 @@ class Multiples:
         means.note(mean, count, divisor=divisor, floor=floor)
         means.all[-1].scale.rests = True  # no loss counts by it
         return mean, {len(means.all) - 1: mean}
+
+
+def _as_tensor(value: Any) -> Tensor:
+    return torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64).detach()
+
+
+def _seen_function(value: Any, means: Means | None, watch: KindWatch) -> tuple[str, Any]:
+    function, given = watch.function_of(value)
+    noted = function and means is not None and _made_of(given, means, watch)
+    return (function, given) if noted or watch.kind_of(given) is Kind.MEAN else ("", value)
 
 
 def _made_of(value: Any, means: Means, watch: KindWatch) -> _Made | None:

@@ -186,7 +186,8 @@ class PartsRun(Run[T]):
             self._log.kinds.decide(self._hook, path, (Kind.OTHER,))
         samples, metric = options.get("batch_size") or size, computed[0] if computed else None
         means = WATCHING.get()
-        value, parts = self._log.multiples.parts_of(self._hook, name, value, means, self._watch)
+        value, parts, function = self._log.multiples.counted(self._hook, name, value, means, self._watch)
+        seen_as = SeenKind(Kind.MEAN, function=function) if function else seen_as
         of_means = {} if means is None else {k: OfMean(part, means.all[k].over) for k, part in parts.items()}
         kept = torch.as_tensor(value).detach().clone().reshape(())
         return LoggedValue(name, kept, options, samples, metric, origin, of_means, seen_as)

@@ -39,11 +39,13 @@ class SeenKind:
         kind: its kind, if it is known.
         number: the value itself where it is a number, of which kinds are guessed from values.
         value: the value, whatever it is; it may show that a kind that was seen is none.
+        function: that it is of a mean, see `functions`; empty for none.
     """
 
     kind: Kind | None
     number: float | None = None
     value: float | None = field(default=None, compare=False)
+    function: str = ""
 
     @classmethod
     def of(cls, kind: Kind | None, value: Any, samples: int | None, reduction: str, doubtful: bool) -> SeenKind:
@@ -72,6 +74,9 @@ NOT_SEEN = SeenKind(None)
 
 def joined(parts: Sequence[SeenKind]) -> SeenKind:
     """Joins what all parts of a batch saw of a value."""
+    functions = {part.function for part in parts if part.kind is not None}
+    if functions - {""}:
+        return SeenKind(Kind.MEAN, function=functions.pop()) if len(functions) == 1 else SeenKind(Kind.OTHER)
     numbers = {part.number for part in parts}
     by_value = None not in numbers
     kind = common((part.kind for part in parts), by_value)
@@ -98,12 +103,12 @@ class Reductions:
 
     def __init__(self, kinds: Kinds, host: dist.ProcessGroup, tell: Callable[[list[str], str], None]) -> None:
         self._kinds, self._host, self._tell = kinds, host, tell
-        self._decided: dict[tuple[str, str], tuple[Kind, int]] = {}
+        self._decided: dict[tuple[str, str], tuple[SeenKind, int]] = {}
         self._asked = Counter[tuple[str, str]]()
         #: numbers that were 1 on all ranks where none had one sample: where one has, they count no samples either
         self._ones: set[tuple[str, str]] = set()
 
-    def agreed(self, hook: str, seen: Mapping[str, tuple[SeenKind, int]]) -> dict[str, tuple[str | None, int]]:
+    def agreed(self, hook: str, seen: Mapping[str, tuple[SeenKind, int]]) -> dict[str, tuple[str | None, int, str]]:
         """The reduction of each name, None where `reduce_fx` is to say; all ranks come with the same names.
 
         Args:
@@ -111,7 +116,8 @@ class Reductions:
             seen: of each name its kind, and how many means of their own contribute to its value.
 
         Returns:
-            Beside each reduction, as how many means these count on all ranks: one, where ranks have other numbers.
+            Beside each reduction, as how many means these count on all ranks: one, where ranks have other numbers. And
+            the function that all values are of what is to be put together.
         """
         undecided = [name for name in seen if (hook, name) not in self._decided]
         found = {name: self._decided[hook, name] for name in seen if name not in undecided}
@@ -121,22 +127,23 @@ class Reductions:
                 numbers = {number for _, number in of_ranks}
                 own = numbers.pop() if len(numbers) == 1 else 1
                 found[name] = self._decide(hook, name, [each for each, _ in of_ranks], own), own
-        return {name: (HOW.get(kind), own) for name, (kind, own) in found.items()}
+        return {name: (HOW.get(seen.kind or Kind.OTHER), own, seen.function) for name, (seen, own) in found.items()}
 
-    def _decide(self, hook: str, name: str, of_ranks: Sequence[SeenKind], own: int) -> Kind:
+    def _decide(self, hook: str, name: str, of_ranks: Sequence[SeenKind], own: int) -> SeenKind:
         if all(seen == SeenKind(None, 1.0) for seen in of_ranks):
             self._ones.add((hook, name))
         if (hook, name) in self._ones:
             of_ranks = [SeenKind(None, 1.0) if seen.number == 1.0 else seen for seen in of_ranks]
         sure = common((seen.kind for seen in of_ranks), by_value=of_ranks[0].number is not None)
-        kind = joined(of_ranks).kind or Kind.OTHER
+        whole = joined(of_ranks)
+        kind = whole.kind or Kind.OTHER
         self._asked[hook, name] += 1
         if sure is not None or self._asked[hook, name] == PATIENCE:
-            self._decided[hook, name] = kind, own
+            self._decided[hook, name] = whole, own
             self._kinds.decide(hook, ("logged", name), (kind,))
         if kind not in HOW and dist.get_rank() == 0:
             self._tell([name], UNSEEN)
-        return kind
+        return whole
 
 
 def reduced(values: Sequence[Tensor], weights: Sequence[float], how: str) -> Tensor:

@@ -13,6 +13,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Result
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_parallel.strategies.logged.functions import taken, undone
 from lightning_parallel.strategies.logged.reductions import SeenKind, name_of
 from lightning_parallel.strategies.logged.sums import OfMean, Summed, as_many
 from lightning_parallel.techniques.tools.means import Means
@@ -32,11 +33,12 @@ class StepValue:
         result: Lightning's.
         value: as it was then: a step may change it in place later, and memory of ZeRO 3 goes when the step ends.
         origin: as it was given.
-        parts: what means contribute to it, by their numbers.
+        parts: what means contribute to it, by their numbers, or to what `function` was taken of.
         before: the epoch's value and samples before it; None at their beginning.
         seen: of what kind it is.
         how: how ranks put it together.
         own: what means of its own contribute to it, where the step ran on parts of the batch.
+        function: taken of what ranks put together, see `functions`; empty for none.
     """
 
     result: _ResultMetric
@@ -47,23 +49,30 @@ class StepValue:
     seen: SeenKind
     how: str = ""
     own: Sequence[OfMean] = ()
+    function: str = ""
 
-    def by(self, how: str | None, own: int) -> StepValue:
-        """This value, to be put together so, or as `reduce_fx` says, and its own means to count as so many."""
-        return replace(self, how=how or reduction_of(self.result), own=as_many(self.own, own))
+    def by(self, how: str | None, own: int, function: str) -> StepValue:
+        """This value, to be put together so, or as `reduce_fx` says, and its own means to count as so many.
+
+        What means contribute counts where they contribute to what all ranks put together.
+        """
+        parts, means = (self.parts, self.own) if function == self.seen.function else ({}, ())
+        how = how or reduction_of(self.result)
+        return replace(self, how=how, own=as_many(means, own), parts=parts, function=function)
 
     def moves(self, means: Means) -> bool:
         """Whether other ranks need it now: for the value of the step, or that of the whole batch for the epoch's."""
         return self.result.is_tensor and (has_step_value(self.result) or self._is_redone(means))
 
     def _is_redone(self, means: Means) -> bool:
-        of_means = self.how == "mean" and bool(means.all or self.own)
+        of_means = self.how == "mean" and bool(means.all or self.own or self.function)
         return bool(self.result.meta.on_epoch) and (of_means or self.how != reduction_of(self.result))
 
     def summed(self, share: float, ranks: int) -> Summed:
         """This rank's part of the value."""
         # a number of Python's has more digits than the dtype that it would get here
         value = torch.as_tensor(self.value, dtype=torch.float64 if isinstance(self.value, float) else None)
+        value = undone(self.function, value)
         if self.how == "sum":
             return Summed(value, float(share != 0.0), {})
         return Summed(value, share / ranks, self.parts, self.own)
@@ -75,7 +84,7 @@ class StepValue:
 
     def place(self, value: Tensor, means: Means, ranks: int) -> None:
         """Puts the value of the whole batch in the place of this rank's."""
-        result, reduction = self.result, reduction_of(self.result)
+        result, reduction, value = self.result, reduction_of(self.result), taken(self.function, value)
         if has_step_value(result):
             show(result, value)
         if not self._is_redone(means):
