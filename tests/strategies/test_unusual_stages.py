@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_parallel import (
@@ -42,6 +43,24 @@ class FrozenEnd(Plain):
         for part in (*self.blocks[2:], *self.heads):
             part.requires_grad_(False)
         self.temperature.requires_grad_(False)
+
+
+class Recomputed(PlainBlock):
+    """A block that recomputes itself in backward, of which a part learns, as where adapters are trained."""
+
+    def __init__(self) -> None:
+        super().__init__(7, 13)
+        self.up.requires_grad_(False)
+        self.codes = nn.Parameter(torch.arange(3), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+class Adapted(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Recomputed() for _ in range(4))
 
 
 class Without(nn.Module):
@@ -152,6 +171,7 @@ class Skipping(Plain):
 MODELS: dict[str, Callable[[], Plain]] = {
     "frozen": Frozen,
     "frozen end": FrozenEnd,
+    "adapted": Adapted,
     "parameterless": Parameterless,
     "nothing at the end": NothingAtTheEnd,
     "recomputed": Plain,
@@ -198,6 +218,10 @@ def test_a_pipeline_trains_them_as_one_device_does(model: str) -> None:
 @sampled(1, "model", ["reversible", "asks"])
 def test_so_they_do_where_a_layer_runs_a_backward_pass_of_its_own_or_hooks_on_gradients(model: str) -> None:
     compared(model, "1f1b")
+
+
+def test_so_do_blocks_that_learn_in_part_and_recompute_themselves() -> None:
+    compared("adapted", "1f1b")
 
 
 @pytest.mark.exhaustive

@@ -99,7 +99,7 @@ class Gradients:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.parameters = list(parameters)
+        self.parameters = [each for each in parameters if each.is_floating_point() or each.is_complex()]
         self._leaves: list[Any] = [leaf_of(parameter) for parameter in self.parameters]
         self.sums: list[Tensor | None] = [None] * len(self.parameters)
         self._taken: set[int] = set()
@@ -121,8 +121,8 @@ class Gradients:
         outputs, given = _with_seeds(saved, seeds)
         if not outputs:
             return [None] * len(saved.inputs)
-        wanted = [*saved.inputs, *self._leaves]
-        with self._set_aside(), self._giving(final, outputs), self._learning():
+        wanted = [*saved.inputs, *self._places()]
+        with self._set_aside(), self._giving(final, outputs):
             made = torch.autograd.grad(outputs, wanted, given, allow_unused=True) if wanted else ()
         of_inputs: list[Tensor | None] = list(made[: len(saved.inputs)])
         of_parameters = made[len(saved.inputs) :]
@@ -141,8 +141,7 @@ class Gradients:
         if not outputs:
             saved.outputs = []
             return [None] * len(saved.inputs)
-        with self._learning():
-            halves = Halves(outputs, saved.inputs, self._leaves)
+        halves = Halves(outputs, saved.inputs, self._places())
         if self._apart is None:
             self._apart = halves.are_apart
         if not self._apart:
@@ -171,20 +170,19 @@ class Gradients:
                 self.sums[index] = None
                 self._taken.add(index)
 
-    @contextmanager
-    def _learning(self) -> Iterator[None]:
-        """Inside, all learn: those that did not when a step used them are in no graph.
+    def _places(self) -> list[Any]:
+        """The leaves, or of those that do not learn now where they come into graphs.
 
-        A step may have said so for its time alone; between two stages the model is as the step found it.
+        A step may have let them learn for its time alone; between two stages the model is as the step found it. While a
+        backward runs it stays so, for what recomputes in it reads whether parameters learn.
         """
-        frozen = [leaf for leaf in self._leaves if not leaf.requires_grad]
-        for leaf in frozen:
-            leaf.requires_grad_(True)
-        try:
-            yield
-        finally:
-            for leaf in frozen:
+        places: list[Any] = []
+        for leaf in self._leaves:
+            learns = leaf.requires_grad
+            places.append(leaf if learns else get_gradient_edge(leaf.requires_grad_(True)))
+            if not learns:
                 leaf.requires_grad_(False)
+        return places
 
     @contextmanager
     def _set_aside(self) -> Iterator[None]:

@@ -28,14 +28,19 @@ class Halves:
     Args:
         outputs: where what the stage returned came from.
         inputs: its inputs, leaves.
-        parameters: leaves.
+        parameters: leaves, or where they come into graphs.
     """
 
-    def __init__(self, outputs: Sequence[GradientEdge], inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        outputs: Sequence[GradientEdge],
+        inputs: Sequence[Tensor],
+        parameters: Sequence[Tensor | GradientEdge],
+    ) -> None:
         self._outputs, self._inputs = outputs, inputs
         order = _leaves_first([output.node for output in outputs])
-        self._wanted = {_node_of(leaf): k for k, leaf in enumerate(parameters) if leaf.requires_grad}
-        of_inputs = _reaching(order, {_node_of(leaf) for leaf in inputs if leaf.requires_grad})
+        self._wanted = {node: k for k, node in enumerate(map(_node_of, parameters)) if node is not None}
+        of_inputs = _reaching(order, {node for node in map(_node_of, inputs) if node is not None})
         #: by each operation that depends on inputs, from these on: the parameters that it reads
         self._read = {node: _read(node, of_inputs, self._wanted.keys()) for node in order if node in of_inputs}
         self._came: dict[Node, Sequence[Tensor | None]] = {}
@@ -150,5 +155,7 @@ def _next(node: Node) -> list[Node]:
     return [next_ for next_, _ in node.next_functions if next_ is not None]
 
 
-def _node_of(leaf: Tensor) -> Node:
-    return get_gradient_edge(leaf).node
+def _node_of(leaf: Tensor | GradientEdge) -> Node | None:
+    if isinstance(leaf, GradientEdge):
+        return leaf.node
+    return get_gradient_edge(leaf).node if leaf.requires_grad else None
