@@ -133,12 +133,25 @@ class Lends(Model):
         return super().training_step(batch, batch_idx) + found.square().mean()
 
 
+class Freezes(Model):
+    """Lets a block learn for the time of its forward alone, and freezes a part of another one."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.layers[1].requires_grad_(True)
+        self.layers[2].up.requires_grad_(batch_idx != 1)
+        loss = super().training_step(batch, batch_idx)
+        self.layers[1].requires_grad_(False)
+        self.layers[2].up.requires_grad_(True)
+        return loss
+
+
 KINDS: dict[str, tuple[type[Model], type[nn.Module]]] = {
     "modules": (Model, Block),
     "parameters": (Model, WritesWeights),
     "inputs": (Gives, WritesInputs),
     "lent": (Lends, Plain),
     "a norm that thaws": (Model, Thaws),
+    "frozen afterwards": (Freezes, Plain),
 }
 
 
@@ -166,6 +179,14 @@ def test_blocks_that_write_train_as_without_recomputation(layout: str, kind: str
     ranks, techniques = LAYOUTS[layout]
     expected = begun_on_one(trained, None, kind)
     for found in run_on_ranks(ranks, trained, partial(HybridStrategy, *techniques), kind):
+        require_like(expected.result(), found)
+
+
+@sampled(1, "layout", LAYOUTS)
+def test_so_do_blocks_that_are_frozen_between_forward_and_backward(layout: str) -> None:
+    ranks, techniques = LAYOUTS[layout]
+    expected = begun_on_one(trained, None, "frozen afterwards")
+    for found in run_on_ranks(ranks, trained, partial(HybridStrategy, *techniques), "frozen afterwards"):
         require_like(expected.result(), found)
 
 

@@ -49,6 +49,7 @@ class Found:
     Attributes:
         modules: what modules held at their places, with copies of tensors that the block is known to write.
         parameters: the same of parameters.
+        learned: of all parameters of the block, whether they did.
         versions: of tensors of modules and of parameters; none after the forward.
         given: the tensors that the block got, with their versions; none after the forward.
         late: tensors that the block wrote for the first time.
@@ -56,6 +57,7 @@ class Found:
 
     modules: list[tuple[Place, Any]]
     parameters: list[tuple[Slot, Tensor]]
+    learned: list[bool]
     versions: Versions
     given: list[tuple[Tensor, Any]]
     late: list[Tensor] = field(default_factory=list)
@@ -104,7 +106,7 @@ class Effects:
         modules = [((table, key, n), self._kept(table.get(key), n)) for table, key, n in self._now()]
         slots = [slot for slot in self._written if slot[0][slot[1]] is not None]
         parameters = [(slot, _memory(slot[0][slot[1]]).clone()) for slot in slots]
-        return Found(modules, parameters, self._versions(), _versions_of(given))
+        return Found(modules, parameters, self._learning(), self._versions(), _versions_of(given))
 
     @_not_compiled
     def after(self, found: Found) -> None:
@@ -142,6 +144,7 @@ class Effects:
     def again(self, found: Found) -> Iterator[None]:
         """Inside, the block finds what it found before the forward; afterwards it has what it has now."""
         places = self._now()
+        learning = self._let_learn(found.learned)
         live = [table.get(key, ABSENT) for table, key, _ in places]
         with _disable_current_modes():  # what selective checkpointing remembers is of the forward alone
             memory = [*found.late, *[_memory(table[name]) for (table, name, _), _ in found.parameters]]
@@ -155,10 +158,23 @@ class Effects:
         try:
             yield
         finally:
+            self._let_learn(learning)
             self._put_back(places, live)
             with _disable_current_modes():
                 for each, value in written:
                     each.copy_(value)
+
+    def _learning(self) -> list[bool]:
+        tensors = [table[name] for table, name, _ in self._parameters]
+        return [tensor is not None and tensor.requires_grad for tensor in tensors]
+
+    def _let_learn(self, which: list[bool]) -> list[bool]:
+        """Freezes the other parameters; returns which ones learned: a step may change that after the forward."""
+        now = self._learning()
+        for (table, name, _), learns, learned in zip(self._parameters, which, now, strict=True):
+            if learns is not learned:
+                table[name].requires_grad_(learns)
+        return now
 
     def _put_back(self, places: list[Place], live: list[Any]) -> None:
         if self._now() is not places:
