@@ -189,10 +189,11 @@ class KindWatch(Listener):
             known = self._known.get(id(value))
             is_known = known is not None and known[0]() is value
             return self._functions.get(id(value), ("", value)) if is_known else ("", value)
+        if not isinstance(value, float):
+            return "", value
         if value in self._functions_of_numbers:
             return self._functions_of_numbers[value]
-        is_new = isinstance(value, float) and self._of_number(value) is Kind.SAME
-        return self._by_python(value) if is_new else ("", value)
+        return self._by_python(value) if self._of_number(value) is Kind.SAME else ("", value)
 
     def _by_python(self, value: float) -> tuple[str, Any]:
         """Of a number that `math.exp` and the like made of one that was read."""
