@@ -16,8 +16,11 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-Version = tuple[int, int]
-"""How often a tensor's memory was changed, and where it is: `tensor.data = other` gives it another one."""
+Version = tuple[int, int, int]
+"""How often a tensor's memory was changed, and which it is: `tensor.data = other` gives it another one.
+
+A storage stands for memory, not its address: that of what ZeRO 3 gathers again is an old one on some ranks only.
+"""
 
 KEPT = 8
 """Of how many views of one tensor something is kept: a buffer may be cut in another way with every batch."""
@@ -96,5 +99,7 @@ class _Entry:
 def version(tensor: Tensor) -> Version:
     """The version of a tensor's values; of one that was made for inference, and in graphs, nobody knows."""
     if torch.compiler.is_dynamo_compiling() or tensor.is_inference():
-        return 0, 0
-    return tensor._version, 0 if torch._C._functorch.is_functorch_wrapped_tensor(tensor) else tensor.data_ptr()
+        return 0, 0, 0
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return tensor._version, 0, 0
+    return tensor._version, int(tensor.untyped_storage()._cdata), tensor.storage_offset()
