@@ -102,4 +102,4 @@ def version(tensor: Tensor) -> Version:
         return 0, 0, 0
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return tensor._version, 0, 0
-    return tensor._version, int(tensor.untyped_storage()._cdata), tensor.storage_offset()
+    return tensor._version, int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_parallel.collectives.elements import Ranks
-from lightning_parallel.collectives.made_of import KEPT, MadeOf
+from lightning_parallel.collectives.made_of import KEPT, MadeOf, version
 from lightning_parallel.techniques.context_parallel.attention import ContextAttention
 from lightning_parallel.techniques.divided.tensor import Divided
 from tests.ranks import run_on_ranks
@@ -58,6 +58,18 @@ def layers_of_two_steps() -> list[int]:
                 F.scaled_dot_product_attention(*given, attn_mask=mask)
             counts.append(len(sent))
     return counts
+
+
+def test_a_version_knows_other_memory_from_memory_that_comes_back() -> None:
+    tensor = torch.zeros(1 << 20)
+    before, storage = version(tensor), tensor.untyped_storage()
+    size = storage.size()
+    storage.resize_(0)  # as ZeRO 3 lets go of what it gathered
+    others = torch.zeros(1 << 20)  # which takes its place
+    storage.resize_(size)
+    assert version(tensor) == before
+    tensor.data = others
+    assert version(tensor) != before
 
 
 def test_ranks_look_at_a_mask_together() -> None:
