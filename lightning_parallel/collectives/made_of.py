@@ -16,7 +16,7 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-Version = tuple[int, int, int]
+Version = tuple[int, int, int | torch.SymInt]
 """How often a tensor's memory was changed, and which it is: `tensor.data = other` gives it another one.
 
 A storage stands for memory, not its address: that of what ZeRO 3 gathers again is an old one on some ranks only.
@@ -102,4 +102,4 @@ def version(tensor: Tensor) -> Version:
         return 0, 0, 0
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return tensor._version, 0, 0
-    return tensor._version, int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
+    return tensor._version, tensor.untyped_storage()._cdata, tensor.storage_offset()
