@@ -83,25 +83,40 @@ def combined(same: Sequence[LoggedValue], metrics: Mapping[str, Any], alone: boo
     values = [noted.value.cpu() for noted in same if isinstance(noted.value, Tensor)]
     if not values:
         return LoggedValue(first.name, first.value, options, first.samples)
-    joint = joined([noted.seen for noted in same])
-    kind, number, function = joint.kind or Kind.OTHER, first.seen.number, joint.function
-    common_kind = common((noted.seen.kind for noted in same), number is not None)
-    how = HOW.get(kind, name_of(options.get("reduce_fx", "mean")))
-    # numbers that are only like each other are no news for other ranks
-    seen = joint if function else SeenKind(kind if common_kind is Kind.SAME else common_kind, number, first.seen.value)
+    seen = joined([noted.seen for noted in same])
+    how = HOW.get(seen.kind or Kind.OTHER, name_of(options.get("reduce_fx", "mean")))
     dtype = values[0].dtype if values[0].is_floating_point() else torch.get_default_dtype()
-    values = [undone(function, value) for value in values]
+    values = [undone(seen.function, value) for value in values]
     samples = [noted.samples for noted in same]
-    if how != "mean" or not all(noted.of_means and noted.seen.function == function for noted in same):
-        value = reduced(values, samples, how)
-        value = taken(function, value).to(dtype) if function else value
-        return LoggedValue(first.name, value, options, first.samples, origin=value, seen=seen)
-    parts = _alike([{k: _in_numbers(each) for k, each in noted.of_means.items()} for noted in same])
-    made = [sum(each.part for each in of_means.values()) for of_means in parts]
-    rest = reduced([value.double() - part for value, part in zip(values, made, strict=True)], samples, how)
-    whole = {k: _together([of_means[k] for of_means in parts], alone) for k in sorted(parts[0])}
-    value = taken(function, sum((each.part for each in whole.values()), rest)).to(dtype)
-    return LoggedValue(first.name, value, options, first.samples, None, value, {} if alone else whole, seen)
+    of_means = [noted.of_means if noted.seen.function == seen.function else {} for noted in same]
+    if how == "mean" and all(of_means):
+        value, whole = _of_means(values, samples, of_means, alone)
+    else:
+        value, whole = reduced(values, samples, how), {}
+    if whole or seen.function:
+        value = taken(seen.function, value).to(dtype)
+    of_whole = {} if alone else whole
+    return LoggedValue(first.name, value, options, first.samples, None, value, of_whole, _for_ranks(seen, same))
+
+
+def _for_ranks(seen: SeenKind, same: Sequence[LoggedValue]) -> SeenKind:
+    """What ranks are told of the kind: numbers that are only like each other are no news for others."""
+    if seen.function:
+        return seen
+    first = same[0].seen
+    kind = common((noted.seen.kind for noted in same), first.number is not None)
+    return SeenKind((seen.kind or Kind.OTHER) if kind is Kind.SAME else kind, first.number, first.value)
+
+
+def _of_means(
+    values: Sequence[Tensor], samples: Sequence[float], of_means: Sequence[Mapping[int, OfMean]], alone: bool
+) -> tuple[Tensor, dict[int, OfMean]]:
+    """A value that means contribute to, of the values of all parts, and what each of the means contributes."""
+    parts = _alike([{k: _in_numbers(each) for k, each in of_part.items()} for of_part in of_means])
+    made = [sum(each.part for each in of_part.values()) for of_part in parts]
+    rest = reduced([value.double() - part for value, part in zip(values, made, strict=True)], samples, "mean")
+    whole = {k: _together([of_part[k] for of_part in parts], alone) for k in sorted(parts[0])}
+    return sum((each.part for each in whole.values()), rest), whole
 
 
 def _in_numbers(of_mean: OfMean) -> OfMean:
