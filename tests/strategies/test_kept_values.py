@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
@@ -207,6 +208,30 @@ def test_what_a_loop_over_samples_makes_is_known(made: Any, kind: Kind) -> None:
             watch.samples = samples
             value = made(z)
         assert watch.kind_of(value) is kind
+
+
+@pytest.mark.parametrize(
+    ("made", "kind"),
+    [
+        (lambda z, w: (z * (w / w.sum())).sum(), Kind.MEAN),
+        (lambda z, w: (-z * w / w.sum().clamp(min=1)).sum(), Kind.MEAN),
+        (lambda z, w: torch.dot(z.flatten(), (w / w.sum()).flatten()), Kind.MEAN),
+        (lambda z, w: (z * w.flatten().softmax(0).view_as(z)).sum(), Kind.MEAN),
+        (lambda z, w: (z * F.normalize(w, p=1, dim=0)).sum(), Kind.MEAN),
+        (lambda z, w: (z / z.numel()).sum(), Kind.MEAN),
+        (lambda z, w: (z / len(z)).sum(), Kind.MEAN),
+        (lambda z, w: (z * w.softmax(1)).sum(), Kind.SUM),
+        (lambda z, w: (z * (w / w.sum(1, keepdim=True))).sum(), Kind.SUM),
+        (lambda z, w: (z / 7).sum(), Kind.SUM),
+        (lambda z, w: (z / z.max()).exp().sum(), Kind.SUM),
+        (lambda z, w: (z * (w / w.sum())).mean(), Kind.OTHER),
+    ],
+)
+def test_weights_that_add_up_to_one_make_means_of_sums(made: Any, kind: Kind) -> None:
+    z, weights = torch.randn(6, 5), torch.rand(6, 5)
+    with KindWatch() as watch:
+        value = made(z, weights)
+    assert watch.kind_of(value) is kind
 
 
 def test_a_list_of_one_sample_may_be_one_of_all() -> None:

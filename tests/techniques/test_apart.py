@@ -172,6 +172,64 @@ def test_means_of_what_is_left_beside_other_parts(
     assert f"a mask or ignored targets leave ({said}" in record.message
 
 
+def left(x: Tensor) -> Tensor:
+    """A mask of the values of samples, which leaves three of four."""
+    return x[:, 0] > 0
+
+
+def masked_samples() -> Tensor:
+    x = torch.randn(SAMPLES, WIDTH)
+    x[:, 0] = torch.where(torch.arange(SAMPLES) % 4 > 0, 1.0, -1.0)
+    return x
+
+
+Made = Callable[[Tensor, Tensor], Tensor]
+UNKNOWN: list[Made] = [
+    lambda y, kept: (y.mean(-1) * kept).sum() * (1.0 / kept.sum()),
+    lambda y, kept: (y.mean(-1) * kept).sum() * kept.sum().item() ** -1,
+    lambda y, kept: (y.mean(-1) * kept / kept.sum()).sum(),
+    lambda y, kept: y.mean(-1) @ (kept.float() / kept.sum()),
+    lambda y, kept: (y.mean(-1) * (kept / kept.float().mean())).mean(),
+    lambda y, kept: torch.mean(y[kept]),
+    lambda y, kept: y[kept].mean(-1).mean(0),
+    lambda y, kept: torch.nanmean(torch.where(kept[:, None], y, torch.nan)) + y.square().mean(),
+    lambda y, kept: (y.mean(-1) * kept).mean() / kept.float().mean() + y.square().mean(),
+    lambda y, kept: y.index_select(0, kept.nonzero().squeeze(1)).mean() + y.square().mean(),
+    lambda y, kept: y[y.argmax(-1) > 0].mean() + y.square().mean(),
+    lambda y, kept: y.sum() * (1.0 / (y.argmax(-1) > 0).sum()),
+]
+
+
+@pytest.mark.parametrize("made", UNKNOWN)
+def test_means_by_hand_that_a_step_does_not_know(made: Made, caplog: pytest.LogCaptureFixture) -> None:
+    model = Model()
+    require_apart(model, Sample(lambda x: made(model.body(x), left(x)), masked_samples(), HOST), 4, True)
+    assert "WARNING" in {record.levelname for record in caplog.records}
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda y, kept: (y.mean(-1) * kept).mean() / kept.float().mean(),
+        lambda y, kept: y.index_select(0, kept.nonzero().squeeze(1)).mean(),
+        lambda y, kept: (y.mean(-1) * kept).sum() / kept.sum(),
+        lambda y, kept: y[kept].mean(),
+    ],
+)
+def test_means_by_hand_that_a_step_knows(made: Made, caplog: pytest.LogCaptureFixture) -> None:
+    model = Model()
+    require_apart(model, Sample(lambda x: made(model.body(x), left(x)), masked_samples(), HOST), 4, True)
+    assert not caplog.records
+
+
+def test_inputs_that_are_scaled_by_those_of_all(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model()
+    sample = Sample(lambda x: model.body((x - x.mean(0)) / x.std(0)).mean(), torch.randn(SAMPLES, WIDTH), HOST)
+    (meeting,) = meetings(model, sample, 4, True, model.blocks[-1])
+    assert "looks at all samples of a batch at once" in meeting.what
+    assert meeting.in_blocks
+
+
 def test_the_samples_with_the_largest_losses() -> None:
     with pytest.raises(ValueError, match=r"topk makes .* each of which depends on others of them"):
         check_apart(lambda m, x: m.body(x).square().sum(-1).topk(len(x) // 2).values.mean())
@@ -186,7 +244,8 @@ def test_states_that_every_microbatch_would_change(caplog: pytest.LogCaptureFixt
         model.centre.lerp_(x.mean(0), 0.1)
         return model.head(model.body(x - model.centre)).mean()
 
-    require_apart(model, Sample(step, torch.randn(SAMPLES, WIDTH), HOST), 4, True)
+    meeting, *_ = meetings(model, Sample(step, torch.randn(SAMPLES, WIDTH), HOST), 4, True, model.blocks[-1])
+    assert meeting.in_blocks  # each sample meets the mean of all
     assert "buffers that it changes" in caplog.text
     for name in ("centre", "head.parametrizations.weight.0._u"):
         assert name in caplog.text
@@ -224,6 +283,8 @@ def test_losses_that_balance_experts(count: Callable[[Tensor], Tensor], caplog: 
         lambda m, x: (m.body(x).mean(-1) * (x[:, 0] > 0)).sum() / (x[:, 0] > 0).sum(),
         lambda m, x: m.body(x)[torch.arange(len(x) // 2)].sum() / torch.tensor(float(len(x))),
         lambda m, x: (m.body(x) / len(x)).sum() * m.scale,
+        lambda m, x: m.body(x - x.mean(1, keepdim=True)).mean(),
+        lambda m, x: m.body(x * torch.ones_like(x).sum() / x.new_ones(len(x)).sum()).mean(),
         lambda m, x: F.batch_norm(m.body(x), torch.zeros(WIDTH), torch.ones(WIDTH)).mean(),
         lambda m, x: F.cross_entropy(m.body(x), torch.arange(len(x)) % WIDTH, label_smoothing=0.1),
         lambda m, x: F.cross_entropy(m.body(x), some_ignored(x), label_smoothing=0.1),

@@ -28,6 +28,7 @@ from lightning_parallel.strategies.logged.sums import BatchSums
 from lightning_parallel.techniques.tools import means as means_module
 from lightning_parallel.techniques.tools.losses import METHODS, unwatch_methods
 from lightning_parallel.techniques.tools.means import Means
+from tests.heard import heard
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.tiers import covering, sampled
 from tests.trainers import trainer
@@ -51,9 +52,11 @@ def test_a_sum_that_is_divided_counts_by_what_divides_it() -> None:
             (2 * (losses * mask).sum() + losses[mask > 0].sum()) / mask.sum(),
             (losses * mask).sum() / max(mask.sum().item(), 1),
             F.cross_entropy(logits, torch.zeros(6).long(), reduction="sum", label_smoothing=0.1) / torch.tensor(6),
+            (losses * mask).mean() / mask.mean(),
+            losses.masked_fill(mask == 0, torch.nan).nanmean(),
         ]
         empty = [(losses * none).sum() / none.sum(), (losses * none).sum() / none.sum().clamp(min=1)]
-    assert [float(mean.over.count) for mean in means.all] == [3, 3, 3, 3, 3, 3, 3, 6, 0, 0]
+    assert [float(mean.over.count) for mean in means.all] == [3, 3, 3, 3, 3, 3, 3, 6, 3, 3, 0, 0]
     assert [float(each.detach()) for each in empty] == [0, 0]  # and not 0 / 0, for other parts may have some
     torch.testing.assert_close(made[0], losses[mask > 0].mean())
 
@@ -66,8 +69,10 @@ def test_a_mean_of_what_a_mask_selects_counts_as_much_as_it_selects() -> None:
         F.mse_loss(logits[mask], torch.zeros(3, 5))
         F.cross_entropy(logits[mask], torch.zeros(3).long(), reduction="none").mean()
         torch.masked_select(logits, mask[:, None]).mean()
+        logits.index_select(0, mask.nonzero().squeeze(1)).mean()
+        torch.cat([logits[mask], logits[:1][~mask[:1]]]).mean()
         assert logits[~mask & mask].mean() == 0
-    assert [float(mean.over.count) for mean in means.all] == [15, 15, 15, 3, 15, 0]
+    assert [float(mean.over.count) for mean in means.all] == [15, 15, 15, 3, 15, 15, 15, 0]
 
 
 def test_in_a_pipeline_they_count_where_the_loss_is_made_of_them_alone() -> None:
@@ -110,7 +115,6 @@ def test_other_quotients_and_means_are_left_alone() -> None:
         mean = x.sum() / torch.tensor(6)
         mean / torch.tensor(2.0)  # of a mean that counts already
         (mean + 1).exp() / torch.tensor(2.0)
-        x.mean() / torch.tensor(2.0)
         x.max() / torch.tensor(2.0)
         x.sum() / weight
         x / x.detach().sum()
@@ -123,6 +127,24 @@ def test_other_quotients_and_means_are_left_alone() -> None:
 
 
 # -------------------------------------------------------------------- whole curves
+
+
+AVERAGES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "floored": lambda losses, mask: (losses * mask).sum() / mask.sum().clamp(min=4),
+    # of all losses, also where no sample has any
+    "positives": lambda losses, mask: losses.sum() / torch.clamp_min(mask.sum(), 1),
+    "selected": lambda losses, mask: losses[mask > 0].mean(),
+    "inside": lambda losses, mask: losses.sum() / torch.tensor(losses.numel()),
+    "number": lambda losses, mask: (losses * mask).sum() / mask.sum().item(),
+    "number alone": lambda losses, mask: (losses * mask).sum() / mask.sum().item(),
+    "ratio": lambda losses, mask: (losses * mask).mean() / mask.mean(),
+    "numbers": lambda losses, mask: torch.nanmean(losses.masked_fill(mask == 0, torch.nan)),
+    "positions": lambda losses, mask: losses.flatten().index_select(0, mask.flatten().nonzero().squeeze(1)).mean(),
+    "joined": lambda losses, mask: torch.cat([each[kept > 0] for each, kept in zip(losses, mask, strict=True)]).mean(),
+    "reciprocal": lambda losses, mask: (losses * mask).sum() * (1.0 / mask.sum()),
+    "shares": lambda losses, mask: (losses * (mask / mask.sum())).sum(),
+    "torch.mean": lambda losses, mask: torch.mean(losses[mask > 0]),
+}
 
 
 class Block(nn.Module):
@@ -171,19 +193,7 @@ class ByHand(LightningModule):
                 return self.mean(losses, mask)
 
     def mean(self, losses: Tensor, mask: Tensor) -> Tensor:
-        match self.way:
-            case "floored":
-                return (losses * mask).sum() / mask.sum().clamp(min=4)
-            case "positives":  # of all losses, also where no sample has any
-                return losses.sum() / torch.clamp_min(mask.sum(), 1)
-            case "selected":
-                return losses[mask > 0].mean()
-            case "inside":
-                return losses.sum() / torch.tensor(losses.numel())
-            case "number" | "number alone":
-                return (losses * mask).sum() / mask.sum().item()
-            case _:
-                return (losses * mask).sum() / mask.sum()
+        return AVERAGES.get(self.way, lambda losses, mask: (losses * mask).sum() / mask.sum())(losses, mask)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
         loss = self.loss(*batch)
@@ -265,7 +275,8 @@ LAYOUTS: dict[str, tuple[Callable[[], Any], int, int]] = {
     "tensors of replicas": (lambda: HybridStrategy(TensorParallel(2), DataParallel(2)), 4, 2),
     "sequences of replicas": (lambda: HybridStrategy(ContextParallel(2), DataParallel(2)), 4, 2),
 }
-WAYS = ["floored", "masked", "positives", "summed", "selected", "logits", "beside", "inside"]
+WAYS = ["floored", "masked", "positives", "summed", "selected", "logits", "beside", "inside", "ratio", "numbers",
+        "positions", "joined"]  # fmt: skip
 
 
 @covering(keep=1, layout=LAYOUTS, way=[*WAYS, *TOGETHER])
@@ -280,6 +291,24 @@ def test_means_by_hand_train_as_on_one_device(layout: str, way: str) -> None:
 )
 def test_beside_other_parts_of_a_loss_they_train_as_on_one_device(layout: str, way: str) -> None:
     check(layout, way)
+
+
+@pytest.mark.parametrize("way", ["reciprocal", "shares", "torch.mean"])
+def test_a_pipeline_computes_what_it_does_not_know_once_for_the_batch(way: str) -> None:
+    check("pipeline", way)
+
+
+@pytest.mark.parametrize(("way", "said"), [("shares", "divided by their sum"), ("torch.mean", "torch.mean, or a mean")])
+def test_ranks_tell_of_means_that_count_by_samples(way: str, said: str) -> None:
+    first, second = run_on_ranks(2, told, way)
+    assert [message for message in first if said in message]
+    assert not second
+
+
+def told(way: str) -> list[str]:
+    with heard() as lines:
+        curve(way, DataParallelStrategy, 2)
+    return [line for line in lines if "counts by samples" in line]
 
 
 def test_means_by_hand_of_manual_optimization_train_as_on_one_device() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_parallel.techniques.tools.means import Means
 from lightning_parallel.techniques.tools.meeting import Uses, meeting_of, uses_of
+from lightning_parallel.techniques.tools.reach import adds_mean_of_selection
 from lightning_parallel.techniques.tools.telling import warn
 from lightning_parallel.values import batch_size
 
@@ -24,7 +25,9 @@ class FirstLosses:
 
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
-        self._seen = self._over = self._told_uses = self._told_meeting = False
+        self._seen = self._over = self._told_uses = self._told_meeting = self._told_unnoted = False
+        #: whether the step added up what it had multiplied by weights that add up to one
+        self.weigh = False
 
     def look(self, loss: Tensor, means: Means) -> None:
         """At a loss of a step; the gradients of its means are scaled by now. That of a pipeline has no graph to see."""
@@ -33,6 +36,7 @@ class FirstLosses:
         self._seen = True
         try:
             self._tell(loss, means, batch_size(means.batch) or 1)
+            self._tell_unnoted(loss, means)
         except Exception as error:  # a graph may hold anything, and a run must not end for a warning
             log.debug("The graph of the loss was not looked at: %r", error)
 
@@ -63,6 +67,21 @@ class FirstLosses:
                 what,
                 self._ranks,
             )
+
+    def _tell_unnoted(self, loss: Tensor, means: Means) -> None:
+        unnoted = adds_mean_of_selection(loss.grad_fn, means.edges)
+        if self._told_unnoted or not (unnoted or self.weigh):
+            return
+        self._told_unnoted = True
+        what = (
+            "torch.mean, or a mean along a dimension, of what is selected; write values[mask].mean()"
+            if unnoted
+            else "weights that are divided by their sum; write (losses * weights).sum() / weights.sum()"
+        )
+        warn(
+            f"The loss has a mean that counts by samples, and not by what it is over, as that of one device would: "
+            f"{what}. Until then its gradient is the mean of those on {self._ranks} ranks"
+        )
 
 
 def _said_of(uses: Uses, means: Means) -> str | None:

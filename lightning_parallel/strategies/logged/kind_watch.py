@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import combinations
 from typing import Any
@@ -22,6 +22,7 @@ from lightning_parallel.strategies.logged.functions import ERROR, FUNCTIONS, tak
 from lightning_parallel.strategies.logged.kinds import (
     ABOUT,
     ALIKE,
+    ENTRIES,
     MOST_DIMS,
     MOST_PARTS,
     NEGATED,
@@ -32,6 +33,7 @@ from lightning_parallel.strategies.logged.kinds import (
     TIMES,
     TOGETHER,
     Kind,
+    entries,
     keeps,
     product_of,
     quotient_of,
@@ -69,6 +71,8 @@ class KindWatch(Listener):
         self._by_value: set[int] = set()
         #: whether a mean was multiplied by a number that is like a count of samples, perhaps by chance
         self.doubtful = False
+        #: whether entries were divided by what all samples have, and then added up to what learns
+        self.weighs = self._divides = False
         self._paused = False
 
     @contextmanager
@@ -98,22 +102,22 @@ class KindWatch(Listener):
         if Kind.ONE in before and isinstance(result, Tensor):
             self._know_of_one(name, {*before}, result, args, kwargs)
         elif not self._know_rows(name, before, result, args):
-            self._know_result(func, name, before, result, args, kwargs)
+            self._know_result(name, before, result, args, kwargs)
             self._know_root(name, result, args, (*tensors_of(args), *tensors_of(kwargs)))
             self._know_function(name, result, args)
         return result
 
-    def _know_result(self, func: Any, name: str, before: list[Kind], result: Any, args: Any, kwargs: Any) -> None:
+    def _know_result(self, name: str, before: list[Kind], result: Any, args: Any, kwargs: Any) -> None:
         if name == "__setitem__" and before[0] is not Kind.SAMPLES:
             is_one = before[-1] is Kind.ONE
             self._know(args[0], Kind.SAMPLES if is_one else set_in(before[0], self._kind(args[2])))
         elif isinstance(result, Tensor):
-            self._know_tensor(name, self._made(func, name, before, result, args, kwargs), result, args, kwargs)
+            self._know_tensor(name, self._made(name, before, result, args, kwargs), result, args, kwargs)
         elif name in NUMBERS:
             self._count(name, args, before, result)
         elif isinstance(result, (tuple, list)):
             for tensor in tensors_of(result):
-                self._know(tensor, self._made(func, name, before, tensor, args, kwargs))
+                self._know(tensor, self._made(name, before, tensor, args, kwargs))
 
     def _know_tensor(self, name: str, kind: Kind, result: Tensor, args: Any, kwargs: Any) -> None:
         given = set(map(id, (*tensors_of(args), *tensors_of(kwargs))))
@@ -148,7 +152,7 @@ class KindWatch(Listener):
     def _kind(self, value: Any) -> Kind | None:
         if isinstance(value, Tensor):
             kind = self._of_tensor(value)
-            return Kind.OTHER if kind is Kind.ONE else kind
+            return {Kind.ONE: Kind.OTHER, Kind.SHARES: Kind.SAMPLES}.get(kind, kind)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             return None if isinstance(value, (np.ndarray, np.generic)) else Kind.SAME
         return self._of_number(value)
@@ -302,14 +306,17 @@ class KindWatch(Listener):
 
     # ---------------------------------------------------------------- what is made
 
-    def _made(
-        self, func: Callable[..., Any], name: str, before: Sequence[Kind], result: Tensor, args: Any, kwargs: Any
-    ) -> Kind:
-        if Kind.SAMPLES not in before:
+    def _made(self, name: str, before: Sequence[Kind], result: Tensor, args: Any, kwargs: Any) -> Kind:
+        if ENTRIES.isdisjoint(before):
             return self._of_values(name, before, result, args, kwargs)
         if result.dim() and not reduces_samples(name, args, kwargs):
-            return Kind.SAMPLES
-        return reduction(func, name, args, kwargs)
+            divisor = self._kind(args[1]) if name in OVER and len(args) == 2 else None
+            kind = entries(name, before, divisor, args, kwargs)
+            by_count = divisor is not None and (not isinstance(args[1], Tensor) or id(args[1]) in self._by_value)
+            self._divides |= kind is Kind.SHARES and not by_count
+            return kind
+        self.weighs |= Kind.SHARES in before and self._divides and result.requires_grad
+        return reduction(name, before, kwargs)
 
     def _of_values(self, name: str, before: Sequence[Kind], result: Tensor, args: Any, kwargs: Any) -> Kind:
         """The kind of what was made of values without samples."""
@@ -348,7 +355,7 @@ class KindWatch(Listener):
         """Numbers that come out of tensors: their values, or how many samples they have."""
         number, kind = result, before[0] if before else Kind.SAME
         if name in ABOUT:
-            kind = Kind.SUM if kind is Kind.SAMPLES and args[1:] in ((), (0,)) else Kind.SAME
+            kind = Kind.SUM if kind in ENTRIES and args[1:] in ((), (0,)) else Kind.SAME
             if kind is Kind.SUM:
                 self._counts.read(name, result)
             number = result[0] if isinstance(result, torch.Size) and result else result

@@ -6,7 +6,7 @@ Here is what operations make of kinds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -25,6 +25,7 @@ class Kind(Enum):
     MAX = "a maximum over samples"
     MIN = "a minimum over samples"
     SAMPLES = "one entry for each sample"
+    SHARES = "one entry for each sample, divided by what counts all of them"
     ONE = "what one of several samples has"
     OTHER = "something else"
 
@@ -49,10 +50,13 @@ PLUS = {"add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "__sub_
 TIMES = {"mul", "mul_", "__mul__", "__rmul__", "__imul__", "multiply"}
 OVER = {"div", "div_", "__truediv__", "__itruediv__", "true_divide", "divide", "__div__"}
 NEGATED = {"neg", "__neg__"}
+OF_SHARES = ALIKE | TIMES | OVER | NEGATED | {"where", "masked_fill", "unflatten", "view_as", "reshape_as"}
+NORMALISES = {"softmax", "normalize"}
 OF_MULTIPLES = ALIKE | PLUS | TIMES | OVER | NEGATED
 TOGETHER = {"stack", "cat", "hstack", "vstack", "concat", "concatenate", "tensor", "as_tensor"}
 MOST_DIMS, MOST_PARTS = 4, 64
 LINEAR = {Kind.SAME, Kind.MEAN, Kind.SUM}
+ENTRIES = {Kind.SAMPLES, Kind.SHARES}
 
 
 def row_taken(name: str, args: Any) -> int | None:
@@ -108,8 +112,10 @@ def quotient_of(upper: Kind, lower: Kind) -> Kind:
     return Kind.MEAN if (upper, lower) == (Kind.SUM, Kind.SUM) else Kind.OTHER
 
 
-def reduction(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Kind:
-    """The kind that a reduction of a tensor with samples makes."""
+def reduction(name: str, before: Sequence[Kind], kwargs: Any) -> Kind:
+    """The kind that a reduction of a tensor with samples makes; `before`: of what it reads."""
+    if Kind.SHARES in before:
+        return Kind.MEAN if name in SUMS else Kind.OTHER
     if name.endswith("_loss") or name.startswith(("cross_entropy", "binary_cross_entropy", "kl_div")):
         return {"mean": Kind.MEAN, "batchmean": Kind.MEAN, "sum": Kind.SUM}.get(
             kwargs.get("reduction", "mean"), Kind.OTHER
@@ -117,12 +123,21 @@ def reduction(func: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Ki
     return REDUCED.get(name, Kind.OTHER)
 
 
+def entries(name: str, before: Sequence[Kind], divisor: Kind | None, args: Any, kwargs: Any) -> Kind:
+    """The kind of what was made of tensors with samples, and has samples still."""
+    adds_up_to_one = divisor in (Kind.SUM, Kind.OTHER) or (name in NORMALISES and 0 in dims_of(args, kwargs))
+    return Kind.SHARES if adds_up_to_one or (Kind.SHARES in before and name in OF_SHARES) else Kind.SAMPLES
+
+
 def reduces_samples(name: str, args: Any, kwargs: Any) -> bool:
     """Whether the first dimension, that of samples, is among those that are reduced."""
-    if name not in REDUCED:
-        return False
+    return name in REDUCED and (name in ("bincount", "histc") or 0 in dims_of(args, kwargs))
+
+
+def dims_of(args: Any, kwargs: Any) -> Sequence[Any]:
+    """The dimensions that an operation is given, by name or next to its tensor."""
     dims = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 and not isinstance(args[1], Tensor) else None))
-    return name in ("bincount", "histc") or dims == 0 or (isinstance(dims, (tuple, list)) and 0 in dims)
+    return dims if isinstance(dims, (tuple, list)) else (dims,)
 
 
 def common(kinds: Iterable[Kind | None], by_value: bool = False) -> Kind | None:

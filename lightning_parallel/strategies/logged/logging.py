@@ -240,7 +240,7 @@ class StepLog:
             with watch:
                 yield
         finally:
-            self._watch = None
+            self._watch, self._losses.weigh = None, watch.weighs
 
     @contextmanager
     def counting(self, share: float) -> Iterator[None]:

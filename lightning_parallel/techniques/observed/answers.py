@@ -78,6 +78,7 @@ class Answers(TorchFunctionMode):
             return None
         if func in (Tensor.requires_grad_, REQUIRE):
             self._watch.required(args[0])
+        self._watch.called(func, args, kwargs)
         return self._on_one_device(func, args, kwargs)
 
     def _gradients(self, outputs: Any, inputs: Any, *_: Any, **__: Any) -> tuple[Tensor, ...]:

@@ -44,6 +44,9 @@ SPLITS = {aten.split_with_sizes, aten.split_with_sizes_copy}
 class Watch:
     """Hears what happens while code runs in shapes only; this one does nothing about it."""
 
+    def called(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Python calls a function of torch's, which may run several operations."""
+
     def touched(self, inputs: Sequence[Tensor], written: Sequence[Tensor]) -> None:
         """An operation gets these tensors, dependent or not, and changes some of them; told before everything else."""
 
@@ -56,6 +59,9 @@ class Watch:
 
     def known(self, inputs: Sequence[Tensor], result: Any, asked: bool) -> None:
         """An operation made a result of tensors with values alone; `asked` if Python may learn some of them."""
+
+    def computed(self, func: Any, args: Any, kwargs: Any, inputs: Sequence[Tensor], result: Any) -> None:
+        """The same, and what the operation is."""
 
     def asked(self, tensor: Tensor) -> None:
         """Python gets a made-up value of a dependent tensor."""
@@ -108,6 +114,7 @@ class ShapesOnly(TorchDispatchMode):
         if not dependent:
             result = func(*args, **kwargs)
             self.watch.known(inputs, result, leaves_for_python(func))
+            self.watch.computed(func, args, kwargs, inputs, result)
             return result
         if func._overloadpacket in SHAPE_ONLY:
             return self._by_shape(func, args, kwargs)

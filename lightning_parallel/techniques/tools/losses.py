@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.techniques.tools.reach import is_of_selection, is_of_sums
+from lightning_parallel.techniques.tools.reach import averaged, is_of_selection, is_of_sums
 
 if TYPE_CHECKING:
     from lightning_parallel.techniques.tools.means import Means
@@ -127,7 +127,7 @@ def _divided(means: Means, function: Callable[..., Tensor], args: Any, kwargs: A
     if kwargs or len(args) != 2 or not _is_number(args[0]):
         return function(*args, **kwargs)
     total, divisor = args
-    if not _counts(means, total, divisor):
+    if not (each := _counts(means, total, divisor)):
         with unwatched():  # where operations are watched, too, this one comes here again
             result = function(total, divisor)
         if _is_number(divisor) and not result.requires_grad:
@@ -136,20 +136,22 @@ def _divided(means: Means, function: Callable[..., Tensor], args: Any, kwargs: A
     if (floored := means.floor_of(divisor)) is not None:
         with unwatched():
             mean = function(total, divisor)
-        return means.note(mean, floored[0].to(mean.device), None, True, divisor.to(mean.device), floored[1])
+        count, over = floored[0].to(mean.device) * each, divisor.to(mean.device) * each
+        return means.note(mean, count, None, True, over, floored[1] * each)
     tensor, kind = isinstance(divisor, Tensor), None if isinstance(divisor, Tensor) else torch.float64
     count, some = torch.as_tensor(divisor, dtype=kind, device=total.device), total.detach() != 0
     nothing = count == 0
     with unwatched():  # where there is nothing here, and something in other parts, 0 / 0 is 0
         mean = function(total, torch.where(nothing, torch.ones_like(count), count) if tensor else divisor)
-    over = torch.where(nothing, some, count.double())
+    over = torch.where(nothing, some, count.double()) * each
     # a floor that was not seen makes 0 / 1 of nothing
-    return means.note(mean, count.double().masked_fill(~some & (count <= 1), 0), None, True, over)
+    return means.note(mean, count.double().masked_fill(~some & (count <= 1), 0) * each, None, True, over)
 
 
-def _counts(means: Means, total: Tensor, divisor: Any) -> bool:
-    """Whether a quotient is a mean over as much as it is divided by: a sum over elements, divided by a number.
+def _counts(means: Means, total: Tensor, divisor: Any) -> int:
+    """How many times as much as it is divided by a quotient is a mean over: once where a sum over elements is divided.
 
+    Where their mean is divided, by the mean of a mask, it is as many times as there are elements. Any other is none.
     Without a graph a total may be anything, so it is left alone. A number of Python's may be any constant: it is left
     alone where all means count together, as in a pipeline.
     """
@@ -157,7 +159,11 @@ def _counts(means: Means, total: Tensor, divisor: Any) -> bool:
         known = _is_number(divisor) and not divisor.requires_grad and not divisor.is_complex()
     else:
         known = means.elements and isinstance(divisor, int | float) and divisor > 0
-    return known and total.requires_grad and is_of_sums(total.grad_fn, means.edges)
+    if not known or not total.requires_grad:
+        return 0
+    if is_of_sums(total.grad_fn, means.edges):
+        return 1
+    return averaged(total.grad_fn) if isinstance(divisor, Tensor) else 0
 
 
 def mean_of(values: Tensor, count: int, average: Callable[[], Tensor]) -> Tensor:
@@ -178,6 +184,16 @@ def _averaged(means: Means, function: Callable[..., Tensor], args: Any, kwargs: 
     if kwargs or len(args) != 1 or type(values) is not Tensor or not is_of_selection(values.grad_fn):
         return function(*args, **kwargs)
     return mean_of(values, values.numel(), partial(function, values)) if _is_plain(values) else function(values)
+
+
+def _averaged_numbers(means: Means, function: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
+    values = args[0]
+    if kwargs or len(args) != 1 or not values.requires_grad:
+        return function(*args, **kwargs)
+    with unwatched():
+        numbers, total = values.isnan().logical_not().sum(), values.nansum()
+        mean = total / numbers.clamp(min=1)
+    return means.note(mean, numbers, by_hand=True) if _is_number(total) and _is_number(numbers) else mean
 
 
 def _floored(means: Means, function: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
@@ -202,6 +218,7 @@ BY_HAND = (
     *(ByHand(Tensor, name, _divided) for name in ("__truediv__", "__itruediv__")),
     *(ByHand(owner, name, _divided) for name in DIVISIONS for owner in (Tensor, torch)),
     ByHand(Tensor, "mean", _averaged),  # and not torch.mean: Lightning knows it as the name of a reduction
+    *(ByHand(owner, "nanmean", _averaged_numbers) for owner in (Tensor, torch)),
     *(ByHand(owner, name, _floored) for name in FLOORS for owner in (Tensor, torch)),
 )
 

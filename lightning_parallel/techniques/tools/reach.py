@@ -21,7 +21,7 @@ MULTIPLES = LINEAR - {"Mean"} | {"Permute", "Total"}
 """Those that make no means, and more: `einsum` permutes, and what ranks have divided is summed up."""
 
 SUMS = {"Sum", "Nansum", "Dot", "Vdot", "Mv", "Mm", "Bmm"}
-SELECTIONS = ("IndexBackward", "MaskedSelectBackward")
+SELECTIONS = ("IndexBackward", "IndexSelectBackward", "MaskedSelectBackward")
 NEAR = 16
 """How far behind a mean to look for a selection: every mean that a step makes is asked."""
 STEPS = 64
@@ -77,6 +77,15 @@ def is_of_sums(start: Any, edges: Sequence[GradientEdge | None]) -> bool:
     )
 
 
+def averaged(node: Any) -> int:
+    """Over how many elements a number is a plain mean, or one of such means; 0 of any other."""
+    elements = 0
+    while node is not None and operation_of(node) == "Mean":
+        node = node.next_functions[0][0]
+        elements = 0 if node is None else math.prod(_made(node).shape)
+    return elements
+
+
 def is_made_of(start: Any, edges: Sequence[GradientEdge | None]) -> bool:
     """Whether a number is a sum of multiples of the others and of nothing else with a gradient; see `is_of_sums`."""
     ends = {edge.node for edge in edges if edge is not None}
@@ -105,14 +114,25 @@ def _is_sum(node: Any) -> bool:
 def is_of_selection(start: Any) -> bool:
     """Whether what a node made has an element, or a row, for each of those that were selected from something."""
     rows = None if start is None else _made(start).shape[:1]
-    ahead = [start] if rows else []
-    for node in islice(ahead, NEAR):  # which grows meanwhile
-        if type(node).__name__.startswith(SELECTIONS):
+    ahead = [(start, rows)] if rows else []
+    for node, rows in islice(ahead, NEAR):  # which grows meanwhile
+        name = type(node).__name__
+        if name.startswith(SELECTIONS):
             return True
+        joins = name.startswith("CatBackward")
         for parent, _ in node.next_functions:  # asked of every mean: without a call of `_made`
-            if parent is not None and parent._input_metadata[0].shape[:1] == rows:
-                ahead.append(parent)
+            if parent is not None and (joins or parent._input_metadata[0].shape[:1] == rows):
+                ahead.append((parent, parent._input_metadata[0].shape[:1]))
     return False
+
+
+def adds_mean_of_selection(start: Any, edges: Sequence[GradientEdge | None]) -> bool:
+    """Whether a number is made of a mean of what was selected from something that is none of the others."""
+    ends = {edge.node for edge in edges if edge is not None}
+    return any(
+        linear and node not in ends and operation_of(node) == "Mean" and is_of_selection(node.next_functions[0][0])
+        for node, linear in _behind(start, ends)
+    )
 
 
 def leaf_near(start: Any) -> Tensor | None:

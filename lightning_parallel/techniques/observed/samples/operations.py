@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_parallel.techniques.division import Sample
 from lightning_parallel.techniques.observed.buffers import memory_of
 from lightning_parallel.techniques.observed.kept import tensors_kept
+from lightning_parallel.techniques.observed.samples.data import OfData
 from lightning_parallel.techniques.observed.shapes import ShapesOnly, Watch, mark_of
 from lightning_parallel.values import tensors_of
 
@@ -40,11 +41,13 @@ class Operation:
         divisor: the number of the one that made what it divides by, None without one.
         factor: the known number by which it multiplies; 1 where it does not.
         by_tensor: whether that is a tensor's, as the sum of a mask.
+        of_all: whether that was made of all samples, or another value of the batch's that it reads.
         selects: whether it takes what a mask leaves.
         targets: over how many the mean of a loss function goes that may ignore some or weigh them; else None.
         uneven: whether it does.
         of_model: whether what it reads, beside what other operations made, is the model's: nothing of the samples.
         adds: whether it is a loss function that adds up.
+        by_method: whether it is all that a method of a tensor without arguments does, as `x.mean()`.
     """
 
     name: str
@@ -57,11 +60,13 @@ class Operation:
     divisor: int | None
     factor: float
     by_tensor: bool
+    of_all: bool
     selects: bool
     targets: float | None
     uneven: bool
     of_model: bool
     adds: bool
+    by_method: bool
 
     def orders(self, twice: Operation) -> bool:
         """Whether it goes along the samples."""
@@ -91,6 +96,8 @@ class Look(Watch):
     """The names of the model's floating-point buffers, by their memory."""
     held: frozenset[int] = frozenset()
     """The memory of its parameters and buffers."""
+    data: OfData = field(default_factory=lambda: OfData(()))
+    """What comes of the values of the batch."""
     all: list[Operation] = field(default_factory=list)
     in_blocks: int = 0
     """How many of these came before the last block had returned."""
@@ -101,6 +108,14 @@ class Look(Watch):
     losses: frozenset[int] = frozenset()
     """The numbers of the operations that made what the step returned as its loss."""
     error: Exception | None = None
+    method: str | None = None
+    """The name of the method that runs, if it is a tensor's and has no arguments."""
+
+    def called(self, func: Any, args: Any, kwargs: Any) -> None:
+        """See `Watch.called`."""
+        name = getattr(func, "__name__", "")
+        is_method = len(args) == 1 and not kwargs and func is getattr(torch._C.TensorBase, name, None)
+        self.method = name if is_method else None
 
     def made(self, func: Any, args: Any, kwargs: Any, result: Any, inputs: Sequence[Tensor]) -> int:
         """See `Watch.made`; the mark is the operation's number, from 1."""
@@ -108,7 +123,7 @@ class Look(Watch):
         name = func._opname.strip("_").removesuffix("_helper")
         named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
         read = frozenset(mark for mark in map(mark_of, inputs) if mark is not None)
-        factor, by_tensor = _factor(name, args, inputs)
+        factor, by_tensor, of_all = self._factor(name, args, inputs)
         targets, uneven = _targets(named, inputs)
         operation = Operation(
             name,
@@ -121,14 +136,21 @@ class Look(Watch):
             divisor=mark_of(inputs[1]) if name == "div" and len(inputs) > 1 else None,
             factor=factor,
             by_tensor=by_tensor,
-            selects=name in SELECTS and any(each.dtype == torch.bool for each in inputs),
+            of_all=of_all or any(each.is_floating_point() and self.data.is_of_all(each) for each in inputs),
+            selects=(name in SELECTS and any(each.dtype == torch.bool for each in inputs))
+            or any(map(self.data.sizes, inputs)),
             targets=targets,
             uneven=uneven,
             of_model=all(mark_of(each) is not None or memory_of(each) in self.held for each in inputs),
             adds=named.get("reduction") == SUM,
+            by_method=self.method == name,
         )
         self.all.append(operation)
         return len(self.all)
+
+    def computed(self, func: Any, args: Any, kwargs: Any, inputs: Sequence[Tensor], result: Any) -> None:
+        """See `Watch.computed`."""
+        self.data.made(func, args, kwargs, inputs, result)
 
     def touched(self, inputs: Sequence[Tensor], written: Sequence[Tensor]) -> None:
         """See `Watch.touched`."""
@@ -145,6 +167,19 @@ class Look(Watch):
         """The step returned this: its loss, or one beside other values."""
         loss = result.get("loss") if isinstance(result, Mapping) else result
         self.losses = frozenset(mark for mark in map(mark_of, tensors_of(loss)) if mark is not None)
+
+    def _factor(self, name: str, args: Sequence[Any], inputs: Sequence[Tensor]) -> tuple[float, bool, bool]:
+        """See `Operation.factor`, `by_tensor` and `of_all`; the number depends on no parameter."""
+        if name not in ("mul", "div") or len(args) < 2:
+            return 1.0, False, False
+        known = [each for each in inputs if each.numel() == 1 and not each.is_meta and mark_of(each) is None]
+        numbers = [*known, *(each for each in args[:2] if isinstance(each, (int, float)))]
+        if len(numbers) != 1:
+            return 1.0, False, False
+        number = float(numbers[0])
+        factor = 1 / number if name == "div" and number else number
+        told = bool(known) or not inputs[0].dim()  # numbers of Python are often alike by chance
+        return factor, bool(known), told and self.data.is_of_all(numbers[0])
 
     @property
     def made_loss(self) -> frozenset[int]:
@@ -166,16 +201,6 @@ def _lengths(name: str, named: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple([given.shape[dim] for dim in chosen or range(given.dim())])
 
 
-def _factor(name: str, args: Sequence[Any], inputs: Sequence[Tensor]) -> tuple[float, bool]:
-    """The number by which an operation multiplies, and whether a tensor has it, which depends on no parameter."""
-    if name not in ("mul", "div") or len(args) < 2:
-        return 1.0, False
-    known = [each for each in inputs if each.numel() == 1 and not each.is_meta and mark_of(each) is None]
-    numbers = [*map(float, known), *(each for each in args[:2] if isinstance(each, (int, float)))]
-    number = numbers[0] if len(numbers) == 1 else 1.0
-    return 1 / number if name == "div" and number else number, len(known) == len(numbers) == 1
-
-
 def _targets(named: Mapping[str, Any], inputs: Sequence[Tensor]) -> tuple[float | None, bool]:
     """See `Operation.targets` and `uneven`."""
     if "ignore_index" not in named or named["reduction"] != MEAN or any(each.is_meta for each in inputs[1:]):
@@ -191,7 +216,7 @@ def look_at(model: nn.Module, sample: Sample, batch: Any, last: nn.Module) -> Lo
     """Runs the step on some samples; `last` is the last block."""
     buffers = {memory_of(each): name for name, each in model.named_buffers() if each.is_floating_point()}
     held = frozenset(memory_of(each) for each in (*model.parameters(), *model.buffers()))
-    look = Look(buffers, held)
+    look = Look(buffers, held, OfData(batch))
     shapes = ShapesOnly(model.parameters(), sample.device, look)
     with torch.no_grad(), sample.unchanged(), tensors_kept(model), shapes:
         handle = last.register_forward_hook(look.blocks_end)

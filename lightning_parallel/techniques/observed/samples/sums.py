@@ -10,10 +10,12 @@ from lightning_parallel.techniques.observed.samples.operations import PRODUCTS, 
 SELECTIONS = {"select", "slice", "index", "index_select", "gather", "embedding", "split", "unbind", "diagonal"}
 """Operations with a result of a fixed size because they pick some samples; any other one computes it of all."""
 MULTIPLIES = {"mul", "addcmul", "dot", "mv", *PRODUCTS}
-ADDS = {"sum", "nansum", "dot", "vdot", "mv", *PRODUCTS}
+ADDS = {"sum", "nansum", "count_nonzero", "dot", "vdot", "mv", *PRODUCTS}
 SUMS = {"mean", "addmv", "addmm", "baddbmm", "trace", "linear", "index_add", "scatter_add", "index_put", "histc",
         "bincount", *ADDS}  # fmt: skip
 """Operations that add up over samples, as loss functions do; of any other one microbatches make something else."""
+SCATTERS = {"index_add", "index_put", "index_copy", "scatter", "scatter_add", "scatter_reduce", "masked_scatter"}
+"""Operations that put what was selected back where it came from."""
 LINEAR = {"add", "sub", "rsub", "neg", "div", "addcdiv", "lerp", "to_copy", "copy", "clone", "detach", "alias", "view",
           "unsafe_view", "reshape_alias", "expand", "permute", "transpose", "t", "squeeze", "unsqueeze", "stack", "cat",
           "repeat", "unsafe_split", "split_with_sizes", "constant_pad_nd", "masked_fill", "tril", "triu",
@@ -31,7 +33,7 @@ def no_sums(once: Look, twice: Look) -> Iterator[tuple[int, str, Operation]]:
     reduced, made_loss = set[int](), once.made_loss
     for number, (one, two) in enumerate(zip(once.all, twice.all, strict=False), start=1):
         grows, of_reduced = two.numel > one.numel, one.read & reduced
-        if _normalises(one, two) or (grows and one.floating and of_reduced):
+        if _normalises(one, two) or (grows and one.floating and (of_reduced or two.of_all)):
             yield number, "meets", one
         if grows or not (of_reduced or _is_of_samples(one, once, twice)):
             continue
@@ -39,7 +41,7 @@ def no_sums(once: Look, twice: Look) -> Iterator[tuple[int, str, Operation]]:
             yield number, "multiplies", one
         elif number in made_loss and not _adds_up(one, reduced):
             yield number, "bends", one
-        if one.floating:
+        if one.floating or not one.shape:
             reduced.add(number)
 
 
@@ -92,7 +94,7 @@ def mixed_count(once: Look, twice: Look, samples: int, later: bool = False) -> O
         one = once.all[number - 1]
         if number in counted:
             found.add(number)
-            alone = alone and (one.factor == 1 or one.by_tensor)
+            alone = alone and _is_noted(one)
         elif number in of_model:
             beside = True
         elif one.read and not _is_of_samples(one, once, twice):
@@ -111,9 +113,11 @@ def _counted(once: Look, twice: Look, samples: int, later: bool) -> tuple[dict[i
     found: dict[int, float | None] = {}
     uneven, selected = set[int](), set[int]()
     for number, (one, two) in enumerate(zip(once.all, twice.all, strict=False), start=1):
-        if two.numel > one.numel:
-            if one.selects or one.read & selected:
-                selected.add(number)
+        keeps = two.numel > one.numel or not (one.name in SUMS or one.is_loss)  # one element, of a mask without values
+        if one.selects or (one.read & selected and keeps and one.name not in SCATTERS):
+            selected.add(number)
+        elif two.numel > one.numel:
+            continue
         elif one.targets is not None:
             found[number] = None if later and not one.uneven else one.targets
             if one.uneven or later:
@@ -121,16 +125,24 @@ def _counted(once: Look, twice: Look, samples: int, later: bool) -> tuple[dict[i
         elif one.read & selected and (one.name == "mean" or one.is_loss):
             found[number] = None
             uneven.add(number)
-        elif abs(two.factor) < abs(one.factor) and not _is_of_all(1 / one.factor, samples, one.by_tensor):
-            found[number] = 1 / one.factor
+        elif _divides(one, two, samples):
+            found[number] = 1 / one.factor if one.name == "div" and one.by_tensor else None
             uneven.add(number)
     return found, uneven
 
 
-def _is_of_all(divisor: float, samples: int, by_tensor: bool) -> bool:
-    """Whether a number that depends on the samples is one of Python's that counts so many for each."""
-    each = divisor / samples
-    return not by_tensor and abs(each - round(each)) < CLOSE
+def _is_noted(one: Operation) -> bool:
+    """Whether a step knows a mean over what masks leave when it computes it; see `tools.losses`."""
+    by_quotient = one.by_tensor and one.name == "div"
+    return one.targets is not None or one.is_loss or by_quotient or (one.name == "mean" and one.by_method)
+
+
+def _divides(one: Operation, two: Operation, samples: int) -> bool:
+    """Whether it divides by a number that depends on the samples, unless by one of Python's that is of each as much."""
+    each = 1 / one.factor / samples if one.factor else 0.0
+    evenly = not one.by_tensor and abs(each - round(each)) < CLOSE
+    by_all = two.of_all and one.name in ("mul", "div")
+    return by_all or (abs(two.factor) < abs(one.factor) and not evenly)
 
 
 # -------------------------------------------------------------------- growth
