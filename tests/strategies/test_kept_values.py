@@ -234,6 +234,15 @@ def test_weights_that_add_up_to_one_make_means_of_sums(made: Any, kind: Kind) ->
     assert watch.kind_of(value) is kind
 
 
+@pytest.mark.parametrize("doubtful", [True, False])
+def test_a_sum_times_a_number_that_is_like_one_over_a_count_is_doubtful(doubtful: bool) -> None:
+    z = torch.randn(6, 5)
+    with KindWatch() as watch:
+        value = z.sum() * (1 / z.numel() if doubtful else 1 / 7)
+    assert watch.doubtful is doubtful
+    assert watch.kind_of(value) is Kind.SUM
+
+
 def test_a_list_of_one_sample_may_be_one_of_all() -> None:
     """A microbatch may have one: whether what it makes is a mean over samples cannot be seen."""
     z = torch.randn(1, 5)

@@ -69,7 +69,8 @@ class KindWatch(Listener):
         self._counts = Counts()
         #: tensors that count samples because they were made of numbers that are like such a count, perhaps by chance
         self._by_value: set[int] = set()
-        #: whether a mean was multiplied by a number that is like a count of samples, perhaps by chance
+        #: whether a mean was multiplied by a number that is like a count of samples, perhaps by chance, or a sum by one
+        #: that is like one over it
         self.doubtful = False
         #: whether entries were divided by what all samples have, and then added up to what learns
         self.weighs = self._divides = False
@@ -336,6 +337,7 @@ class KindWatch(Listener):
         if name in TIMES:
             factors = [self._of_number(number) or Kind.OTHER for number in numbers]
             self.doubtful |= Kind.SUM in factors and Kind.MEAN in before
+            self.doubtful |= Kind.SUM in before and any(map(self._is_one_over_count, numbers))
             return product_of([*before, *factors])
         if name in OVER and len(args) == 2:
             upper, lower = (self._kind(arg) or Kind.OTHER for arg in args)
@@ -350,6 +352,11 @@ class KindWatch(Listener):
         if result.dim() or not args or not isinstance(args[0], (int, float)):
             return Kind.SAME
         return self._kind(args[0]) or Kind.OTHER
+
+    def _is_one_over_count(self, number: float) -> bool:
+        count = round(1 / number) if 0 < number < 0.5 else 0  # halves of sums are common
+        counts = count in self._counts or self._numbers.get(float(count)) is Kind.SUM
+        return counts and math.isclose(count * number, 1.0)
 
     def _count(self, name: str, args: Any, before: Sequence[Kind], result: Any) -> None:
         """Numbers that come out of tensors: their values, or how many samples they have."""
