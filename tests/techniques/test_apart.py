@@ -196,6 +196,8 @@ UNKNOWN: list[Made] = [
     lambda y, kept: (y.mean(-1) * kept).mean() / kept.float().mean() + y.square().mean(),
     lambda y, kept: y.index_select(0, kept.nonzero().squeeze(1)).mean() + y.square().mean(),
     lambda y, kept: y[y.argmax(-1) > 0].mean() + y.square().mean(),
+    lambda y, kept: F.ctc_loss(y[kept].log_softmax(-1), torch.ones(1).long(), kept.sum()[None], torch.ones(1).long()),
+    lambda y, kept: F.kl_div(y[kept], torch.ones(int(kept.sum()), WIDTH), reduction="batchmean"),
     lambda y, kept: y.sum() * (1.0 / (y.argmax(-1) > 0).sum()),
 ]
 
@@ -214,6 +216,11 @@ def test_means_by_hand_that_a_step_does_not_know(made: Made, caplog: pytest.LogC
         lambda y, kept: y.index_select(0, kept.nonzero().squeeze(1)).mean(),
         lambda y, kept: (y.mean(-1) * kept).sum() / kept.sum(),
         lambda y, kept: y[kept].mean(),
+        lambda y, kept: F.multi_margin_loss(y[kept], torch.zeros(int(kept.sum())).long()),
+        lambda y, kept: F.triplet_margin_loss(y[kept], y[kept] + 1, y[kept] * 2),
+        lambda y, kept: F.l1_loss(y[kept], torch.zeros(int(kept.sum()), WIDTH)),
+        lambda y, kept: F.nll_loss(y[kept], torch.zeros(int(kept.sum())).long()),
+        lambda y, kept: F.mse_loss(y[kept], torch.zeros(int(kept.sum()), WIDTH), reduction="sum") / kept.sum(),
     ],
 )
 def test_means_by_hand_that_a_step_knows(made: Made, caplog: pytest.LogCaptureFixture) -> None:

@@ -288,6 +288,12 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {
         x * w, (x > 0).double(), pos_weight=w.detach().abs()
     ),
     "divergence": lambda x, w: F.kl_div(F.log_softmax(x * w, -1), F.softmax(x.detach(), -1), reduction="batchmean"),
+    "margins": lambda x, w: (
+        F.margin_ranking_loss(x * w, w.expand_as(x), (x > 0).double() * 2 - 1, margin=0.1)
+        + F.hinge_embedding_loss(x * w, (x > 0).double() * 2 - 1)
+        + F.triplet_margin_loss((x * w).flatten(0, 2), x.flatten(0, 2), w.expand(48, 8))
+        + F.multi_margin_loss((x * w).flatten(0, 2), torch.arange(48) % 8, weight=w.detach().abs())
+    ),
     "likelihood": lambda x, w: F.nll_loss(
         F.log_softmax((x * w).movedim(-1, 1), 1), torch.arange(48).view(2, 6, 4) % 8 - 1, ignore_index=-1
     ),

@@ -69,10 +69,13 @@ def test_a_mean_of_what_a_mask_selects_counts_as_much_as_it_selects() -> None:
         F.mse_loss(logits[mask], torch.zeros(3, 5))
         F.cross_entropy(logits[mask], torch.zeros(3).long(), reduction="none").mean()
         torch.masked_select(logits, mask[:, None]).mean()
+        F.margin_ranking_loss(logits[mask], torch.zeros(3, 5), torch.ones(3, 5))
+        F.triplet_margin_loss(logits[mask], torch.zeros(3, 5), torch.ones(3, 5))
+        F.multi_margin_loss(logits[mask], torch.zeros(3).long())
         logits.index_select(0, mask.nonzero().squeeze(1)).mean()
         torch.cat([logits[mask], logits[:1][~mask[:1]]]).mean()
         assert logits[~mask & mask].mean() == 0
-    assert [float(mean.over.count) for mean in means.all] == [15, 15, 15, 3, 15, 15, 15, 0]
+    assert [float(mean.over.count) for mean in means.all] == [15, 15, 15, 3, 15, 15, 3, 3, 15, 15, 0]
 
 
 def test_in_a_pipeline_they_count_where_the_loss_is_made_of_them_alone() -> None:

@@ -88,6 +88,10 @@ def _of_elements(
     return mean_over_elements(mean, count, of=args[1])
 
 
+def _of_rows(means: Means, function: Callable[..., Tensor], args: tuple[Any, ...], place: int) -> Tensor:
+    return _of_elements(means, function, args, place, features=args[0].shape[-1])
+
+
 class Loss(NamedTuple):
     """A loss function of torch's: where it is found, at which place it takes its reduction, over what it is a mean."""
 
@@ -117,7 +121,15 @@ LOSSES = (
     Loss(torch, "binary_cross_entropy_with_logits", 4, _of_elements),
     Loss(torch, "kl_div", 2, _of_elements),
     Loss(torch, "poisson_nll_loss", 5, _of_elements),
+    Loss(torch, "hinge_embedding_loss", 3, _of_elements),
+    Loss(torch, "margin_ranking_loss", 4, _of_elements),
+    Loss(torch, "cosine_embedding_loss", 4, _of_rows),
+    Loss(torch, "triplet_margin_loss", 7, _of_rows),
+    Loss(NN, "multi_margin_loss", 5, _of_rows),
+    Loss(NN, "multilabel_margin_loss", 2, _of_rows),
 )
+NOTED_LOSSES = frozenset(loss.name.removesuffix("_nd").replace("entropy_loss", "entropy") for loss in LOSSES)
+"""Their names in `torch.nn.functional`."""
 
 
 # -------------------------------------------------------------------- means by hand

@@ -15,6 +15,7 @@ from lightning_parallel.techniques.observed.buffers import memory_of
 from lightning_parallel.techniques.observed.kept import tensors_kept
 from lightning_parallel.techniques.observed.samples.data import OfData
 from lightning_parallel.techniques.observed.shapes import ShapesOnly, Watch, mark_of
+from lightning_parallel.techniques.tools.losses import NOTED_LOSSES
 from lightning_parallel.values import tensors_of
 
 PRODUCTS = {"mm", "bmm"}
@@ -47,7 +48,7 @@ class Operation:
         uneven: whether it does.
         of_model: whether what it reads, beside what other operations made, is the model's: nothing of the samples.
         adds: whether it is a loss function that adds up.
-        by_method: whether it is all that a method of a tensor without arguments does, as `x.mean()`.
+        noted: whether a function runs it whose means are noted, see `tools.losses`.
     """
 
     name: str
@@ -66,7 +67,7 @@ class Operation:
     uneven: bool
     of_model: bool
     adds: bool
-    by_method: bool
+    noted: bool
 
     def orders(self, twice: Operation) -> bool:
         """Whether it goes along the samples."""
@@ -108,14 +109,13 @@ class Look(Watch):
     losses: frozenset[int] = frozenset()
     """The numbers of the operations that made what the step returned as its loss."""
     error: Exception | None = None
-    method: str | None = None
-    """The name of the method that runs, if it is a tensor's and has no arguments."""
+    notes: bool = False
+    """Whether the function that runs is one whose means a step notes."""
 
     def called(self, func: Any, args: Any, kwargs: Any) -> None:
         """See `Watch.called`."""
-        name = getattr(func, "__name__", "")
-        is_method = len(args) == 1 and not kwargs and func is getattr(torch._C.TensorBase, name, None)
-        self.method = name if is_method else None
+        of_all = len(args) == 1 and not kwargs
+        self.notes = func.__name__ in NOTED_LOSSES or (of_all and func is torch._C.TensorBase.mean)
 
     def made(self, func: Any, args: Any, kwargs: Any, result: Any, inputs: Sequence[Tensor]) -> int:
         """See `Watch.made`; the mark is the operation's number, from 1."""
@@ -143,7 +143,7 @@ class Look(Watch):
             uneven=uneven,
             of_model=all(mark_of(each) is not None or memory_of(each) in self.held for each in inputs),
             adds=named.get("reduction") == SUM,
-            by_method=self.method == name,
+            noted=self.notes,
         )
         self.all.append(operation)
         return len(self.all)

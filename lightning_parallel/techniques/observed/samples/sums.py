@@ -94,7 +94,7 @@ def mixed_count(once: Look, twice: Look, samples: int, later: bool = False) -> O
         one = once.all[number - 1]
         if number in counted:
             found.add(number)
-            alone = alone and _is_noted(one)
+            alone = alone and (one.noted if one.factor == 1 else one.by_tensor and one.name == "div")
         elif number in of_model:
             beside = True
         elif one.read and not _is_of_samples(one, once, twice):
@@ -122,19 +122,13 @@ def _counted(once: Look, twice: Look, samples: int, later: bool) -> tuple[dict[i
             found[number] = None if later and not one.uneven else one.targets
             if one.uneven or later:
                 uneven.add(number)
-        elif one.read & selected and (one.name == "mean" or one.is_loss):
+        elif one.read & selected and (one.name == "mean" or (one.is_loss and not one.adds)):
             found[number] = None
             uneven.add(number)
         elif _divides(one, two, samples):
             found[number] = 1 / one.factor if one.name == "div" and one.by_tensor else None
             uneven.add(number)
     return found, uneven
-
-
-def _is_noted(one: Operation) -> bool:
-    """Whether a step knows a mean over what masks leave when it computes it; see `tools.losses`."""
-    by_quotient = one.by_tensor and one.name == "div"
-    return one.targets is not None or one.is_loss or by_quotient or (one.name == "mean" and one.by_method)
 
 
 def _divides(one: Operation, two: Operation, samples: int) -> bool:
