@@ -229,6 +229,19 @@ def test_means_by_hand_that_a_step_knows(made: Made, caplog: pytest.LogCaptureFi
     assert not caplog.records
 
 
+def test_lists_of_as_many_as_a_mask_leaves(caplog: pytest.LogCaptureFixture) -> None:
+    def step(model: Model, x: Tensor) -> Tensor:
+        kept = [row.square().mean() for row, counts in zip(model.body(x), x[:, 0] > 0, strict=True) if counts]
+        return torch.stack(kept).mean()
+
+    model, x = Model(), torch.ones(SAMPLES, WIDTH)
+    require_apart(model, Sample(lambda x: step(model, x), x, HOST), 4, True)
+    assert not caplog.records
+    x[-1] = -1.0
+    require_apart(model, Sample(lambda x: step(model, x), x, HOST), 4, True)
+    assert "a loop makes 3 elements of 4 samples, and 4 of 4 others" in caplog.text
+
+
 def test_inputs_that_are_scaled_by_those_of_all(caplog: pytest.LogCaptureFixture) -> None:
     model = Model()
     sample = Sample(lambda x: model.body((x - x.mean(0)) / x.std(0)).mean(), torch.randn(SAMPLES, WIDTH), HOST)
@@ -283,6 +296,7 @@ def test_losses_that_balance_experts(count: Callable[[Tensor], Tensor], caplog: 
         lambda m, x: F.group_norm(m.body(x), 2).mean(),
         lambda m, x: F.instance_norm(m.body(x).unsqueeze(1)).mean(),
         lambda m, x: m.body(x).mean() * m.scale.exp(),
+        lambda m, x: torch.stack([m.scale * 2, m.body(x).mean()]).sum() + torch.cat(m.body(x).split(1)).mean(),
         lambda m, x: 0.5 * m.body(x).mean() + 2 - m.body(x).sum(0)[:3].mean() / len(x),
         lambda m, x: (m.body(x).mean(), m.body(x).mean().exp())[0],
         lambda m, x: {"loss": m.body(x).square().mean(), "perplexity": m.body(x).mean().exp()},

@@ -99,9 +99,10 @@ def meetings(model: nn.Module, sample: Sample, parts: int, complete: bool, last:
     if not _do_the_same(once, twice):
         if _grows_faster(once, twice):
             warn(_unchecked(f"on {2 * half} samples the step does something else than on {half}"))
-        return []
+        return [*_uneven_lists(once, model, sample, half, last)]
     _warn_of_states(once)
-    return [*_pairs(once, twice, half), *_statistics(once, twice, sample, half)]
+    met = [*_pairs(once, twice, half), *_statistics(once, twice, sample, half)]
+    return met or [*_uneven_lists(once, model, sample, half, last)]
 
 
 def counts_apart(model: nn.Module, sample: Sample, last: nn.Module) -> bool:
@@ -185,6 +186,21 @@ def _warn_of_states(look: Look) -> None:
 def _is_of_pairs(one: Operation, two: Operation) -> bool:
     sums = one.along > 0 and two.along == 2 * one.along and two.numel > 1
     return two.numel > 2 * one.numel or sums
+
+
+def _uneven_lists(look: Look, model: nn.Module, sample: Sample, half: int, last: nn.Module) -> Iterator[Meeting]:
+    """What a step puts together for its loss one by one, if of other samples that is not as much for each."""
+    if not look.lists or (sample.size or 1) < 2:
+        return
+    others = microbatches.split(sample.batch, 2, sample.layout)[0]
+    samples, lists = microbatches.samples_in(others, sample.layout) or 1, look_at(model, sample, others, last).lists
+    pairs = zip(look.lists, lists, strict=True) if len(lists) == len(look.lists) else [(sum(look.lists), sum(lists))]
+    for one, other in pairs:
+        if one != other and one * samples != other * half:
+            what, then = STATISTICS["counts"]
+            made = f"a loop makes {one} elements of {half} samples, and {other} of {samples} others"
+            yield Meeting(what.format(made), then.format(sample.size), False, False, far=True)
+            return
 
 
 def _statistics(once: Look, twice: Look, sample: Sample, half: int) -> Iterator[Meeting]:

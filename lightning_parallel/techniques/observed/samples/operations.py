@@ -23,6 +23,7 @@ ORDERS = {"roll", "flip", "rot90", "softmax", "log_softmax", "sort", "topk", "cu
           "logcumsumexp"}  # fmt: skip
 """Operations of whose results each depends on others along a dimension, or stands where another one was."""
 SELECTS = {"index", "masked_select"}
+TOGETHER = {"stack", "cat"}
 MEAN, SUM = 1, 2
 """How torch's loss functions are told to take the mean, and to add up."""
 
@@ -190,6 +191,12 @@ class Look(Watch):
                 found.add(number)
                 ahead.extend(self.all[number - 1].read)
         return frozenset(found)
+
+    @property
+    def lists(self) -> list[int]:
+        """How many elements each tensor has that was put together behind the blocks for the loss."""
+        made = (self.all[number - 1] for number in sorted(self.made_loss) if number > self.in_blocks)
+        return [one.numel for one in made if one.name in TOGETHER]
 
 
 def _lengths(name: str, named: Mapping[str, Any]) -> tuple[int, ...]:
