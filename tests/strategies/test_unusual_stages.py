@@ -63,6 +63,27 @@ class Adapted(Plain):
         self.blocks = nn.ModuleList(Recomputed() for _ in range(4))
 
 
+class Sharing(PlainBlock):
+    """A block that keeps a value for the next one, or takes what the one before kept, as layers that share keys do."""
+
+    def __init__(self, number: int, kept: dict[str, Tensor]) -> None:
+        super().__init__(7, 13)
+        self.number, self.kept = number, kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        if self.number == 1:
+            self.kept["keys"] = x.tanh()
+        return x * self.kept.pop("keys") if self.number == 2 else x
+
+
+class Shares(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        kept: dict[str, Tensor] = {}
+        self.blocks = nn.ModuleList(Sharing(number, kept) for number in range(4))
+
+
 class Without(nn.Module):
     """A block without parameters."""
 
@@ -172,6 +193,7 @@ MODELS: dict[str, Callable[[], Plain]] = {
     "frozen": Frozen,
     "frozen end": FrozenEnd,
     "adapted": Adapted,
+    "shares": Shares,
     "parameterless": Parameterless,
     "nothing at the end": NothingAtTheEnd,
     "recomputed": Plain,
@@ -224,8 +246,26 @@ def test_so_do_blocks_that_learn_in_part_and_recompute_themselves() -> None:
     compared("adapted", "1f1b")
 
 
+def test_blocks_that_share_values_are_put_on_one_stage() -> None:
+    compared("shares", "1f1b")
+
+
+def shares(strategy: MakeStrategy) -> str:
+    try:
+        trained(strategy, "shares", 8)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_split_that_parts_them_is_refused() -> None:
+    for said in run_on_ranks(2, shares, partial(PipelineParallelStrategy, 2, split=(2, 2))):
+        assert "uses a tensor of shape" in said
+        assert "choose a split that leaves both on one stage" in said
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [name for name in MODELS if name != "shares"])  # whose second stage is the third
 @pytest.mark.parametrize("layout", ["zbv", "recomputed"])
 def test_so_do_other_pipelines(model: str, layout: str) -> None:
     compared(model, layout)

@@ -35,6 +35,18 @@ def test_no_division_is_better(seed: int) -> None:
     assert len(got[-1]) == min(len(division[-1]) for division in ties)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_no_division_is_better_among_those_that_leave_blocks_together(seed: int) -> None:
+    draw = random.Random(seed)
+    costs = [draw.randint(0, 6) for _ in range(draw.randint(2, 9))]
+    stages, uncut = draw.randint(1, len(costs)), {draw.randint(1, len(costs)) for _ in range(3)}
+    got = balanced(costs, stages, uncut=uncut)
+    every = list(divisions(len(costs), stages))
+    every = [each for each in every if uncut.isdisjoint(stage.start for stage in each)] or every
+    best = min(slowest(division, costs, 0, 0) for division in every)
+    assert got in [division for division in every if slowest(division, costs, 0, 0) == best]
+
+
 def test_equal_blocks_are_divided_equally() -> None:
     assert list(map(len, balanced([0.1] * 12, 4))) == [3, 3, 3, 3]
     assert list(map(len, balanced([0.1] * 7, 4))) == [2, 2, 2, 1]

@@ -1,13 +1,19 @@
 """Balances stages: blocks are chosen so that the slowest stage is as fast as can be."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate, pairwise
 
 SAME = 1 + 1e-9  # sums of floats that differ by rounding are ties
 
 
-def balanced(costs: Sequence[float], stages: int, first_extra: float = 0.0, last_extra: float = 0.0) -> list[range]:
+def balanced(
+    costs: Sequence[float],
+    stages: int,
+    first_extra: float = 0.0,
+    last_extra: float = 0.0,
+    uncut: Collection[int] = (),
+) -> list[range]:
     """Divides the blocks into contiguous stages of at least one block, so that the largest stage cost is smallest.
 
     Of several best divisions it takes the one with the fewest blocks on the last stage, then on the stage before it
@@ -18,6 +24,7 @@ def balanced(costs: Sequence[float], stages: int, first_extra: float = 0.0, last
         stages: How many stages there shall be.
         first_extra: What the first stage does besides its blocks, as embeddings.
         last_extra: What the last stage does besides its blocks, as the head and the loss.
+        uncut: The numbers of blocks that go on the stage of the block before, unless there were too few stages then.
 
     Returns:
         The blocks of every stage.
@@ -32,22 +39,28 @@ def balanced(costs: Sequence[float], stages: int, first_extra: float = 0.0, last
         extra = first_extra * (stage == 0) + last_extra * (stage == stages - 1)
         return total[stop] - total[start] + extra
 
+    def starts(stage: int, n: int) -> list[int]:
+        """Where a stage that ends before block n can begin."""
+        return [k for k in range(stage, n) if k not in uncut]
+
     # best[s][n]: the largest cost when the first n blocks make the stages 0 to s, divided as well as can be
     best = [[cost(0, 0, n) if n else math.inf for n in range(len(costs) + 1)]]
     for stage in range(1, stages):
         before = best[-1]
         best.append(
             [
-                min((max(before[k], cost(stage, k, n)) for k in range(stage, n)), default=math.inf)
+                min((max(before[k], cost(stage, k, n)) for k in starts(stage, n)), default=math.inf)
                 for n in range(len(costs) + 1)
             ]
         )
+    if math.isinf(best[-1][-1]):
+        return balanced(costs, stages, first_extra, last_extra)
     bounds = [len(costs)]
     for stage in range(stages - 1, 0, -1):
         n = bounds[-1]
         limit = best[stage][n] * SAME
         bounds.append(
-            next(k for k in range(n - 1, stage - 1, -1) if max(best[stage - 1][k], cost(stage, k, n)) <= limit)
+            next(k for k in reversed(starts(stage, n)) if max(best[stage - 1][k], cost(stage, k, n)) <= limit)
         )
     bounds = [0, *reversed(bounds)]
     return [range(start, stop) for start, stop in pairwise(bounds)]

@@ -179,7 +179,15 @@ def _given(sizes: Sequence[int], stages: int, blocks: int) -> tuple[int, ...]:
 def _balanced(seen: Traversal, stages: int) -> tuple[int, ...]:
     work = seen.work if sum(seen.work) > 0 else tuple(float(position % 2) for position in range(seen.end + 1))
     costs = [work[2 * k + 1] + (work[2 * k] if k else 0.0) for k in range(len(seen.blocks))]
-    return tuple(len(part) for part in balanced(costs, stages, work[0], work[seen.end]))
+    return tuple(len(part) for part in balanced(costs, stages, work[0], work[seen.end], set(_together(seen))))
+
+
+def _together(seen: Traversal) -> Iterator[int]:
+    """The numbers of blocks before which there can be no cut: it would part a value from the block that reads it."""
+    last = len(seen.blocks) - 1
+    for skip in seen.skip_tensors:
+        if skip.made.sources is None:
+            yield from range(skip.made.position // 2 + 1, min(skip.used // 2, last) + 1)
 
 
 def _past_a_cut(skip: SkipTensor, seen: Traversal) -> str:

@@ -57,7 +57,8 @@ class PipelineParallel(Technique):
             four for each rank, or as many as the batch has samples. Batches with fewer samples than that have a
             microbatch for each.
         stages_per_rank: for schedules that give each rank several stages; None takes the schedule's own number.
-        split: how many blocks each stage has, in the order of the model; None balances the stages by their work.
+        split: how many blocks each stage has, in the order of the model; None balances the stages by their work, and
+            leaves blocks together that share values which no module returns.
         loss_over: "microbatches" computes what follows the blocks for each microbatch as soon as it is there, and the
             loss is the mean of theirs; "batch" computes it once for all of them, so that a rank keeps the activations
             of all microbatches, as under gpipe; "auto" takes the batch where samples meet after the blocks, as in a
