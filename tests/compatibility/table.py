@@ -65,6 +65,7 @@ batches count by their targets.
 def document(results: Iterable[Result]) -> str:
     """The page; `results` are the newest of each pair."""
     found = sorted(results, key=lambda result: (result.family, result.architecture))
+    found = [result for result in found if WITHOUT_EXPERTS not in result.detail]
     untried = {result.architecture: result.detail for result in found if result.result == NOT_TRIED}
     tried = [result for result in found if result.architecture not in untried]
     columns = [name for name in TECHNIQUES if any(result.technique == name for result in tried)]
@@ -74,6 +75,8 @@ def document(results: Iterable[Result]) -> str:
     return "\n".join(part for part in parts if part)
 
 
+WITHOUT_EXPERTS = "finds no experts"
+"""How a refusal of expert parallelism goes on that says nothing of an architecture: such cells stay empty."""
 SECTIONS = {"as halves": "As halves", "refused": "Refused", "error": "Errors", "wrong": "Wrong", "hang": "Hangs"}
 
 

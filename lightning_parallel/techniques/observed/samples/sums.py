@@ -74,7 +74,7 @@ def mixed_count(once: Look, twice: Look, samples: int, later: bool = False) -> O
     """The first mean over what masks leave in a loss that has other parts, or such a mean over others.
 
     The share of a microbatch in such a mean is that in what masks leave; in other parts it has another one. Of a mean
-    that is the whole loss the share is known, but where the step divides by a number of Python's. So it is of a
+    that is the whole loss the share is known where a step notes it, or divides by a tensor. So it is of a
     cross-entropy beside what the model alone makes, as a penalty on weights: all shares in that add up to it.
 
     Args:
