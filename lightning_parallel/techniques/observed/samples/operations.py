@@ -113,6 +113,13 @@ class Look(Watch):
     notes: bool = False
     """Whether the function that runs is one whose means a step notes."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Look:
+        """A copy of the model has the hook of its last block, too: it looks at nothing.
+
+        What this one keeps is not copied: it would be seen while it is, and kept, without an end.
+        """
+        return Look()
+
     def called(self, func: Any, args: Any, kwargs: Any) -> None:
         """See `Watch.called`."""
         of_all = len(args) == 1 and not kwargs
