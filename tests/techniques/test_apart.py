@@ -209,6 +209,17 @@ def test_means_by_hand_that_a_step_does_not_know(made: Made, caplog: pytest.LogC
     assert "WARNING" in {record.levelname for record in caplog.records}
 
 
+@pytest.mark.parametrize("count", range(5))
+def test_masks_that_leave_so_many_of_the_samples_that_are_looked_at(
+    count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, x = Model(), masked_samples()
+    x[:, 0] = torch.where(torch.arange(SAMPLES) % (SAMPLES // 2) < count, 1.0, -1.0)
+    step = Sample(lambda x: (model.body(x).mean(-1) * left(x)).sum() / left(x).sum(), x, HOST)
+    require_apart(model, step, 2, True)
+    assert not caplog.records
+
+
 @pytest.mark.parametrize(
     "made",
     [

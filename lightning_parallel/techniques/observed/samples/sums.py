@@ -94,7 +94,8 @@ def mixed_count(once: Look, twice: Look, samples: int, later: bool = False) -> O
         one = once.all[number - 1]
         if number in counted:
             found.add(number)
-            alone = alone and (one.noted if one.factor == 1 else one.by_tensor and one.name == "div")
+            divides = one.name in ("mul", "div")
+            alone = alone and (one.by_tensor and one.name == "div" if divides else one.noted)
         elif number in of_model:
             beside = True
         elif one.read and not _is_of_samples(one, once, twice):
@@ -126,7 +127,7 @@ def _counted(once: Look, twice: Look, samples: int, later: bool) -> tuple[dict[i
             found[number] = None
             uneven.add(number)
         elif _divides(one, two, samples):
-            found[number] = 1 / one.factor if one.name == "div" and one.by_tensor else None
+            found[number] = 1 / one.factor if one.name == "div" and one.by_tensor and one.factor else None
             uneven.add(number)
     return found, uneven
 
