@@ -19,7 +19,7 @@ from lightning_parallel.techniques.step import Run, Step
 from tests.further.experts import WIDTH, Bank, Router
 from tests.ranks import ranks
 
-LATE = 0.15  # how long a message takes
+LATE = 0.4  # how long a message takes, in seconds: much longer than ranks that share cores wait for one
 
 
 class Slow(nn.Linear):
