@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_parallel.techniques.division import Sample
 from lightning_parallel.techniques.observed.samples.apart import meetings
+from lightning_parallel.techniques.tools.means import Means
 from tests.techniques.test_observed import HOST, SAMPLES, WIDTH, Model, OwnError, breaks_off, plain
 
 
@@ -235,7 +236,8 @@ def test_masks_that_leave_so_many_of_the_samples_that_are_looked_at(
     ],
 )
 def test_means_by_hand_that_a_step_knows(made: Made, caplog: pytest.LogCaptureFixture) -> None:
-    model = Model()
+    with Means():  # from then on torch's own methods are watched
+        model = Model()
     require_apart(model, Sample(lambda x: made(model.body(x), left(x)), masked_samples(), HOST), 4, True)
     assert not caplog.records
 

@@ -117,6 +117,11 @@ def test_other_quotients_and_means_are_left_alone() -> None:
     with Means() as means:
         mean = x.sum() / torch.tensor(6)
         mean / torch.tensor(2.0)  # of a mean that counts already
+        torch.stack([mean, mean * 2]).mean() / torch.tensor(2.0)
+        torch.stack([mean, x.mean()]).mean() / torch.tensor(2.0)
+        (mean + x).mean() / torch.tensor(2.0)
+        torch.stack([mean, x.mean()]).nanmean()
+        torch.cat([mean.view(1), x[x > 0.5]]).mean()
         (mean + 1).exp() / torch.tensor(2.0)
         x.max() / torch.tensor(2.0)
         x.sum() / weight

@@ -27,7 +27,7 @@ class FirstLosses:
         self._ranks = ranks
         self._seen = self._over = self._told_uses = self._told_meeting = self._told_unnoted = False
         #: whether the step added up what it had multiplied by weights that add up to one
-        self.weigh = False
+        self.weighs = False
 
     def look(self, loss: Tensor, means: Means) -> None:
         """At a loss of a step; the gradients of its means are scaled by now. That of a pipeline has no graph to see."""
@@ -70,7 +70,7 @@ class FirstLosses:
 
     def _tell_unnoted(self, loss: Tensor, means: Means) -> None:
         unnoted = adds_mean_of_selection(loss.grad_fn, means.edges)
-        if self._told_unnoted or not (unnoted or self.weigh):
+        if self._told_unnoted or not (unnoted or self.weighs):
             return
         self._told_unnoted = True
         what = (

@@ -240,7 +240,7 @@ class StepLog:
             with watch:
                 yield
         finally:
-            self._watch, self._losses.weigh = None, watch.weighs
+            self._watch, self._losses.weighs = None, watch.weighs
 
     @contextmanager
     def counting(self, share: float) -> Iterator[None]:

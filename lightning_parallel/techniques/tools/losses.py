@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.techniques.tools.reach import averaged, is_of_selection, is_of_sums
+from lightning_parallel.techniques.tools.reach import elements_of, has_any_of, is_of_selection
 
 if TYPE_CHECKING:
     from lightning_parallel.techniques.tools.means import Means
@@ -113,20 +113,17 @@ class Loss(NamedTuple):
 
 
 NN: Any = torch._C._nn
+OF_ELEMENTS = {"binary_cross_entropy_with_logits": 4, "kl_div": 2, "poisson_nll_loss": 5, "hinge_embedding_loss": 3,
+               "margin_ranking_loss": 4}  # fmt: skip
+OF_ROWS = {"cosine_embedding_loss": 4, "triplet_margin_loss": 7}
 LOSSES = (
     Loss(NN, "cross_entropy_loss", 3, _of_targets),
     Loss(NN, "nll_loss_nd", 3, _of_targets),
     *(Loss(NN, f"{name}_loss", 2, _of_elements) for name in ("mse", "l1", "smooth_l1", "huber", "soft_margin")),
     Loss(NN, "binary_cross_entropy", 3, _of_elements),
-    Loss(torch, "binary_cross_entropy_with_logits", 4, _of_elements),
-    Loss(torch, "kl_div", 2, _of_elements),
-    Loss(torch, "poisson_nll_loss", 5, _of_elements),
-    Loss(torch, "hinge_embedding_loss", 3, _of_elements),
-    Loss(torch, "margin_ranking_loss", 4, _of_elements),
-    Loss(torch, "cosine_embedding_loss", 4, _of_rows),
-    Loss(torch, "triplet_margin_loss", 7, _of_rows),
-    Loss(NN, "multi_margin_loss", 5, _of_rows),
-    Loss(NN, "multilabel_margin_loss", 2, _of_rows),
+    *(Loss(torch, name, place, _of_elements) for name, place in OF_ELEMENTS.items()),
+    *(Loss(torch, name, place, _of_rows) for name, place in OF_ROWS.items()),
+    *(Loss(NN, f"{name}_margin_loss", place, _of_rows) for name, place in (("multi", 5), ("multilabel", 2))),
 )
 NOTED_LOSSES = frozenset(loss.name.removesuffix("_nd").replace("entropy_loss", "entropy") for loss in LOSSES)
 """Their names in `torch.nn.functional`."""
@@ -171,11 +168,8 @@ def _counts(means: Means, total: Tensor, divisor: Any) -> int:
         known = _is_number(divisor) and not divisor.requires_grad and not divisor.is_complex()
     else:
         known = means.elements and isinstance(divisor, int | float) and divisor > 0
-    if not known or not total.requires_grad:
-        return 0
-    if is_of_sums(total.grad_fn, means.edges):
-        return 1
-    return averaged(total.grad_fn) if isinstance(divisor, Tensor) else 0
+    elements = elements_of(total.grad_fn, means.edges) if known and total.requires_grad else 0
+    return elements if isinstance(divisor, Tensor) or elements == 1 else 0
 
 
 def mean_of(values: Tensor, count: int, average: Callable[[], Tensor]) -> Tensor:
@@ -185,7 +179,7 @@ def mean_of(values: Tensor, count: int, average: Callable[[], Tensor]) -> Tensor
         return average()
     with unwatched():
         mean = average()
-    if not is_of_selection(values.grad_fn):
+    if not is_of_selection(values.grad_fn) or has_any_of(values.grad_fn, means.edges):
         return mean
     mean = mean if count else mean.nan_to_num(0.0)
     return means.note(mean, torch.full((), count, dtype=torch.float64, device=mean.device), by_hand=True)
@@ -200,7 +194,7 @@ def _averaged(means: Means, function: Callable[..., Tensor], args: Any, kwargs: 
 
 def _averaged_numbers(means: Means, function: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
     values = args[0]
-    if kwargs or len(args) != 1 or not values.requires_grad:
+    if kwargs or len(args) != 1 or not values.requires_grad or has_any_of(values.grad_fn, means.edges):
         return function(*args, **kwargs)
     with unwatched():
         numbers, total = values.isnan().logical_not().sum(), values.nansum()

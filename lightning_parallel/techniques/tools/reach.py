@@ -64,21 +64,26 @@ def linear_nodes(start: Any, edges: Sequence[GradientEdge | None]) -> list[Any]:
     return [node for node, linear in _behind(start, ends) if linear and node not in ends and not _made(node).shape]
 
 
-def is_of_sums(start: Any, edges: Sequence[GradientEdge | None]) -> bool:
-    """Whether a number is a sum over elements, or one of multiples of such sums, and not of the others.
+def elements_of(start: Any, edges: Sequence[GradientEdge | None]) -> int:
+    """By how much a sum over elements was divided to make a number; 0 of one that is not made of such sums alone.
+
+    It is 1 of such a sum, or a sum of multiples of them, and the number of elements of their plain mean.
 
     Args:
         start: the node that made the number.
-        edges: where the others come from, see `multiples_in`.
+        edges: where others come from of which it must not be made, see `multiples_in`.
     """
+    elements = 1 if _is_only_of(start, _is_sum, MULTIPLES) else _averaged(start)
+    return 0 if elements and has_any_of(start, edges) else elements
+
+
+def has_any_of(start: Any, edges: Sequence[GradientEdge | None]) -> bool:
+    """Whether what a node made is a sum of multiples of some of the others, with or without anything else."""
     ends = {edge.node for edge in edges if edge is not None}
-    return _is_only_of(start, _is_sum, MULTIPLES) and not any(
-        linear and node in ends for node, linear in _behind(start, ends)
-    )
+    return any(linear and node in ends for node, linear in _behind(start, ends))
 
 
-def averaged(node: Any) -> int:
-    """Over how many elements a number is a plain mean, or one of such means; 0 of any other."""
+def _averaged(node: Any) -> int:
     elements = 0
     while node is not None and operation_of(node) == "Mean":
         node = node.next_functions[0][0]
@@ -87,7 +92,7 @@ def averaged(node: Any) -> int:
 
 
 def is_made_of(start: Any, edges: Sequence[GradientEdge | None]) -> bool:
-    """Whether a number is a sum of multiples of the others and of nothing else with a gradient; see `is_of_sums`."""
+    """Whether a number is a sum of multiples of the others and of nothing else with a gradient; see `elements_of`."""
     ends = {edge.node for edge in edges if edge is not None}
     return _is_only_of(start, ends.__contains__, LINEAR)
 

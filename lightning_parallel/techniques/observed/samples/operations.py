@@ -15,7 +15,7 @@ from lightning_parallel.techniques.observed.buffers import memory_of
 from lightning_parallel.techniques.observed.kept import tensors_kept
 from lightning_parallel.techniques.observed.samples.data import OfData
 from lightning_parallel.techniques.observed.shapes import ShapesOnly, Watch, mark_of
-from lightning_parallel.techniques.tools.losses import NOTED_LOSSES
+from lightning_parallel.techniques.tools.losses import NOTED_LOSSES, original
 from lightning_parallel.values import tensors_of
 
 PRODUCTS = {"mm", "bmm"}
@@ -123,7 +123,7 @@ class Look(Watch):
     def called(self, func: Any, args: Any, kwargs: Any) -> None:
         """See `Watch.called`."""
         of_all = len(args) == 1 and not kwargs
-        self.notes = func.__name__ in NOTED_LOSSES or (of_all and func is torch._C.TensorBase.mean)
+        self.notes = func.__name__ in NOTED_LOSSES or (of_all and original(func) is torch._C.TensorBase.mean)
 
     def made(self, func: Any, args: Any, kwargs: Any, result: Any, inputs: Sequence[Tensor]) -> int:
         """See `Watch.made`; the mark is the operation's number, from 1."""
