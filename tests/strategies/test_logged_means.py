@@ -81,10 +81,20 @@ class Words(LightningModule):
             "deviation_of_number": math.sqrt(error),
             "deviation_by_power": (4 * error) ** 0.5,
         }
+        if self.global_step % 2:
+            del values["misses"]
+        values |= self.by_means(batch)
         if loss.requires_grad:  # which tells what a sum was made of
             values |= {"both": loss + 0.5 * other, "beside": loss + 0.1 * batch[0].square().mean()}
         self.log_dict({f"{stage}_{name}": value for name, value in values.items()}, on_step=True, on_epoch=True)
         return loss
+
+    def by_means(self, batch: list[Tensor]) -> dict[str, Tensor]:
+        """A masked mean as the mean of what counts over that of the mask, and as one of numbers."""
+        known, size = batch[1] != IGNORED, self.heads[0](batch[0]).square().mean(-1)
+        ratio = (size * known).mean() / known.double().mean()
+        numbers = size.masked_fill(~known, torch.nan).nanmean()
+        return {"ratio": ratio, "ratio_root": ratio.detach().sqrt(), "half": 0.5 * ratio.detach(), "numbers": numbers}
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
         loss = self.step("train", batch)

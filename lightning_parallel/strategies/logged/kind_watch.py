@@ -173,8 +173,10 @@ class KindWatch(Listener):
         A quotient of two numbers may be a mean, too: who asks for it knows.
         """
         with_root = [each for each in given if self.root_of(each) is not None]
-        if name in OVER and not with_root and len(given) == 2 and isinstance(result, Tensor) and not result.dim():
+        of_two = len(given) == 2 and isinstance(result, Tensor) and not result.dim()
+        if name in OVER and of_two and len(with_root) in (0, 2):
             self._roots[id(result)] = result
+            return
         roots = {id(root): root for root in map(self.root_of, with_root)}
         others = [each for each in given if self.root_of(each) is None and self._of_tensor(each) is not Kind.SAME]
         if len(roots) > 1 and isinstance(result, Tensor):
@@ -366,7 +368,7 @@ class KindWatch(Listener):
             if kind is Kind.SUM:
                 self._counts.read(name, result)
             number = result[0] if isinstance(result, torch.Size) and result else result
-        if isinstance(number, (int, float)) and kind is not Kind.SAME:
+        if isinstance(number, (int, float)) and not isinstance(number, bool) and kind is not Kind.SAME:
             known = self._numbers.setdefault(float(number), kind)
             if known is not kind:
                 self._numbers[float(number)] = None

@@ -40,7 +40,7 @@ class Multiples:
 
     A value with a graph tells by itself what it is a sum of. One without, as in an evaluation, may be a multiple of a
     mean: the first batches of a hook tell, by name, for there what a step computes is watched. Such a mean is one that
-    the step's `Means` noted, or one sum over samples divided by another.
+    the step's `Means` noted, or one sum over samples divided by another, or plain means of as many elements.
     """
 
     def __init__(self) -> None:
@@ -84,26 +84,35 @@ class Multiples:
     def _without_graph(
         self, key: tuple[str, str], value: Any, means: Means, watch: KindWatch | None
     ) -> tuple[Any, dict[int, Tensor]]:
-        known = len(means.all), len(means.quotients)
         if watch is not None:
             made = _made_of(value, means, watch)
             self._made[key] = made if self._made.get(key, made) == made else None
         made = self._made.get(key)
-        if made is None or made.known != known:
+        if made is None or made.known != _known(means):
             return value, {}
         part = _as_tensor(value).clone()
         if not made.of_quotient:
             return value, {made.number: part}
-        _, _, divisor = means.quotients[made.number]
-        mean = torch.where(divisor == 0, torch.zeros_like(part), part)
+        _, total, divisor = means.quotients[made.number]
+        mean, each = torch.where(divisor == 0, torch.zeros_like(part), part), _elements_of(means, total)
         count, floor = means.floor_of(divisor) or (divisor, 0.0)
-        means.note(mean, count, divisor=divisor, floor=floor)
-        means.all[-1].scale.rests = True  # no loss counts by it
+        means.note(mean, count * each, divisor=divisor * each, floor=floor * each)
+        means.all[-1].scale.rests, means.of_logged = True, means.of_logged + 1  # no loss counts by it
         return mean, {len(means.all) - 1: mean}
+
+
+def _known(means: Means) -> tuple[int, int]:
+    """How many means and quotients a step computed; some of them may be logged in some batches only."""
+    return len(means.all) - means.of_logged, len(means.quotients)
 
 
 def _as_tensor(value: Any) -> Tensor:
     return torch.as_tensor(value, dtype=None if isinstance(value, Tensor) else torch.float64).detach()
+
+
+def _elements_of(means: Means, number: Tensor) -> int:
+    """Over how many elements a number without gradient is a plain mean; 1 of any other, as a sum."""
+    return next((elements for mean, elements in means.averages if mean is number), 1)
 
 
 def _seen_function(value: Any, means: Means | None, watch: KindWatch) -> tuple[str, Any]:
@@ -115,13 +124,14 @@ def _seen_function(value: Any, means: Means | None, watch: KindWatch) -> tuple[s
 def _made_of(value: Any, means: Means, watch: KindWatch) -> _Made | None:
     root = watch.root_of(value)
     ends = {each.data_ptr() for each in (value, root) if isinstance(each, Tensor)}
-    known = len(means.all), len(means.quotients)
     for number, mean in enumerate(means.all):
-        if mean.given.data_ptr() in ends:
-            return _Made(False, number, known)
+        if not ends.isdisjoint((mean.given.data_ptr(), mean.value.data_ptr())):
+            return _Made(False, number, _known(means))
     for number, (result, total, divisor) in enumerate(means.quotients):
         if result.data_ptr() in ends:
             count, _ = means.floor_of(divisor) or (divisor, 0.0)
-            is_mean = watch.kind_of(total) is watch.kind_of(count) is Kind.SUM
-            return _Made(True, number, known) if is_mean else None
+            kinds = watch.kind_of(total), watch.kind_of(count)
+            elements = {_elements_of(means, total), _elements_of(means, count)}
+            of_means = kinds == (Kind.MEAN, Kind.MEAN) and len(elements) == 1 < max(elements)
+            return _Made(True, number, _known(means)) if of_means or kinds == (Kind.SUM, Kind.SUM) else None
     return None

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.techniques.tools.reach import elements_of, has_any_of, is_of_selection
+from lightning_parallel.techniques.tools.redirect import without_listeners
 
 if TYPE_CHECKING:
     from lightning_parallel.techniques.tools.means import Means
@@ -188,13 +189,17 @@ def mean_of(values: Tensor, count: int, average: Callable[[], Tensor]) -> Tensor
 def _averaged(means: Means, function: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
     values = args[0]
     if kwargs or len(args) != 1 or type(values) is not Tensor or not is_of_selection(values.grad_fn):
-        return function(*args, **kwargs)
+        mean = function(*args, **kwargs)
+        with without_listeners():  # to which a number that is read is the step's
+            if not mean.requires_grad and len(args) == 1 and _is_number(mean):
+                means.averages.append((mean, values.numel()))
+        return mean
     return mean_of(values, values.numel(), partial(function, values)) if _is_plain(values) else function(values)
 
 
 def _averaged_numbers(means: Means, function: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
     values = args[0]
-    if kwargs or len(args) != 1 or not values.requires_grad or has_any_of(values.grad_fn, means.edges):
+    if kwargs or len(args) != 1 or has_any_of(values.grad_fn, means.edges):
         return function(*args, **kwargs)
     with unwatched():
         numbers, total = values.isnan().logical_not().sum(), values.nansum()

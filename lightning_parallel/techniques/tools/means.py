@@ -143,6 +143,9 @@ class Means:
     all: list[Mean] = field(default_factory=list)
     #: numbers without gradient, each with what was divided by what; whether these are means is not known here
     quotients: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
+    #: plain means without gradient, each with the number of its elements
+    averages: list[tuple[Tensor, int]] = field(default_factory=list)
+    of_logged: int = 0  #: how many of `all` were noted of what the step logged
     #: of `all`, where these are some of more
     _numbers: Sequence[int] | None = None
     _others: list[tuple[Tensor, int]] = field(default_factory=list)
