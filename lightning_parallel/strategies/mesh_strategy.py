@@ -19,7 +19,7 @@ from lightning_parallel.strategies import refusals
 from lightning_parallel.strategies.checkpoint import auto
 from lightning_parallel.strategies.checkpoint.resumption import Resumption
 from lightning_parallel.strategies.data.batches import Batches
-from lightning_parallel.strategies.data.loaders import divide
+from lightning_parallel.strategies.data.loaders import compared, divide
 from lightning_parallel.strategies.data.randomness import decorrelate
 from lightning_parallel.strategies.hooks.shown_hooks import ShownHooks
 from lightning_parallel.strategies.hooks.whole_gradients import AFTER_BACKWARD
@@ -196,6 +196,8 @@ class MeshStrategy(RankStrategy):
         if self._adopted is not None and self._adopted.divides_data:
             progress: Any = self._module().trainer.fit_loop.epoch_loop.batch_progress
             dataloader = divide(dataloader, self._readers(), lambda: int(progress.current.processed))
+        elif self._adopted is not None:
+            dataloader = compared(dataloader, self._readers())
         return dataloader if self._batches is None else self._batches.watched(dataloader)
 
     def barrier(self, name: str | None = None) -> None:

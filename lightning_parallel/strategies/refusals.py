@@ -17,8 +17,6 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     ModelPruning,
     OnExceptionCheckpoint,
-    StochasticWeightAveraging,
-    WeightAveraging,
 )
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
@@ -35,17 +33,16 @@ from lightning_parallel.techniques.tools.elsewhere import hidden_tensors
 if TYPE_CHECKING:
     from lightning_parallel.strategies.model.divided_model import DividedModel
 
-NEED_WHOLE_PARAMETERS: tuple[type[Callback], ...] = (ModelPruning, StochasticWeightAveraging, WeightAveraging)
-
 
 def refuse_callbacks(callbacks: list[Callback], parameters_are_sharded: bool) -> None:
-    """Raises for a callback that would train something else on sharded parameters, by its name."""
+    """Raises for a callback that would put others in the place of sharded parameters, by its name."""
     for callback in callbacks:
-        if parameters_are_sharded and isinstance(callback, NEED_WHOLE_PARAMETERS):
+        if parameters_are_sharded and isinstance(callback, ModelPruning):
             raise ValueError(
-                f"{type(callback).__name__} reads and writes whole parameters, but this strategy shards them; "
-                "use Zero(stage=2) or DataParallel(), which alone keep parameters whole, or average or change them in "
-                "a hook of your own, such as on_train_batch_end, which finds them whole on every rank"
+                f"{type(callback).__name__} puts whole parameters and masks in the place of parameters, but this "
+                "strategy shards them; use Zero(stage=2) or DataParallel(), which alone keep parameters whole, or set "
+                "weights to zero in a hook of your own, such as on_train_batch_end, which finds them whole on every "
+                "rank"
             )
 
 

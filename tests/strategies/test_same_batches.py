@@ -6,6 +6,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from lightning_parallel import DataParallel, HybridStrategy, PipelineParallel
 from lightning_parallel.strategies.ranks import agreement
@@ -41,9 +42,10 @@ class Stream(IterableDataset):
         return (self.samples[index] for index in range(len(self.samples)))
 
 
-def fit(loader, size):
+def fit(loader, size, **options):
     techniques = [PipelineParallel(2, microbatches=2), DataParallel(size)]
-    trainer(HybridStrategy(*techniques), max_epochs=1).fit(build("plain"), loader, DataLoader(points(8, seed=2)))
+    run = trainer(HybridStrategy(*techniques), max_epochs=1, **options)
+    run.fit(build("plain"), loader, DataLoader(points(8, seed=2)))
 
 
 @ranks(2)
@@ -51,6 +53,29 @@ def fit(loader, size):
 def test_other_values_on_one_rank_are_named_before_the_step(kind):
     with pytest.raises(ValueError, match=r"batch \d of loader 0 differs between ranks 0, 1, which must read the same"):
         fit(DataLoader(kind(1), batch_size=8), 1)
+
+
+class Batches:
+    """Batches without a loader."""
+
+    def __iter__(self):
+        return iter(DataLoader(Stream(1), batch_size=8))
+
+
+def sampled_by_itself():
+    return DataLoader(Augmented(1), 8, sampler=DistributedSampler(range(48), num_replicas=1, rank=0, shuffle=False))
+
+
+UNDIVIDED = [sampled_by_itself, Batches, lambda: DataLoader(Augmented(1), 8), lambda: DataLoader(Stream(1), 8)]
+
+
+@ranks(2)
+@sampled(2, "kind", UNDIVIDED, ids=["sampler", "batches", "dataset", "stream"])
+def test_other_values_in_loaders_that_nobody_divides_are_named_too(kind):
+    with pytest.raises(
+        ValueError, match=r"batch \d of loader 0 differs(.|\n)*takes the part in trainer.distributed_samp"
+    ):
+        fit(kind(), 1, use_distributed_sampler=kind is sampled_by_itself)
 
 
 @ranks(4)

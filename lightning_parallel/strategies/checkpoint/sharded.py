@@ -118,8 +118,9 @@ def prepared(
     """
     rank = group.rank()
     values, tensors = together(partial(_encoded, checkpoint), f"write down the checkpoint {target}", group)
+    divided = {name for name in tensors if is_divided(name)} | _of_model(checkpoint, source)
     tensors = {name: itself(tensor) for name, tensor in tensors.items()}
-    tensors = {name: it for name, it in tensors.items() if rank == 0 or is_divided(name) or isinstance(it, DTensor)}
+    tensors = {name: it for name, it in tensors.items() if rank == 0 or name in divided or isinstance(it, DTensor)}
     held = {name: _boxes_here(tensor) for name, tensor in tensors.items()}
     shapes = {name: (str(name_of(tensor.dtype)), tuple(tensor.shape)) for name, tensor in tensors.items()}
     spans = {name: [(offset, tuple(box.shape)) for offset, box in found.items()] for name, found in held.items()}
@@ -131,6 +132,13 @@ def prepared(
     step, holds = int(checkpoint.get("global_step", 0)), tuple(checkpoint)
     head = Manifest(step, dict[str, int](source.layout.items()), versions, shares.tensors, shares.same, {}, holds)
     return Save(target, rank, own, shares, values, head)
+
+
+def _of_model(checkpoint: Mapping[str, Any], source: Source) -> set[str]:
+    """The names of the model's tensors, which a hook may have put elsewhere, as Lightning's `WeightAveraging` does."""
+    own = {*map(id, source.model.values())}
+    found = [(key, value) for key, value in checkpoint.items() if isinstance(value, Mapping)]
+    return {joined((key, name)) for key, value in found for name, tensor in value.items() if id(tensor) in own}
 
 
 def _encoded(checkpoint: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -227,10 +227,21 @@ def divide(loader: Any, readers: Readers, batches_done: Callable[[], int]) -> An
         return kind(loader, readers) if readers.ranks * readers.copies > 1 else loader
     if (own := _own_distributed_sampler(loader)) is not None:
         _check(own, readers)
-        return loader
+        return compared(loader, readers)
     if isinstance(loader.dataset, IterableDataset):
         return _divide_iterable(loader, readers) if readers.ranks * readers.copies > 1 else loader
     return _divide_map(loader, readers, batches_done)
+
+
+def compared(loader: Any, readers: Readers) -> Any:
+    """A loader that nobody divides, or a copy of it whose batches are compared among ranks that must read the same."""
+    if readers.copies == 1:
+        return loader
+    loader = undivided(loader)
+    if isinstance(loader, DataLoader):
+        return _copy_of(loader, DividedLoader, {"divided": None, "content": content_of})
+    kind = SizedDividedIterator if isinstance(loader, Sized) else DividedIterator
+    return kind(loader, replace(readers, ranks=1, rank=0))
 
 
 def watched(loader: Any) -> Any:

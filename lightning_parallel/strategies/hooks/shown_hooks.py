@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 
 from lightning_parallel.strategies.hooks.looking import (
     HOOKS,
@@ -31,6 +32,9 @@ Place = tuple[int, str]
 
 STEP: Place = (0, "optimizer_step")
 """The one hook in which steps of the module are run."""
+
+AVERAGING = (StochasticWeightAveraging, WeightAveraging)
+"""Lightning's callbacks that read and write all parameters in their hooks."""
 
 
 class ShownHooks:
@@ -86,7 +90,9 @@ class ShownHooks:
                 "has the parameters of its stage only; look at gradients in on_before_optimizer_step and at weights in "
                 "on_train_batch_end, which find all of them on every rank"
             )
-        return [(k, hook) for k, hook in [*self._all(), STEP] if looks_at_model(self._owners[k], hook, module, parts)]
+        places = [*self._all(), STEP]
+        looking = [(k, hook) for k, hook in places if looks_at_model(self._owners[k], hook, module, parts)]
+        return looking + [(k, hook) for k, hook in places if _averages(self._owners[k], hook)]
 
     def _steps_by_gradients(self) -> bool:
         """Whether the module's own `optimizer_step` looks at gradients, as one that computes them twice."""
@@ -146,3 +152,7 @@ class ShownHooks:
                 return run(epoch, batch_idx, optimizer, optimizer_closure and closure, **kwargs)
 
         return wrapped
+
+
+def _averages(owner: Any, hook: str) -> bool:
+    return isinstance(owner, AVERAGING) and getattr(type(owner), hook, None) is not getattr(Callback, hook, None)
