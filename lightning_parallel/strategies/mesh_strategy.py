@@ -38,7 +38,6 @@ from lightning_parallel.strategies.trainer.optimizers import StoredOptimizers
 from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer
 from lightning_parallel.techniques.step import Run, Step
 from lightning_parallel.techniques.technique import Technique
-from lightning_parallel.techniques.tools.shards import is_sharded
 
 T = TypeVar("T")
 
@@ -105,7 +104,7 @@ class MeshStrategy(RankStrategy):
         self._adoption.normalise_over(self._mesh().data.get_group())
         self.precision_plugin.convert_module(module)
         self._parallelize(module)
-        sharded = self._whole.in_parts or self._has_shards()
+        sharded = self._whole.in_parts or self._whole.steps_parts(self._step)
         refusals.refuse_callbacks(self._callbacks(), self._whole.in_parts)
         if fitting:
             needed = 0 if self._checkpoints.in_parts else self._whole.bytes_of_parameters()
@@ -169,13 +168,10 @@ class MeshStrategy(RankStrategy):
         self._stored.take(self._whole.steppable())
 
     def _store(self, optimizers: Sequence[Optimizer]) -> list[StoredOptimizer]:
-        elsewhere, shards = self._whole.stand_ins(), self._has_shards()
+        elsewhere, shards = self._whole.stand_ins(), self._whole.steps_parts(self._step)
         refusals.refuse_optimizers(optimizers, self._mesh(), shards, self._callbacks())
         manual = not self._module().automatic_optimization
         return [StoredOptimizer(each, self._step, self._mean_loss, shards, elsewhere, manual) for each in optimizers]
-
-    def _has_shards(self) -> bool:
-        return any(is_sharded(self._step.stored(parameter)) for parameter in self._module().parameters())
 
     def _mean_loss(self, loss: Any) -> Any:
         """The loss of the whole batch, for optimizers that decide by it how far to go, as LBFGS does."""

@@ -47,7 +47,7 @@ from lightning_parallel.techniques.step import Run, Step
 from lightning_parallel.techniques.technique import Technique
 from lightning_parallel.techniques.tools import elsewhere
 from lightning_parallel.techniques.tools.redirect import restore_forward
-from lightning_parallel.techniques.tools.shards import gathered
+from lightning_parallel.techniques.tools.shards import gathered, is_sharded
 
 T = TypeVar("T")
 
@@ -188,6 +188,11 @@ class DividedModel:
     def in_parts(self) -> bool:
         """Whether ranks may hold only a part of the parameters; the same on all of them."""
         return self.pipeline.ranks > 1 or materialise.has_sharded_parameters(self.module)
+
+    def steps_parts(self, step: Step) -> bool:
+        """Whether optimizers step parts of parameters, or will: what is frozen is divided when it learns."""
+        stored = map(step.stored, self.module.parameters())
+        return self.mesh.sizes["dp_shard"] > 1 or any(map(is_sharded, stored))
 
     def ranks_holding(self) -> Callable[[Tensor], int]:
         """A function that tells on how many ranks a parameter, or a part of it, is held."""
