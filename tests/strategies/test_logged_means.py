@@ -154,6 +154,21 @@ def test_values_made_of_means_are_those_of_one_device(layout: tuple[int, int, An
             assert found.average == pytest.approx(expected.average, rel=1e-9)
 
 
+def test_samples_that_do_not_divide_among_ranks_count_exactly() -> None:
+    begun = begun_on_one(uneven, None, 1)
+    for found in run_on_ranks(3, uneven, DataParallelStrategy, 3):
+        assert found == pytest.approx(begun.result(), rel=1e-13)
+
+
+def uneven(strategy: MakeStrategy | None, readers: int) -> dict[str, float]:
+    random = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(22, LENGTH, WIDTH, generator=random).double(), *2 * [targets(random)[:22]])
+    (logged,) = trainer(made(strategy), precision="64-true").validate(
+        Words(), DataLoader(data, 12 // readers), verbose=False
+    )
+    return {name: logged[f"{name}_epoch"] for name in ("val_deviation", "val_loss", "val_hits")}
+
+
 class CountsLater(Words):
     """Logs how many samples there are, from a step on in which nobody watches any more."""
 

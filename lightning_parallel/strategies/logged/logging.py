@@ -35,6 +35,7 @@ from lightning_parallel.strategies.logged.multiples import Counted, Multiples
 from lightning_parallel.strategies.logged.reductions import Reductions, SeenKind, is_compiled
 from lightning_parallel.strategies.logged.step_values import (
     StepValue,
+    count_as_exactly,
     has_step_value,
     log_nothing,
     options_of,
@@ -181,6 +182,7 @@ class StepLog:
                 result.value, [r for r in (self._module.trainer._results or {}).values() if not r.is_tensor]
             )
         if self._inside_step:
+            count_as_exactly(result)
             seen, own = self._elsewhere or (self._seen_of(result, counted), ())
             value = counted.value
             kept = value.detach().clone() if isinstance(value, Tensor) else value

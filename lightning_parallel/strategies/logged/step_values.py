@@ -103,6 +103,15 @@ def has_step_value(result: _ResultMetric) -> bool:
     return bool(result.meta.on_step and result.is_tensor and result._forward_cache is not None)
 
 
+def count_as_exactly(result: _ResultMetric) -> None:
+    """Lets the samples of a mean in float64 count in it, too: ranks divide by the mean of their counts.
+
+    That of integers has the default dtype, which has too few digits where samples do not divide evenly among ranks.
+    """
+    if result.meta.is_mean_reduction and isinstance(result.value, Tensor) and result.value.dtype == torch.float64:
+        result.cumulated_batch_size = result.cumulated_batch_size.double()
+
+
 def step_value(result: _ResultMetric) -> Tensor:
     """The value of this step."""
     assert result._forward_cache is not None
