@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelPruning
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -290,9 +290,9 @@ def test_tables_of_a_blocks_own_and_random_numbers_are_no_state(kind: type[Count
     run_on_ranks(2, run, partial(shares, kind), PP2)
 
 
-def test_callbacks_that_need_whole_parameters() -> None:
-    for message in refused(Handwritten, PP2, callbacks=[StochasticWeightAveraging(swa_lrs=0.1)]):
-        assert "StochasticWeightAveraging reads and writes whole parameters" in message
+def test_callbacks_that_replace_parameters() -> None:
+    for message in refused(Handwritten, PP2, callbacks=[ModelPruning("l1_unstructured", amount=0.5)]):
+        assert "ModelPruning puts whole parameters and masks in the place of parameters" in message
 
 
 def test_calls_between_steps() -> None:

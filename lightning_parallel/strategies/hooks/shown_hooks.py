@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from torch.optim.swa_utils import AveragedModel
 
 from lightning_parallel.strategies.hooks.looking import (
     HOOKS,
@@ -23,6 +24,7 @@ from lightning_parallel.strategies.hooks.whole_gradients import WholeGradients
 from lightning_parallel.strategies.hooks.whole_parameters import WholeParameters, Wholes
 from lightning_parallel.strategies.model.divided_model import DividedModel
 from lightning_parallel.strategies.ranks.agreement import gather_objects
+from lightning_parallel.strategies.trainer import lightnings
 from lightning_parallel.strategies.trainer.optimizers import StoredOptimizers
 
 T = TypeVar("T")
@@ -35,6 +37,11 @@ STEP: Place = (0, "optimizer_step")
 
 AVERAGING = (StochasticWeightAveraging, WeightAveraging)
 """Lightning's callbacks that read and write all parameters in their hooks."""
+
+UPDATING = {"on_train_batch_end", "on_train_epoch_end"}
+"""The hooks of `WeightAveraging` that look at parameters only where they update the average, by ..."""
+UPDATE = "update_parameters"
+"""... this method of it, which gathers them then."""
 
 
 class ShownHooks:
@@ -62,7 +69,7 @@ class ShownHooks:
         self._divided, self.gradients = divided, WholeGradients(divided, [*callbacks], host, in_parts)
         self._parameters = WholeParameters(divided, host, optimizers)
         self._wrapped: list[tuple[Any, str, Any]] = []
-        self._owners: list[Any] = [divided.module, *callbacks]
+        self._owners: list[Any] = [divided.module, *callbacks, *lightnings.averages_of(callbacks)]
         looking = self._looking() if divided.in_parts else []
         if in_parts and self._steps_by_gradients():
             looking.append(STEP)
@@ -90,9 +97,11 @@ class ShownHooks:
                 "has the parameters of its stage only; look at gradients in on_before_optimizer_step and at weights in "
                 "on_train_batch_end, which find all of them on every rank"
             )
-        places = [*self._all(), STEP]
-        looking = [(k, hook) for k, hook in places if looks_at_model(self._owners[k], hook, module, parts)]
-        return looking + [(k, hook) for k, hook in places if _averages(self._owners[k], hook)]
+        looking = [
+            (k, hook) for k, hook in [*self._all(), STEP] if looks_at_model(self._owners[k], hook, module, parts)
+        ]
+        updates = [(k, UPDATE) for k, owner in enumerate(self._owners) if isinstance(owner, AveragedModel)]
+        return looking + updates + [(k, hook) for k, hook in self._all() if _averages(self._owners[k], hook)]
 
     def _steps_by_gradients(self) -> bool:
         """Whether the module's own `optimizer_step` looks at gradients, as one that computes them twice."""
@@ -155,4 +164,7 @@ class ShownHooks:
 
 
 def _averages(owner: Any, hook: str) -> bool:
+    """Whether a hook is Lightning's, of a callback that reads or writes all parameters there."""
+    if isinstance(owner, WeightAveraging) and hook in UPDATING:
+        return False
     return isinstance(owner, AVERAGING) and getattr(type(owner), hook, None) is not getattr(Callback, hook, None)

@@ -5,7 +5,7 @@ Written against Lightning 2.6. Loops and combined loaders are `Any` where their 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,13 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader
 
@@ -33,6 +34,12 @@ def callbacks_of(trainer: Trainer) -> list[Callback]:
     """The trainer's own list: to change it is to change who is called."""
     callbacks: list[Callback] = vars(trainer)["callbacks"]
     return callbacks
+
+
+def averages_of(callbacks: Iterable[Callback]) -> list[AveragedModel]:
+    """The averages of the model that callbacks keep."""
+    found = [callback._average_model for callback in callbacks if isinstance(callback, WeightAveraging)]
+    return [average for average in found if average is not None]
 
 
 def divides_data(trainer: Trainer) -> bool:

@@ -190,8 +190,8 @@ def _averaged(means: Means, function: Callable[..., Tensor], args: Any, kwargs: 
     values = args[0]
     if kwargs or len(args) != 1 or type(values) is not Tensor or not is_of_selection(values.grad_fn):
         mean = function(*args, **kwargs)
-        with without_listeners():  # to which a number that is read is the step's
-            if not mean.requires_grad and len(args) == 1 and _is_number(mean):
+        if not mean.requires_grad and len(args) == 1 and _is_number(mean):
+            with without_listeners():  # to which a number that is read is the step's
                 means.averages.append((mean, values.numel()))
         return mean
     return mean_of(values, values.numel(), partial(function, values)) if _is_plain(values) else function(values)
