@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from torch import Tensor, nn
@@ -78,12 +79,21 @@ class Tied(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.02)
 
 
-def fitted(strategy: Any, readers: int, callbacks: list[Callback], epochs: int, start: str | None = None) -> Any:
-    random, module = torch.Generator().manual_seed(1), Tied()
+def fitted(
+    strategy: Any,
+    readers: int,
+    callbacks: list[Callback],
+    epochs: int,
+    start: str | None = None,
+    kind: type[Tied] = Tied,
+    **options: Any,
+) -> Any:
+    random, module = torch.Generator().manual_seed(1), kind()
     data = TensorDataset(*(torch.randint(WORDS, (24, LENGTH), generator=random) for _ in range(2)))
     loader = partial(DataLoader, data, 8 // readers)
     saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
-    run = trainer(strategy, precision="64-true", max_epochs=epochs, callbacks=callbacks, enable_checkpointing=saves)
+    options |= {"precision": "64-true", "max_epochs": epochs, "enable_checkpointing": saves}
+    run = trainer(strategy, callbacks=callbacks, **options)
     run.fit(module, loader(), loader(), ckpt_path=start)
     after = run.validate(module, loader(), verbose=False)
     return module.losses, after, {name: value.clone() for name, value in module.state_dict().items()}
@@ -159,6 +169,22 @@ def gathered(decay: float, every: int) -> list[int]:
 def test_an_average_gathers_parameters_only_in_batches_that_update_it() -> None:
     for found in run_on_ranks(2, gathered, 0.9, 4):
         assert found == [0, 0, 2, 1, 0, 2, 0, 1], "two more for a validation; after steps 5 and 9"
+
+
+class ByRank(EMAWeightAveraging):
+    """Updates its average on some ranks only."""
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return step_idx is not None and step_idx % 2 == dist.get_rank()
+
+
+def unlike() -> Any:
+    return fitted(ZeroStrategy(stage=3), 2, [ByRank(decay=0.9)], 1)[0]
+
+
+def test_averages_that_ranks_update_at_other_times_make_nobody_wait() -> None:
+    for losses in run_on_ranks(2, unlike):
+        assert len(losses) == 3
 
 
 def stochastic(strategy: MakeStrategy | None, readers: int) -> Any:

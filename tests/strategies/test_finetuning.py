@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
-from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_parallel import (
     HybridStrategy,
@@ -18,9 +17,8 @@ from lightning_parallel import (
 )
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import MakeStrategy, made, require_like
-from tests.strategies.test_averaged_weights import LENGTH, WORDS, Tied
+from tests.strategies.test_averaged_weights import Tied, fitted
 from tests.tiers import sampled
-from tests.trainers import trainer
 
 
 class Thawing(BaseFinetuning):
@@ -41,11 +39,7 @@ class Partly(Tied):
 
 
 def thawed(strategy: MakeStrategy | None, readers: int) -> Any:
-    random, module = torch.Generator().manual_seed(1), Partly()
-    data = TensorDataset(*(torch.randint(WORDS, (24, LENGTH), generator=random) for _ in range(2)))
-    run = trainer(made(strategy), precision="64-true", max_epochs=3, callbacks=[Thawing()], gradient_clip_val=0.4)
-    run.fit(module, DataLoader(data, 8 // readers), DataLoader(data, 8 // readers))
-    return module.losses, {name: value.clone() for name, value in module.state_dict().items()}
+    return fitted(made(strategy), readers, [Thawing()], 3, kind=Partly, gradient_clip_val=0.4)
 
 
 ZBV = PipelineParallel(2, microbatches=2, schedule="zbv")  # whose second rank has nothing but blocks

@@ -164,7 +164,7 @@ class ShownHooks:
 
 
 def _averages(owner: Any, hook: str) -> bool:
-    """Whether a hook is Lightning's, of a callback that reads or writes all parameters there."""
+    """Whether a hook is Lightning's, of a callback that reads or writes all parameters there, on all ranks alike."""
     if isinstance(owner, WeightAveraging) and hook in UPDATING:
-        return False
+        return is_users(owner, "should_update")  # which may say otherwise on other ranks: then all come in any case
     return isinstance(owner, AVERAGING) and getattr(type(owner), hook, None) is not getattr(Callback, hook, None)
