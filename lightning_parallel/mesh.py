@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+T = TypeVar("T")
 Axis: TypeAlias = Literal["pp", "dp_replicate", "dp_shard", "cp", "tp"]
 Size: TypeAlias = int | Literal["auto"]
 
@@ -133,6 +135,32 @@ def _grid(sizes: Mapping[Axis, int], device_type: str) -> DeviceMesh:
     return DeviceMesh.from_group(of_axes, device_type, mesh=ranks, mesh_dim_names=AXES)
 
 
+@contextmanager
+def _default_group(group: dist.ProcessGroup) -> Iterator[None]:
+    before, dist.GroupMember.WORLD = dist.group.WORLD, group
+    try:
+        yield
+    finally:
+        dist.GroupMember.WORLD = before
+
+
+def rank_in_world() -> int:
+    """Return this process's rank among all ranks, within `ParallelMesh.user_world` too; 0 without a process group."""
+    default = dist.group.WORLD
+    return 0 if default is None else dist.get_process_group_ranks(default)[default.rank()]
+
+
+def place_in(mesh: DeviceMesh, dim: int = 0) -> int:
+    """Return this rank's index along a dimension of a mesh.
+
+    `DeviceMesh.get_local_rank` takes the rank in torch's default group for the rank in the world, which it is not
+    within `ParallelMesh.user_world`.
+    """
+    place = mesh.get_coordinate()
+    assert place is not None  # of a rank of the mesh
+    return place[dim]
+
+
 class ParallelMesh:
     """The grid of ranks, with a process group for every axis and for the views that several techniques share.
 
@@ -146,6 +174,10 @@ class ParallelMesh:
     def __init__(self, sizes: Mapping[Axis, int], device_type: str) -> None:
         self.sizes: dict[Axis, int] = {axis: sizes[axis] for axis in AXES}
         self.device_mesh: DeviceMesh = _grid(self.sizes, device_type)
+        self._of_axes = {axis: self.device_mesh[axis] for axis in AXES}
+        assert dist.group.WORLD is not None
+        #: all ranks
+        self.world: dist.ProcessGroup = dist.group.WORLD
         #: ranks that read different samples
         self.data = self._view("dp_replicate", "dp_shard")
         #: ranks over which ZeRO shards states, gradients and parameters
@@ -155,7 +187,7 @@ class ParallelMesh:
 
     def __getitem__(self, axis: Axis) -> DeviceMesh:
         """The ranks that differ from this one in `axis` only."""
-        return self.device_mesh[axis]
+        return self._of_axes[axis]
 
     def __repr__(self) -> str:
         return f"ParallelMesh({_product(self.sizes)})"
@@ -169,12 +201,35 @@ class ParallelMesh:
     @property
     def leads_its_stage(self) -> bool:
         """Whether this rank is the first of those that hold the same layers."""
-        return all(self[axis].get_local_rank() == 0 for axis in AXES if axis != "pp")
+        here = dict(zip(AXES, self.device_mesh.get_coordinate() or (), strict=True))
+        return all(place == 0 for axis, place in here.items() if axis != "pp")
 
     @property
     def world_size(self) -> int:
         """The number of all ranks."""
         return prod(self.sizes.values())
+
+    @property
+    def shares_samples(self) -> bool:
+        """Whether some ranks read the same samples, so that the data-parallel ranks are fewer than all ranks."""
+        return self.data.size() < self.world_size
+
+    def user_world(self) -> AbstractContextManager[None]:
+        """Make the data-parallel ranks the default group of `torch.distributed` while user code runs.
+
+        A loss that gathers negatives, a rate scaled by the world size or a counter of samples means by "the world" the
+        ranks that read different samples. With dp=4 x tp=2 each of the 8 processes sees a world of 4, and its rank
+        among these. Code of the library always names its group, and asks a group, not torch, for its rank in it.
+        """
+        return _default_group(self.data.get_group()) if self.shares_samples else nullcontext()
+
+    def as_user(self, call: Callable[..., T]) -> Callable[..., T]:
+        """Return the call with `user_world` around it."""
+        return _default_group(self.data.get_group())(call) if self.shares_samples else call
+
+    def full_world(self) -> AbstractContextManager[None]:
+        """Make all ranks the default group again, for what user code calls of the trainer inside `user_world`."""
+        return _default_group(self.world) if self.shares_samples else nullcontext()
 
     @property
     def sharded_and_replicated(self) -> DeviceMesh:

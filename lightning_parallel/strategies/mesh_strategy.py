@@ -32,6 +32,7 @@ from lightning_parallel.strategies.model.divided_model import DividedModel
 from lightning_parallel.strategies.model.nonfinite import NonFinite
 from lightning_parallel.strategies.precision import adapt_precision, convert_before_loading, restore_precision, scale_of
 from lightning_parallel.strategies.rank_strategy import RankStrategy
+from lightning_parallel.strategies.trainer import lightnings
 from lightning_parallel.strategies.trainer.adoption import Adoption
 from lightning_parallel.strategies.trainer.callback import MeshCallback
 from lightning_parallel.strategies.trainer.optimizers import StoredOptimizers
@@ -83,7 +84,10 @@ class MeshStrategy(RankStrategy):
         """Joins the process group and builds the mesh."""
         self._begin()
         super().setup_environment()
-        auto.offer(self._checkpoints, self._module().trainer, self._host_group())
+        mesh, trainer = self._mesh(), self._module().trainer
+        if mesh.shares_samples:
+            self._detached.callback(lightnings.switch_worlds(trainer, mesh.user_world, mesh.full_world))
+        auto.offer(self._checkpoints, trainer, self._host_group())
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
@@ -111,11 +115,12 @@ class MeshStrategy(RankStrategy):
             refusals.refuse_checkpoints(self._callbacks(), needed, self._host_group())
         hooks = ShownHooks(self._whole, self._callbacks(), self._host_group(), self._stored, sharded)
         self._detached.callback(hooks.close)
-        self._nonfinite = NonFinite(self._policy, module, sharded, self._host_group())
+        self._nonfinite = NonFinite(self._policy, module, sharded, self._host_group(), self._mesh().world)
         manual, holding = not module.automatic_optimization, self._whole.ranks_holding()
         self._gradients, self._shows_groups = hooks.gradients, manual or hooks.ask_for_groups
         reduced = (lambda found: self._stored.reduced(self._step, found)) if manual else list
-        adapt_precision(self.precision_plugin, sharded, holding, reduced, self._gradients, self._nonfinite)
+        world = self._mesh().world
+        adapt_precision(self.precision_plugin, world, sharded, holding, reduced, self._gradients, self._nonfinite)
         if self.is_distributed:
             self._log = StepLog(module, self._whole.readers, self._host_group(), lambda: self._weight)
             self._detached.callback(self._log.close)
@@ -246,7 +251,7 @@ class MeshStrategy(RankStrategy):
         self._adoption.stepped = self._within_step = True
         if self._batches is None and self._saves().failed:
             self._saves().wait()
-        output = self._run_step(context, run, self._whole.batch(args[0]), args[1:], kwargs)
+        output = self._run_step(context, self._mesh().as_user(run), self._whole.batch(args[0]), args[1:], kwargs)
         self._within_step = False  # not where it raised
         return output
 
@@ -279,9 +284,10 @@ class MeshStrategy(RankStrategy):
         """Lightning's backward inside the techniques' step."""
         module, plugin = self._module(), self.precision_plugin
         scaled = plugin.pre_backward(closure_loss, module)
-        self._differentiate(
-            closure_loss, scaled, lambda loss: plugin.backward(loss, module, optimizer, *args, **kwargs)
-        )
+        with self._mesh().full_world():  # a manual backward comes from the user's step
+            self._differentiate(
+                closure_loss, scaled, lambda loss: plugin.backward(loss, module, optimizer, *args, **kwargs)
+            )
         with self._gradients.shown(AFTER_BACKWARD):
             return plugin.post_backward(scaled, module)
 
@@ -294,7 +300,8 @@ class MeshStrategy(RankStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Lightning's, of an optimizer that a hook may have put in the place of another."""
-        return self._stored.step(optimizer, super().optimizer_step, *args, **kwargs)
+        with self._mesh().full_world():  # Lightning calls it within the hook `optimizer_step`
+            return self._stored.step(optimizer, super().optimizer_step, *args, **kwargs)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """See `RankStrategy.reduce`; the values of a step that is being logged wait for each other."""

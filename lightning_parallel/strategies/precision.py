@@ -20,6 +20,7 @@ from lightning_parallel.techniques.tools.shards import local
 
 def adapt_precision(
     plugin: Precision,
+    world: dist.ProcessGroup,
     sharded: bool,
     ranks_holding: Callable[[Tensor], int],
     reduced: Callable[[Iterable[Tensor]], list[Any]],
@@ -30,6 +31,7 @@ def adapt_precision(
 
     Args:
         plugin: the user's, or the one Lightning chose; kept, so that its own behaviour stays.
+        world: all ranks.
         sharded: whether gradients may be sharded.
         ranks_holding: how many ranks hold a parameter, or a part of it.
         reduced: see `StoredOptimizers.reduced`.
@@ -38,10 +40,11 @@ def adapt_precision(
     """
     scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
     if scaler is not None:
-        vars(plugin)["scaler"] = MeshGradScaler.like(scaler, reduced)
+        vars(plugin)["scaler"] = MeshGradScaler.like(scaler, reduced, world)
 
     def by_norm(optimizer: Optimizer, clip_val: float) -> None:
-        clip_by_norm(gradients.held(reduced(plugin.main_params(optimizer))), clip_val, sharded, ranks_holding)
+        found = gradients.held(reduced(plugin.main_params(optimizer)))
+        clip_by_norm(found, clip_val, world if sharded else None, ranks_holding)
 
     def by_value(optimizer: Optimizer, clip_val: float) -> None:
         clip_by_value(reduced(plugin.main_params(optimizer)), clip_val)
@@ -79,12 +82,15 @@ class MeshGradScaler(torch.amp.GradScaler):
     """A gradient scaler for which an overflow on any rank is an overflow on all."""
 
     _reduced: Callable[[Iterable[Tensor]], list[Any]]
+    _world: dist.ProcessGroup
 
     @classmethod
-    def like(cls, scaler: torch.amp.GradScaler, reduced: Callable[[Iterable[Tensor]], list[Any]]) -> MeshGradScaler:
-        """A mesh scaler with the settings and the scale of this one; for `reduced` see `adapt_precision`."""
+    def like(
+        cls, scaler: torch.amp.GradScaler, reduced: Callable[[Iterable[Tensor]], list[Any]], world: dist.ProcessGroup
+    ) -> MeshGradScaler:
+        """Make a mesh scaler with the settings and the scale of this one; for `reduced` see `adapt_precision`."""
         mesh_scaler = cls.__new__(cls)
-        vars(mesh_scaler).update(vars(scaler), _reduced=reduced)
+        vars(mesh_scaler).update(vars(scaler), _reduced=reduced, _world=world)
         return mesh_scaler
 
     def _unscale_grads_(
@@ -94,7 +100,7 @@ class MeshGradScaler(torch.amp.GradScaler):
         shown: Any = SimpleNamespace(param_groups=[{"params": [_with_gradient(g) for g in gradients]}])
         found = super()._unscale_grads_(shown, inv_scale, found_inf, allow_fp16)
         overflow = sum((value.to(found_inf.device) for value in found.values()), torch.zeros_like(found_inf))
-        dist.all_reduce(overflow, op=dist.ReduceOp.MAX)
+        dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=self._world)
         return {found_inf.device: overflow}
 
 

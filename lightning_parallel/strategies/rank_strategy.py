@@ -141,6 +141,21 @@ class RankStrategy(ParallelStrategy):
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
+    def world_size(self) -> int:
+        """The number of ranks that user code sees: in steps and hooks the data-parallel ranks, elsewhere all ranks."""
+        return super().world_size if self.mesh is None else dist.get_world_size()
+
+    @property
+    def data_parallel_size(self) -> int:
+        """The number of ranks that read different samples."""
+        return self._readers().ranks
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This rank among those that read different samples; ranks that share a batch have the same."""
+        return self._readers().rank
+
+    @property
     def is_distributed(self) -> bool:
         """Whether there are other ranks; Lightning asks before it reduces what is logged."""
         return self.num_nodes * self.num_processes > 1
@@ -238,7 +253,8 @@ class RankStrategy(ParallelStrategy):
         """The tensors of the ranks that hold different samples, unless a smaller group is given."""
         if not dist.is_initialized():
             return tensor
-        chosen = self._mesh().data.get_group() if group is None or group is dist.group.WORLD else group
+        everybody = (None, dist.group.WORLD, self._mesh().world)
+        chosen = self._mesh().data.get_group() if group in everybody else group
         with nullcontext() if sync_grads else torch.no_grad():
             return of_all(within_reach(tensor, chosen), chosen).to(tensor.device)
 
@@ -307,7 +323,7 @@ class RankStrategy(ParallelStrategy):
     def _counts(self) -> dict[str, int]:
         """The collectives that this rank has begun in its groups."""
         mesh = self._mesh()
-        groups = [world_group(), self._host_group(), mesh.data.get_group(), mesh.loss.get_group()]
+        groups = [mesh.world, self._host_group(), mesh.data.get_group(), mesh.loss.get_group()]
         return {group.group_name: begun_in(group) for group in groups}
 
     def on_exception(self, exception: BaseException) -> None:

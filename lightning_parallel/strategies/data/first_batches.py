@@ -61,7 +61,7 @@ def of_rank_zero(batch: Any, layout: Layout, host: dist.ProcessGroup) -> tuple[A
         host: all ranks.
     """
     sent: list[Any] = [None]
-    if dist.get_rank(host) == 0:
+    if host.rank() == 0:
         with suppress(Exception):
             alone = pytree.tree_map_only(Tensor, Tensor.clone, batch)  # a view would bring all that it is a part of
             sent = [pickle.dumps((alone, layout))]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 
-import torch.distributed as dist
 from torch import Tensor
 
+from lightning_parallel.mesh import rank_in_world
 from lightning_parallel.techniques.tools.means import Means
 from lightning_parallel.techniques.tools.meeting import Uses, meeting_of, uses_of
 from lightning_parallel.techniques.tools.reach import adds_mean_of_selection
@@ -31,7 +31,7 @@ class FirstLosses:
 
     def look(self, loss: Tensor, means: Means) -> None:
         """At a loss of a step; the gradients of its means are scaled by now. That of a pipeline has no graph to see."""
-        if self._over or dist.get_rank() or means.batch is None:
+        if self._over or rank_in_world() or means.batch is None:
             return
         self._seen = True
         try:

@@ -369,7 +369,7 @@ class StepLog:
         for each, same in zip((means, learning), comparison.same_means, strict=True):
             if same:
                 return each
-        if not self._differed and dist.get_rank() == 0:
+        if not self._differed and self._host.rank() == 0:
             log.warning(
                 "ranks computed different numbers of losses in one step (here %d), or losses of other parts of the "
                 "model, so these count by samples, not by targets, in the mean over ranks",

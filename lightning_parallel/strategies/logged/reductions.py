@@ -141,7 +141,7 @@ class Reductions:
         if sure is not None or self._asked[hook, name] == PATIENCE:
             self._decided[hook, name] = whole, own
             self._kinds.decide(hook, ("logged", name), (kind,))
-        if kind not in HOW and dist.get_rank() == 0:
+        if kind not in HOW and self._host.rank() == 0:
             self._tell([name], UNSEEN)
         return whole
 

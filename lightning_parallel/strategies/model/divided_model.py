@@ -87,7 +87,9 @@ class DividedModel:
     def divide(self, techniques: Sequence[Technique], plan: ParallelPlan) -> None:
         """Lets every technique keep its part of the model."""
         self.plan = plan
-        ground = Ground(self.mesh, plan, partial(take_sample, self.module.trainer, self._host, self._layouts))
+        ground = Ground(
+            self.mesh, plan, partial(take_sample, self.module.trainer, self.mesh, self._host, self._layouts)
+        )
         self._alike = all(technique.traits.steps_see_wholes for technique in techniques if "cp" in technique.axes)
         if self.mesh.loss.size() > 1 and not any(technique.traits.averages_gradients for technique in techniques):
             techniques = (*techniques, DataParallel(1))

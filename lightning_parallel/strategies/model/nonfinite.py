@@ -45,10 +45,18 @@ class NonFinite:
         module: names parameters.
         divided: whether ranks have different gradients; where all have the same, they decide alike without a message.
         group: all ranks, for small messages of the host.
+        world: all ranks, for messages of the device.
     """
 
-    def __init__(self, policy: Policy, module: LightningModule, divided: bool, group: dist.ProcessGroup) -> None:
-        self._policy, self._module, self._group = policy, module, group
+    def __init__(
+        self,
+        policy: Policy,
+        module: LightningModule,
+        divided: bool,
+        group: dist.ProcessGroup,
+        world: dist.ProcessGroup,
+    ) -> None:
+        self._policy, self._module, self._group, self._world = policy, module, group, world
         self._agrees = group.size() > 1 and (divided or policy == "skip")
         self._losses: Tensor | None = None
 
@@ -89,10 +97,8 @@ class NonFinite:
     def _is_fine(self, lengths: Tensor) -> bool:
         if not self._agrees:
             return math.isfinite(lengths.item())
-        world = dist.group.WORLD
-        assert world is not None
-        fine = within_reach(lengths.isfinite().int(), world)
-        dist.all_reduce(fine, op=dist.ReduceOp.MIN)
+        fine = within_reach(lengths.isfinite().int(), self._world)
+        dist.all_reduce(fine, op=dist.ReduceOp.MIN, group=self._world)
         return bool(fine)
 
     def _finding(self, losses: Tensor | None, held: Sequence[Any]) -> str:

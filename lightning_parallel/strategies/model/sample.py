@@ -18,6 +18,7 @@ from torch.nn import Module
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import Metric, MetricCollection
 
+from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.strategies.data.batches import length_of
 from lightning_parallel.strategies.data.first_batches import HOST, first_batch, of_rank_zero, untouched
 from lightning_parallel.strategies.data.layouts import Layouts
@@ -33,11 +34,12 @@ from lightning_parallel.values import tensors_of
 PACKAGE = "lightning_parallel."
 
 
-def take_sample(trainer: Trainer, host: dist.ProcessGroup, layouts: Layouts | None) -> Sample:
+def take_sample(trainer: Trainer, mesh: ParallelMesh, host: dist.ProcessGroup, layouts: Layouts | None) -> Sample:
     """A sample step of what the trainer is about to do, on the host. All ranks must call.
 
     Args:
         trainer: whose loaders are looked at.
+        mesh: gives the step the world that user code sees.
         host: all ranks.
         layouts: takes where samples are in its batch; none if nobody divides batches by their samples.
 
@@ -61,7 +63,7 @@ def take_sample(trainer: Trainer, host: dist.ProcessGroup, layouts: Layouts | No
 
     def run(on: Any = batch) -> Any:
         with untouched([], trainer), _without_traces(module), trainer.precision_plugin.forward_context():
-            return step(on, *numbers)
+            return mesh.as_user(step)(on, *numbers)
 
     return Sample(run, batch, HOST, layout, partial(_parts_unchanged, module))
 

@@ -200,6 +200,28 @@ def loaders_made_together(loop: Any, host: dist.ProcessGroup) -> Iterator[None]:
         compared.make = make
 
 
+def switch_worlds(
+    trainer: Trainer,
+    user_world: Callable[[], AbstractContextManager[None]],
+    full_world: Callable[[], AbstractContextManager[None]],
+) -> Callable[[], object]:
+    """Run the hooks of module, data module and callbacks in `user_world`, what they call of the trainer in the other.
+
+    Lightning enters a context of the profiler around each of them, which is extended here. Returns what undoes it.
+    """
+    profiler: Any = trainer.profiler  # type: ignore[attr-defined]
+    profile = profiler.profile
+
+    @contextmanager
+    def profile_in_world(action: str) -> Iterator[Any]:
+        of_user = action.startswith(("[LightningModule]", "[LightningDataModule]", "[Callback]"))
+        with profile(action) as profiled, user_world() if of_user else full_world():
+            yield profiled
+
+    vars(profiler)["profile"] = profile_in_world
+    return lambda: vars(profiler).pop("profile")
+
+
 def take_patches_back() -> None:
     """Torch's loaders are as they were: where a hook that makes them raises, Lightning leaves its wrappers there."""
     kinds: list[type] = [DataLoader, BatchSampler]

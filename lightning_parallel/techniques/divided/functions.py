@@ -17,7 +17,6 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo import eval_frame
 from torch._functorch import apis, eager_transforms
@@ -25,6 +24,7 @@ from torch._functorch import utils as of_functions
 from torch.autograd.grad_mode import _force_original_view_tracking
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_parallel.mesh import rank_in_world
 from lightning_parallel.techniques.divided.in_graph import inside
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided, let_change
 from lightning_parallel.techniques.tools.redirect import Pass, Redirected, led_backward
@@ -163,7 +163,7 @@ def _callback(said: set[str], before: Callable[..., Any]) -> Callable[..., Any]:
         if function is None or is_own or not _may_meet_divided(function, called):
             return before(compiler)
         name = getattr(function, "__qualname__", type(function).__name__)
-        if name not in said and dist.get_rank() == 0:
+        if name not in said and rank_in_world() == 0:
             log.warning(
                 "%s, compiled by torch.compile, runs as it is where it may get tensors that ranks have divided; to "
                 "compile, let the strategy do it with the blocks: HybridStrategy(..., Compile())",

@@ -112,15 +112,18 @@ def called_below(
         RuntimeError: a gradient, or what the operation writes, would be lost here.
     """
     given: list[Any] = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, form)]
-    if torch.is_grad_enabled() and any(each.own.requires_grad for each in given):
+    collective = getattr(func, "namespace", "") == "c10d"  # has no gradient, and its schema says not what it writes
+    if not collective and torch.is_grad_enabled() and any(each.own.requires_grad for each in given):
         raise RuntimeError(f"{func} is called below Python on {what}, where its gradient cannot be followed; {remedy}")
     wholes = {id(each): whole(each).detach() for each in given}
-    written = [each for each in written_by(func, args, kwargs or {}) if isinstance(each, form)]
+    written = given if collective else [each for each in written_by(func, args, kwargs or {}) if isinstance(each, form)]
     if written and write is None:
         raise RuntimeError(f"{func} writes, below Python, to {what}, which does not reach it; {remedy}")
     wholes |= {id(each): wholes[id(each)].clone() for each in written}  # a collective's result may not be changed
     args, kwargs = tree_map_only(form, lambda each: wholes[id(each)], (args, kwargs or {}))
     result = func(*args, **kwargs)
+    if collective:
+        (result[-1] if isinstance(result, tuple) else result)._get_method("wait")()  # before its results are taken over
     if write is not None:
         for each in written:
             write(each, wholes[id(each)])

@@ -19,6 +19,7 @@ from operator import attrgetter
 from typing import Any, ClassVar, TypeGuard, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, is_grad_enabled
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -280,6 +281,11 @@ def by_rule(func: Any, args: Any, kwargs: Any) -> Any:
             return result
     elif (body := body_of(func)) is not None:
         return body(*args, **kwargs)
+    elif (
+        getattr(func, "__module__", None) == dist.distributed_c10d.__name__
+    ):  # writes to its arguments: see `called_below`
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
     return of_wholes(func, args, kwargs)
 
 

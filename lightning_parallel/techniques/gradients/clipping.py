@@ -16,14 +16,17 @@ from lightning_parallel.techniques.tools.shards import divides, local, once
 
 @torch.no_grad()
 def clip_by_norm(
-    parameters: Iterable[Tensor], max_norm: float, sharded: bool, ranks_holding: Callable[[Tensor], int] | None = None
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    world: dist.ProcessGroup | None,
+    ranks_holding: Callable[[Tensor], int] | None = None,
 ) -> Tensor:
     """Scales gradients in place so that their norm over all parameters and ranks is at most `max_norm`.
 
     Args:
         parameters: those of one optimizer; each gradient is a DTensor or a whole tensor, the same kind on every rank.
         max_norm: the largest norm allowed.
-        sharded: whether any gradient may be sharded, so that ranks must add up; the same answer on every rank.
+        world: all ranks, if any gradient may be sharded, so that ranks must add up; None on every rank otherwise.
         ranks_holding: how many ranks hold a parameter, or a part of it; all of them unless given.
 
     Returns:
@@ -31,9 +34,9 @@ def clip_by_norm(
     """
     found = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
     gradients = [gradient for _, gradient in found]
-    ranks = dist.get_world_size() if sharded else 1
+    ranks = 1 if world is None else world.size()
     holding = [ranks if ranks_holding is None else ranks_holding(parameter) for parameter, _ in found]
-    norm = _global_norm(gradients, holding if sharded else None)
+    norm = _global_norm(gradients, holding, world)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for same in by_kind(map(local, gradients)):
         torch._foreach_mul_(same, factor.to(same[0].device, same[0].dtype))
@@ -48,19 +51,21 @@ def clip_by_value(parameters: Iterable[Tensor], limit: float) -> None:
         torch._foreach_clamp_max_(same, limit)
 
 
-def _global_norm(gradients: list[Tensor], holding: list[int] | None) -> Tensor:
+def _global_norm(gradients: list[Tensor], holding: list[int], world: dist.ProcessGroup | None) -> Tensor:
     device = local(gradients[0]).device if gradients else torch.device("cpu")
     total = torch.zeros((), dtype=torch.float64, device=device)
     by_copies: dict[int, list[Tensor]] = {}
     for index, gradient in enumerate(gradients):
-        copies = 1 if holding is None else holding[index] // _shards(gradient)
-        by_copies.setdefault(copies, []).extend([local(gradient)] if holding is None else once(gradient))
+        copies = 1 if world is None else holding[index] // _shards(gradient)
+        by_copies.setdefault(copies, []).extend([local(gradient)] if world is None else once(gradient))
     for copies, same_copies in by_copies.items():
         for same in by_kind(same_copies):
             norms = torch.stack(torch._foreach_norm(same))
             total += norms.to(device, torch.float64).square().sum() / copies
-    if holding is not None:
-        total = _summed(total)
+    if world is not None:
+        moved = within_reach(total, world)  # gradients may live on the host (offload)
+        dist.all_reduce(moved, group=world)
+        total = moved.to(total.device)
     return total.sqrt()
 
 
@@ -68,11 +73,3 @@ def _shards(gradient: Tensor) -> int:
     if not isinstance(gradient, DTensor):
         return 1
     return prod(gradient.device_mesh.size(i) for i, place in enumerate(gradient.placements) if divides(place))
-
-
-def _summed(total: Tensor) -> Tensor:
-    world = dist.group.WORLD
-    assert world is not None
-    moved = within_reach(total, world)  # gradients may live on the host (offload)
-    dist.all_reduce(moved)
-    return moved.to(total.device)

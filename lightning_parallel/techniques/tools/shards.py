@@ -21,6 +21,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from lightning_parallel.collectives.functional import all_gather
 from lightning_parallel.collectives.spans import Runs, Span, bounds, joined, length_of, places, within, without
+from lightning_parallel.mesh import place_in
 
 
 class ElementsShard(Shard):
@@ -124,7 +125,7 @@ def runs_of(tensor: Tensor) -> list[list[Span]]:
             if divides(placement):
                 dim: int = placement.dim  # type: ignore[attr-defined]
                 size = sum(stop - start for start, stop in runs[dim])
-                own = pieces(placement, size, mesh.size(axis), mesh.get_local_rank(axis))
+                own = pieces(placement, size, mesh.size(axis), place_in(mesh, axis))
                 runs[dim] = [run for piece in own for run in within(runs[dim], piece)]
     return runs
 
@@ -140,7 +141,7 @@ def once(tensor: Tensor) -> list[Tensor]:
     for axis, placement in enumerate(tensor.placements if isinstance(tensor, DTensor) else ()):
         if isinstance(placement, ElementsShard) and isinstance(tensor, DTensor):
             held = runs_of(tensor)[placement.dim]
-            before = chain.from_iterable(placement.runs[: tensor.device_mesh.get_local_rank(axis)])
+            before = chain.from_iterable(placement.runs[: place_in(tensor.device_mesh, axis)])
             spans = places(held, without(held, list(before)))
             found = [piece.narrow(placement.dim, a, b - a) for piece in found for a, b in spans]
     return found
@@ -164,7 +165,7 @@ def shard_of_part(part: DTensor, like: DTensor) -> Tensor:
     for axis, placement in reversed(list(enumerate(like.placements))):
         if divides(placement) and names[axis] not in (part.device_mesh.mesh_dim_names or ()):
             dim: int = placement.dim  # type: ignore[attr-defined]
-            runs = pieces(placement, own.shape[dim], mesh.size(axis), mesh.get_local_rank(axis))
+            runs = pieces(placement, own.shape[dim], mesh.size(axis), place_in(mesh, axis))
             own = torch.cat([own.narrow(dim, start, stop - start) for start, stop in runs], dim)
     return own
 
@@ -279,7 +280,7 @@ def _shapes(value: DTensor) -> list[list[int]]:
         shapes.insert(0, list(shape))
         if divides(placement):
             dim: int = placement.dim  # type: ignore[attr-defined]
-            own = pieces(placement, shape[dim], mesh.size(axis), mesh.get_local_rank(axis))
+            own = pieces(placement, shape[dim], mesh.size(axis), place_in(mesh, axis))
             shape[dim] = sum(stop - start for start, stop in own)
     return shapes
 

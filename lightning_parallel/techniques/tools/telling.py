@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 
-import torch.distributed as dist
-
-from lightning_parallel.mesh import ParallelMesh
+from lightning_parallel.mesh import ParallelMesh, rank_in_world
 
 log = logging.getLogger("lightning_parallel")
 
@@ -28,5 +26,5 @@ def inform(message: str) -> None:
 
 
 def _log(level: int, message: str) -> None:
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if rank_in_world() == 0:
         log.log(level, message)

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_parallel.collectives.functional import All, Pending, Waitable, all_gather, all_gather_rows, uses_exchange
+from lightning_parallel.mesh import place_in
 from lightning_parallel.techniques.gradients.memory import users_of
 from lightning_parallel.techniques.tools.shards import divided_again, local
 
@@ -31,7 +32,7 @@ class RowShard:
         kept = local(parameter.detach())
         self.shape, self.row = kept.shape, kept.numel() // kept.shape[0]
         self.chunk = ceil(kept.shape[0] / mesh.size()) * self.row
-        self.start = min(mesh.get_local_rank() * self.chunk, kept.numel())
+        self.start = min(place_in(mesh) * self.chunk, kept.numel())
         self.stop = min(self.start + self.chunk, kept.numel())
         self._full = kept.numel() // self.chunk  # ranks whose chunks have no padding
         self.even = kept.numel() == self.chunk * mesh.size()

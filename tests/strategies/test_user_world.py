@@ -1,0 +1,117 @@
+"""The world that user code sees is the ranks that read different samples, whatever other ranks there are."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_parallel import (
+    HybridStrategy,
+    PipelineParallel,
+    PipelineParallelStrategy,
+    TensorParallel,
+    TensorParallelStrategy,
+    Zero,
+)
+from tests.curves import compare_weights
+from tests.ranks import begun_on_one, run_on_ranks
+from tests.strategies.one_and_two import MakeStrategy, made
+from tests.trainers import trainer
+
+STEPS = ("training_step", "validation_step", "configure_optimizers", "setup")
+HOOKS = ("on_fit_start", "on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end", "on_train_end")
+
+
+class Noting(Callback):
+    """Notes what the world is in each hook."""
+
+    def __init__(self) -> None:
+        self.worlds: dict[str, tuple[int, int, int]] = {}
+
+    def note(self, hook: str, run: Trainer) -> None:
+        there = dist.is_initialized()
+        self.worlds[hook] = dist.get_world_size() if there else 1, dist.get_rank() if there else 0, run.world_size
+
+    def on_train_batch_start(self, run: Trainer, *_: Any) -> None:
+        self.note("callback", run)
+
+
+class Contrastive(LightningModule):
+    """Gathers the samples of the other ranks for its loss, and scales its rate by the world size."""
+
+    def __init__(self, noting: Noting) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
+        self.noting = noting
+
+    def setup(self, stage: str) -> None:
+        self.noting.note("setup", self.trainer)
+
+    def loss(self, x: Tensor) -> Tensor:
+        z = self.layers(x)
+        others = z.detach()
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            parts = [torch.empty_like(others) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, others.contiguous())
+            others = torch.cat(parts)
+        return (z @ others.T).logsumexp(-1).mean()
+
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        self.noting.note("training_step", self.trainer)
+        loss = self.loss(x)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, x: Tensor, batch_idx: int) -> None:
+        self.noting.note("validation_step", self.trainer)
+        self.log("val", self.loss(x))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        self.noting.note("configure_optimizers", self.trainer)
+        batch = self.trainer.fit_loop._data_source.instance.batch_size * self.trainer.world_size
+        return torch.optim.SGD(self.parameters(), 0.01 * batch, momentum=0.9)
+
+
+for _hook in HOOKS:
+    setattr(Contrastive, _hook, lambda self, *_, hook=_hook: self.noting.note(hook, self.trainer))
+
+
+def fitted(strategy: MakeStrategy | None, readers: int) -> Any:
+    noting = Noting()
+    module, random = Contrastive(noting), torch.Generator().manual_seed(1)
+    data = DataLoader(torch.randn(24, 8, generator=random).double(), 8 // readers)
+    run = trainer(made(strategy), callbacks=[noting], max_epochs=2, precision="64-true", gradient_clip_val=0.5)
+    run.fit(module, data, data)
+    mine = getattr(run.strategy, "data_parallel_size", 1), getattr(run.strategy, "data_parallel_rank", 0)
+    after = dist.get_world_size() if dist.is_initialized() else 1
+    return module.state_dict(), float(run.callback_metrics["val"]), noting.worlds, mine, after
+
+
+LAYOUTS: list[tuple[int, int, Any]] = [
+    (2, 1, partial(TensorParallelStrategy, 2)),
+    (2, 1, partial(PipelineParallelStrategy, 2)),
+    (4, 2, partial(HybridStrategy, PipelineParallel(2, microbatches=1), Zero(2, stage=1))),
+    (4, 2, partial(HybridStrategy, TensorParallel(2), Zero(2, stage=3))),
+]
+
+
+@pytest.mark.parametrize(("ranks", "readers", "strategy"), LAYOUTS)
+def test_a_loss_that_gathers_and_a_rate_that_grows_with_the_world_are_one_devices(
+    ranks: int, readers: int, strategy: MakeStrategy
+) -> None:
+    expected = begun_on_one(fitted, None, 1)
+    got = run_on_ranks(ranks, fitted, strategy, readers)
+    assert sorted(run[3] for run in got) == sorted(
+        [(readers, reader) for reader in range(readers)] * (ranks // readers)
+    )
+    for rank, (weights, val, worlds, (_, reader), after) in enumerate(got):
+        assert worlds == dict.fromkeys((*STEPS, *HOOKS, "callback"), (readers, reader, readers))
+        assert after == ranks
+        compare_weights(expected.result()[0], weights, 1e-9, where=f"rank {rank}: ")
+        assert val == pytest.approx(expected.result()[1], rel=1e-9)
