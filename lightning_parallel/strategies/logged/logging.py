@@ -100,7 +100,7 @@ class StepLog:
         self.multiples = Multiples()
         self._may_leave = is_overridden("on_train_batch_start", module)  # by returning -1
         self._log = module.log
-        self._metrics = MetricsOfRun(module, group)
+        self._metrics = MetricsOfRun(module, group, lambda: self._inside_step)
         module.__dict__["log"] = self
 
     @property
@@ -181,6 +181,10 @@ class StepLog:
             at_most_on_step(
                 result.value, [r for r in (self._module.trainer._results or {}).values() if not r.is_tensor]
             )
+            batch_value = result.value._forward_cache
+            if result.meta.on_step and isinstance(batch_value, Tensor) and batch_value.requires_grad:  # of this rank
+                (mean,) = self._sent([batch_value.detach() * (self._share / self._ranks)], "mean")()
+                result._forward_cache = mean.to(batch_value)
         if self._inside_step:
             count_as_exactly(result)
             seen, own = self._elsewhere or (self._seen_of(result, counted), ())

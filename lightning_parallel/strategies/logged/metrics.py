@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -28,13 +28,17 @@ class MetricsOfRun:
     Args:
         module: the user's.
         group: the ranks.
+        in_step: whether a step of the user's is running.
     """
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup) -> None:
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup, in_step: Callable[[], bool]) -> None:
         self.all = [metric for metric in module.modules() if isinstance(metric, Metric)]
         self._collections = [each for each in module.modules() if isinstance(each, MetricCollection)]
-        self._own_groups = [(metric, metric.process_group, metric.dist_sync_on_step) for metric in self.all]
+        self._own = [
+            (each, each.process_group, each.dist_sync_on_step, each.distributed_available_fn) for each in self.all
+        ]
         for metric in self.all:
+            metric.distributed_available_fn = SyncWithoutGraph(metric, in_step)
             metric.process_group = None if group.size() == dist.get_world_size() else group
             metric.dist_sync_on_step = True  # until `log` says that nobody asks for its step values
         for collection in self._collections if group.size() > 1 else ():
@@ -42,10 +46,39 @@ class MetricsOfRun:
 
     def close(self) -> None:
         """Gives metrics their own groups back."""
-        for metric, group, on_step in self._own_groups:
-            metric.process_group, metric.dist_sync_on_step = group, on_step
+        for metric, *own in self._own:
+            metric.process_group, metric.dist_sync_on_step, metric.distributed_available_fn = own
         for collection in self._collections:
             vars(collection).pop("_equal_metric_states", None)
+
+
+class SyncWithoutGraph:
+    """Tells a metric whether to combine its states over the ranks: not where its value may be a loss.
+
+    torchmetrics gathers the states of other ranks without their graphs: the gradient of a loss that is a metric would
+    be divided by the number of ranks. In a step, a value with a graph is computed from the states of this rank, as
+    every other loss is; `self.log` combines what is logged of it.
+
+    Args:
+        metric: asks as its `distributed_available_fn`.
+        in_step: whether a step of the user's is running.
+    """
+
+    def __init__(self, metric: Metric, in_step: Callable[[], bool]) -> None:
+        self._metric, self._in_step, self._own = metric, in_step, metric.distributed_available_fn
+
+    def __call__(self) -> bool:  # noqa: D102
+        is_loss = self._in_step() and torch.is_grad_enabled() and _has_graph(self._metric)
+        return bool(self._own()) and not is_loss
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the metric, which callbacks make, asks as torchmetrics does."""
+        return self._own
+
+
+def _has_graph(metric: Metric) -> bool:
+    states = pytree.tree_leaves([getattr(metric, name) for name in metric._defaults])
+    return any(isinstance(state, Tensor) and state.requires_grad for state in states)
 
 
 class AlikeOnAll:
@@ -106,20 +139,28 @@ class Uncounted:
     """
 
     def __init__(self, metric: Metric) -> None:
-        self._metric = metric
+        self._metric, self._before, self._was_loss = metric, _states(metric), False
         self._update = metric.__dict__["update"]
         metric.__dict__["update"] = self.update
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Runs the metric's own update and takes back what it did."""
-        before = {name: _copied(getattr(self._metric, name)) for name in self._metric._defaults}
+        """Runs the metric's own update and takes back what it did, a loss' only in `close`: it needs its samples."""
+        before = _states(self._metric)
         self._update(*args, **kwargs)
+        if _has_graph(self._metric):
+            self._was_loss = True
+        else:
+            self._take_back(before)
+
+    def _take_back(self, before: dict[str, Any]) -> None:
         for name, state in before.items():
             setattr(self._metric, name, _emptied(state, getattr(self._metric, name)))
 
     def close(self) -> None:
         """Gives the metric its own update back."""
         self._metric.__dict__["update"] = self._update
+        if self._was_loss:
+            self._take_back(self._before)
 
 
 def _copied(state: Any) -> Any:
@@ -217,9 +258,12 @@ class BatchMetric:
         self._metric.dist_sync_on_step = self._syncs
 
 
+def _states(metric: Metric) -> dict[str, Any]:
+    return {name: _copied(getattr(metric, name)) for name in metric._defaults}
+
+
 def _everything(metric: Metric) -> dict[str, Any]:
-    states = {name: _copied(getattr(metric, name)) for name in metric._defaults}
-    return {**states, "_update_count": metric._update_count, "_computed": metric._computed}
+    return {**_states(metric), "_update_count": metric._update_count, "_computed": metric._computed}
 
 
 def _hold(metric: Metric, held: dict[str, Any]) -> None:
