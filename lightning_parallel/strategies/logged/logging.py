@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ from lightning_parallel.strategies.logged.kept.values import KeptValues
 from lightning_parallel.strategies.logged.kind_watch import KindWatch
 from lightning_parallel.strategies.logged.kinds import Kind
 from lightning_parallel.strategies.logged.known_kinds import Kinds
-from lightning_parallel.strategies.logged.metrics import MetricsOfRun, Uncounted, at_most_on_step
+from lightning_parallel.strategies.logged.metrics import MetricsOfRun, at_most_on_step
 from lightning_parallel.strategies.logged.multiples import Counted, Multiples
 from lightning_parallel.strategies.logged.reductions import Reductions, SeenKind, is_compiled
 from lightning_parallel.strategies.logged.step_values import (
@@ -124,6 +124,7 @@ class StepLog:
         """`LightningModule.log` with `sync_dist=True`, except that step values wait for `reduce_step`."""
         options = {**options_of(args, kwargs), "sync_dist": True}
         value = value.full_tensor() if isinstance(value, DTensor) else value
+        value = self._metrics.of_all_ranks(value)
         if self._divert is not None:
             require_reduction(name, options)
             return self._divert(name, value, options)
@@ -181,10 +182,7 @@ class StepLog:
             at_most_on_step(
                 result.value, [r for r in (self._module.trainer._results or {}).values() if not r.is_tensor]
             )
-            batch_value = result.value._forward_cache
-            if result.meta.on_step and isinstance(batch_value, Tensor) and batch_value.requires_grad:  # of this rank
-                (mean,) = self._sent([batch_value.detach() * (self._share / self._ranks)], "mean")()
-                result._forward_cache = mean.to(batch_value)
+            result._forward_cache = self._metrics.of_all_ranks(result._forward_cache)
         if self._inside_step:
             count_as_exactly(result)
             seen, own = self._elsewhere or (self._seen_of(result, counted), ())
@@ -255,20 +253,16 @@ class StepLog:
             Comparison((-4, 0, 0, 0), NOTHING, self._host, self._content).finish(lambda: BEGUN, str)
         self._inside_step = True
         self.means, self._sums = Means() if self._ranks > 1 else None, None
-        watched = list(self._counted_by(share))
         try:
-            yield
+            with ExitStack() as counted:
+                for metric in self._metrics.all if share != 1.0 else ():
+                    if share == 0.0:
+                        counted.enter_context(self._metrics.uncounted(metric))
+                    elif isinstance(metric, MeanMetric):
+                        counted.callback(Shared(metric, share).close)
+                yield
         finally:
             self._inside_step = False
-            for metric in watched:
-                metric.close()
-
-    def _counted_by(self, share: float) -> Iterator[Uncounted | Shared]:
-        for metric in self._metrics.all if share != 1.0 else ():
-            if share == 0.0:
-                yield Uncounted(metric)
-            elif isinstance(metric, MeanMetric):
-                yield Shared(metric, share)
 
     def reduce_step(self, share: float, output: Any) -> None:
         """Starts to reduce the step values that the user's step logged; `settle` puts them in place.

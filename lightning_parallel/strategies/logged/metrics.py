@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -34,46 +35,83 @@ class MetricsOfRun:
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, in_step: Callable[[], bool]) -> None:
         self.all = [metric for metric in module.modules() if isinstance(metric, Metric)]
         self._collections = [each for each in module.modules() if isinstance(each, MetricCollection)]
-        self._own = [
-            (each, each.process_group, each.dist_sync_on_step, each.distributed_available_fn) for each in self.all
-        ]
+        self._own_groups = [(metric, metric.process_group, metric.dist_sync_on_step) for metric in self.all]
+        # a composition computes its value from other metrics
+        computing = [metric for metric in self.all if group.size() > 1 and "compute" in vars(metric)]
+        self._losses = {id(metric): LossMetric(metric, in_step) for metric in computing}
         for metric in self.all:
-            metric.distributed_available_fn = SyncWithoutGraph(metric, in_step)
             metric.process_group = None if group.size() == dist.get_world_size() else group
             metric.dist_sync_on_step = True  # until `log` says that nobody asks for its step values
         for collection in self._collections if group.size() > 1 else ():
             vars(collection)["_equal_metric_states"] = AlikeOnAll(group)
 
+    def of_all_ranks(self, value: Any) -> Any:
+        """Return the value to log: where a metric gave a step a loss of this rank, its value for all ranks."""
+        is_loss = isinstance(value, Tensor) and value.requires_grad
+        found = (loss.of_all_ranks for loss in self._losses.values() if is_loss and loss.local is value)
+        return next(found, value)
+
+    @contextmanager
+    def uncounted(self, metric: Metric) -> Iterator[None]:
+        """Let the updates of a step leave the metric as it is; the value that the step gets is of its samples."""
+        uncounted, loss = Uncounted(metric), self._losses.get(id(metric))
+        if loss is not None:
+            loss.uncounted = uncounted
+        try:
+            yield
+        finally:
+            uncounted.close()
+            if loss is not None:
+                loss.uncounted = None
+
     def close(self) -> None:
         """Gives metrics their own groups back."""
-        for metric, *own in self._own:
-            metric.process_group, metric.dist_sync_on_step, metric.distributed_available_fn = own
+        for loss in self._losses.values():
+            loss.close()
+        for metric, group, on_step in self._own_groups:
+            metric.process_group, metric.dist_sync_on_step = group, on_step
         for collection in self._collections:
             vars(collection).pop("_equal_metric_states", None)
 
 
-class SyncWithoutGraph:
-    """Tells a metric whether to combine its states over the ranks: not where its value may be a loss.
+class LossMetric:
+    """Until `close`, a metric gives a step the value of this rank where it has a graph, and `log` that of all ranks.
 
     torchmetrics gathers the states of other ranks without their graphs: the gradient of a loss that is a metric would
-    be divided by the number of ranks. In a step, a value with a graph is computed from the states of this rank, as
-    every other loss is; `self.log` combines what is logged of it.
+    be divided by the number of ranks. A loss is of this rank's samples, as every other loss is.
 
     Args:
-        metric: asks as its `distributed_available_fn`.
+        metric: the user's.
         in_step: whether a step of the user's is running.
     """
 
     def __init__(self, metric: Metric, in_step: Callable[[], bool]) -> None:
-        self._metric, self._in_step, self._own = metric, in_step, metric.distributed_available_fn
+        self._metric, self._in_step, self._compute = metric, in_step, vars(metric)["compute"]
+        self.local: Any = None
+        self.of_all_ranks: Any = None
+        self.uncounted: Uncounted | None = None
+        vars(metric)["compute"] = self.compute
 
-    def __call__(self) -> bool:  # noqa: D102
-        is_loss = self._in_step() and torch.is_grad_enabled() and _has_graph(self._metric)
-        return bool(self._own()) and not is_loss
+    def compute(self, *args: Any, **kwargs: Any) -> Any:
+        """Computes the metric's value for all ranks, and where the step may differentiate it also that of this rank."""
+        metric = self._metric
+        if not (self._in_step() and torch.is_grad_enabled() and metric._to_sync and _has_graph(metric)):
+            return self._compute(*args, **kwargs)
+        metric._to_sync = False
+        local = self._compute(*args, **kwargs)
+        metric._to_sync, metric._computed = True, None
+        if self.uncounted is not None:
+            self.uncounted.take_back()  # samples that another rank counts are part of this rank's loss only
+        with torch.no_grad():
+            of_all_ranks = self._compute(*args, **kwargs)
+        if not any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves(local)):
+            return of_all_ranks
+        metric._computed, self.local, self.of_all_ranks = None, local, of_all_ranks
+        return local
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of the metric, which callbacks make, asks as torchmetrics does."""
-        return self._own
+    def close(self) -> None:
+        """Gives the metric its own compute back."""
+        vars(self._metric)["compute"] = self._compute
 
 
 def _has_graph(metric: Metric) -> bool:
@@ -140,19 +178,24 @@ class Uncounted:
 
     def __init__(self, metric: Metric) -> None:
         self._metric, self._before, self._was_loss = metric, _states(metric), False
+        self._before_update = self._before
         self._update = metric.__dict__["update"]
         metric.__dict__["update"] = self.update
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Runs the metric's own update and takes back what it did, a loss' only in `close`: it needs its samples."""
-        before = _states(self._metric)
+        self._before_update = _states(self._metric)
         self._update(*args, **kwargs)
         if _has_graph(self._metric):
             self._was_loss = True
         else:
-            self._take_back(before)
+            self.take_back()
 
-    def _take_back(self, before: dict[str, Any]) -> None:
+    def take_back(self) -> None:
+        """Takes back what the last update did."""
+        self._restore(self._before_update)
+
+    def _restore(self, before: dict[str, Any]) -> None:
         for name, state in before.items():
             setattr(self._metric, name, _emptied(state, getattr(self._metric, name)))
 
@@ -160,7 +203,7 @@ class Uncounted:
         """Gives the metric its own update back."""
         self._metric.__dict__["update"] = self._update
         if self._was_loss:
-            self._take_back(self._before)
+            self._restore(self._before)
 
 
 def _copied(state: Any) -> Any:
@@ -239,7 +282,8 @@ class BatchMetric:
             return self._metric._forward_cache
         metric = self._metric
         metric._to_sync = self._syncs
-        value = metric.compute()
+        with torch.no_grad():  # what is logged, no loss
+            value = metric.compute()
         metric._to_sync = metric.sync_on_compute
         self._add_before()
         return value
