@@ -14,7 +14,7 @@ from typing import IO, cast
 import torch
 
 from lightning_parallel.checkpoint import commit, folder
-from lightning_parallel.checkpoint.damage import Damaged, shortened
+from lightning_parallel.checkpoint.damage import Damaged, reading, shortened
 from lightning_parallel.checkpoint.hub.folder import CONFIG, LARGEST, write
 from lightning_parallel.checkpoint.hub.weights import content_of, weights_of
 from lightning_parallel.checkpoint.manifest import MANIFEST, Manifest, read_manifest
@@ -81,7 +81,8 @@ def consolidate(line: argparse.Namespace) -> None:
 def convert(line: argparse.Namespace) -> None:
     """Makes a Hugging Face folder of a checkpoint whose module wraps one of its models; of a full or sharded one."""
     config = line.config / CONFIG if line.config.is_dir() else line.config
-    weights = weights_of(content_of(line.path), line.prefix)
+    with reading(line.path):
+        weights = weights_of(content_of(line.path), line.prefix)
     write(line.output, weights, json.loads(config.read_text()), line.largest)
     print(f"{line.output} written: {shortened(sorted(weights))}")
 

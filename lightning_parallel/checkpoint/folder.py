@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.checkpoint import manifest as m
-from lightning_parallel.checkpoint.damage import REMEDY, Damaged, shortened
+from lightning_parallel.checkpoint.damage import REMEDY, Damaged, reading, shortened
 from lightning_parallel.checkpoint.hashed import Content, HashedFile, open_plain
 from lightning_parallel.checkpoint.manifest import Manifest, Table
 from lightning_parallel.checkpoint.plain import decoded
@@ -87,7 +87,8 @@ def faults(folder: Path, manifest: Manifest, part: int = 0, of: int = 1) -> list
 def require_whole(folder: Path, said: list[str]) -> None:
     """Raises Damaged if something is wrong with the files of a checkpoint."""
     if said:
-        raise Damaged(f"nothing of the checkpoint {folder} was loaded: {' | '.join(said[:5])}. {REMEDY}")
+        faults = " | ".join(said[:5]).removesuffix(f"; {REMEDY}")
+        raise Damaged(f"nothing of the checkpoint {folder} was loaded: {faults}. {REMEDY}")
 
 
 def read(folder: Path, manifest: Manifest, is_lazy: Callable[[str], bool]) -> Any:
@@ -99,14 +100,15 @@ def read(folder: Path, manifest: Manifest, is_lazy: Callable[[str], bool]) -> An
         is_lazy: whether a tensor of a name stays on the disk until it is used.
     """
     with open(open_plain(folder / m.VALUES), "rb") as file:
-        tree = json.loads(file.read())
+        text = file.read()
     opened = lru_cache(None)(lambda rank: TensorsFile(folder / m.file_of(rank)))
 
     def tensor(name: str) -> Tensor:
         found = _stored(manifest.same.get(name, name), manifest.tensors, opened)
         return found if is_lazy(name) else found.read()
 
-    return decoded(tree, tensor)
+    with reading(folder / m.VALUES):
+        return decoded(json.loads(text), tensor)
 
 
 def _stored(name: str, tensors: Mapping[str, Table], opened: Callable[[int], TensorsFile]) -> StoredTensor:

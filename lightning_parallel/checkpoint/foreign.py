@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_parallel.checkpoint.damage import REMEDY, Damaged
+from lightning_parallel.checkpoint.damage import REMEDY, Damaged, reading
 from lightning_parallel.checkpoint.hashed import open_plain
 from lightning_parallel.checkpoint.manifest import FILE_NAME, MAX_BYTES
 from lightning_parallel.checkpoint.stored import StoredTensor
@@ -80,13 +80,8 @@ class ForeignFolder:
         self.path = path
         with open(open_plain(path / INDEX), "rb") as file:
             data = file.read(MAX_BYTES)
-        try:
-            index = _Restricted(io.BytesIO(data)).load()
-            self._index = self._checked(index)
-        except Damaged as error:
-            raise Damaged(f"{path / INDEX}: {error}") from None
-        except Exception as error:  # whatever a malformed pickle leads to
-            raise Damaged(f"{path / INDEX} is malformed ({type(error).__name__}: {error}); {REMEDY}") from None
+        with reading(path / INDEX):
+            self._index = self._checked(_Restricted(io.BytesIO(data)).load())
 
     def _checked(self, index: Any) -> Metadata:
         from torch.distributed.checkpoint.metadata import Metadata

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import IO, Any
 
 from typing_extensions import Self
 
@@ -120,11 +120,11 @@ def open_plain(path: Path) -> int:
     return descriptor
 
 
-def content_of(path: Path, limit: int | None = None) -> Content:
-    """Reads and hashes a file, or its first bytes."""
-    digest, size = hashlib.sha256(), 0
-    with os.fdopen(open_plain(path), "rb") as file:
-        while part := file.read(CHUNK if limit is None else min(CHUNK, limit - size)):
-            digest.update(part)
-            size += len(part)
-    return Content(size, digest.hexdigest())
+def sha256_of(file: IO[bytes], size: int) -> str:
+    """Hashes the first `size` bytes of an open file."""
+    digest = hashlib.sha256()
+    file.seek(0)
+    while part := file.read(min(CHUNK, size)):
+        digest.update(part)
+        size -= len(part)
+    return digest.hexdigest()

@@ -9,12 +9,12 @@ import os
 import pickle
 import zipfile
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
-from lightning_parallel.checkpoint.damage import REMEDY, Damaged
-from lightning_parallel.checkpoint.hashed import HashedFile, content_of, open_plain
+from lightning_parallel.checkpoint.damage import REMEDY, Damaged, reading
+from lightning_parallel.checkpoint.hashed import HashedFile, open_plain, sha256_of
 
 SEAL = b"lightning_parallel sha256 "
 COMMENT = len(SEAL) + 64
@@ -57,18 +57,20 @@ def require_unchanged(path: Path) -> None:
 
     A file of ours carries a hash of all its bytes; other archives, checksums of their parts.
     """
-    with open(open_plain(Path(os.path.realpath(path))), "rb") as file:
+    with _opened(path) as file:
         size = os.fstat(file.fileno()).st_size
         is_archive = file.read(len(END)).startswith(b"PK")
         file.seek(max(0, size - END_SIZE - 2 ** (8 * LENGTH)))
         last = file.read()
-    comment = last[-COMMENT:]
-    if comment.startswith(SEAL):
-        if content_of(Path(os.path.realpath(path)), size - COMMENT).sha256.encode() != comment[len(SEAL) :]:
+        comment = last[-COMMENT:]
+        sealed = comment.startswith(SEAL)
+        if sealed and sha256_of(file, size - COMMENT).encode() != comment[len(SEAL) :]:
             raise Damaged(f"{path} was changed after it was written: its hash is another; {REMEDY}")
-    elif is_archive and not _ends_as_it_says(last):
+    if sealed:
+        return
+    if is_archive and not _ends_as_it_says(last):
         raise Damaged(f"{path} was changed or cut off after it was written: its end is another; {REMEDY}")
-    elif zipfile.is_zipfile(path) and torch.serialization.get_crc32_options():
+    if zipfile.is_zipfile(path) and torch.serialization.get_crc32_options():
         _require_checksums(path)
 
 
@@ -78,13 +80,20 @@ def load(path: Any, device: Any = "cpu", weights_only: bool = True) -> Any:
     Raises:
         ValueError: it is no checkpoint, or it would have to run code.
     """
-    mapped = zipfile.is_zipfile(path)  # files in torch's first format cannot be
-    try:
-        return torch.load(path, device, mmap=mapped, weights_only=weights_only)
-    except pickle.UnpicklingError as error:
-        raise ValueError(_refused(path, error) if mapped else _broken(path, error)) from None
-    except (RuntimeError, EOFError, KeyError, OSError) as error:
-        raise Damaged(_broken(path, error)) from error
+    with _opened(path) as file:
+        mapped = zipfile.is_zipfile(file)  # files in torch's first format cannot be
+    with reading(path):
+        try:
+            return torch.load(path, device, mmap=mapped, weights_only=weights_only)
+        except pickle.UnpicklingError as error:
+            raise ValueError(_refused(path, error) if mapped else _broken(path, error)) from None
+        except (RuntimeError, EOFError, KeyError, OSError) as error:
+            raise Damaged(_broken(path, error)) from error
+
+
+def _opened(path: Any) -> IO[bytes]:
+    """A file to which links may lead; a pipe or a device, of which a read has no end, is refused."""
+    return open(open_plain(Path(os.path.realpath(path))), "rb")
 
 
 def require_readable(path: Path) -> None:
@@ -123,7 +132,7 @@ def _require_checksums(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()
-    except (zipfile.BadZipFile, EOFError, OSError, RuntimeError, NotImplementedError, ValueError) as error:
-        raise Damaged(f"{path} is no checkpoint, or was cut off; take an earlier one ({error})") from None
+    except Exception as error:  # a damaged archive leads to many kinds
+        raise Damaged(_broken(path, error)) from None
     if broken is not None:
         raise Damaged(f"{path} was changed after it was written: {broken} in it has another checksum; {REMEDY}")

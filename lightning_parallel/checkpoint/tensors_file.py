@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_parallel.checkpoint.damage import Damaged
+from lightning_parallel.checkpoint.damage import Damaged, reading
 from lightning_parallel.checkpoint.hashed import Content, HashedFile, open_plain
 
 DTYPES: dict[str, torch.dtype] = {
@@ -95,11 +95,9 @@ class TensorsFile:
         if length > min(size - 8, MAX_HEADER):
             raise Damaged(f"{path} has {size} bytes, fewer than its header announces")
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)[8 + length :]
-        try:
+        with reading(path):
             header = json.loads(self._map[8 : 8 + length])
             self.entries = {name: self._entry(name, it) for name, it in header.items() if name != "__metadata__"}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise Damaged(f"{path} has a header that cannot be read ({error})") from None
 
     def _entry(self, name: str, content: Any) -> Entry:
         (start, stop), shape, dtype = content["data_offsets"], tuple(content["shape"]), DTYPES[content["dtype"]]

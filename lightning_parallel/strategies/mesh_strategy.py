@@ -134,7 +134,7 @@ class MeshStrategy(RankStrategy):
 
     def _adopt_trainer(self, trainer: Trainer) -> None:
         adopted = self._adopted = Adoption(trainer)
-        adopted.link_checkpoints_by(self._saves().link)
+        adopted.save_checkpoints_by(self._saves())
         if not self.is_distributed:
             adopted.be_silent_on_syncing()
             return
@@ -221,6 +221,7 @@ class MeshStrategy(RankStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's own, on this rank's part of the batch."""
+        self._saves().count_step()
         self._stored.take()
         module = self._module()
         run = self._stored.in_step(module) if self._shows_groups else module.training_step
@@ -344,7 +345,7 @@ class MeshStrategy(RankStrategy):
         """See `RankStrategy.load_checkpoint`; there is no module where a file is read without a run."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
         fitting = self.lightning_module is not None and self._module().trainer.state.fn == TrainerFn.FITTING
-        self._resumption.loaded(checkpoint, fitting, self.global_rank)
+        self._resumption.loaded(checkpoint, checkpoint_path, fitting, self.global_rank)
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -280,7 +280,7 @@ class RankStrategy(ParallelStrategy):
     def checkpoint_io(self) -> CheckpointIO:
         """The user's, or one that writes atomically."""
         if self._checkpoint_io is None:
-            self._checkpoint_io = AtomicCheckpointIO()
+            self._checkpoint_io = AtomicCheckpointIO(warns=not self._checkpoints.trust_code)
         return super().checkpoint_io
 
     @checkpoint_io.setter
@@ -289,12 +289,11 @@ class RankStrategy(ParallelStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Every rank opens what rank 0 chose, and nothing of it is used before all of it is verified."""
-        if self._saver is not None:
-            self._saver.wait()
-        torch.cuda.empty_cache()
         path = self.broadcast(checkpoint_path)
-        checkpoint: dict[str, Any] = load(path, self._checkpoints, self.checkpoint_io, weights_only, self._control)
-        return checkpoint
+        if self._saver is not None:
+            self._saver.wait_to_read(path)
+        torch.cuda.empty_cache()
+        return load(path, self._checkpoints, self.checkpoint_io, weights_only, self._control)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Rank 0 removes it, once what is being saved is saved."""
@@ -329,6 +328,7 @@ class RankStrategy(ParallelStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """This rank failed. Where others did not, nobody may wait for it, and nobody it launched may stay behind."""
         note(exception, "" if self._watchdog is None else self._watchdog.stop(), behind := self._last_words())
+        note(exception, "" if self._saver is None else self._saver.said_of_read(exception))
         lightnings.take_patches_back()
         mine = Failure(self.global_rank, said_of(exception))
         told = mine if self._failures is None else self._failures.end(exception, self._begun)

@@ -37,6 +37,7 @@ def test_files_that_hold_no_model_are_not_converted(tmp_path: Path) -> None:
         ({"weight": torch.ones(2)}, r"holds weight, and no state_dict"),
         (torch.ones(2), r"holds no tensors, and no state_dict"),
         ({"state_dict": {}, "hyper_parameters": Path("code")}, r"holds what only code could bring back"),
+        ({"state_dict": {1: torch.ones(2)}}, r"error: .*one.ckpt cannot be read as a checkpoint \(AttributeError: "),
     ]:
         torch.save(content, tmp_path / "one.ckpt")
         with pytest.raises(SystemExit, match=said):

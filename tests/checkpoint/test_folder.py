@@ -1,9 +1,12 @@
 """A folder is read as it was written, or refused by name; nothing in it is trusted."""
 
+import hashlib
 import json
+import os
 import random
 import shutil
 from collections import Counter, OrderedDict, defaultdict
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -14,7 +17,8 @@ from safetensors import safe_open
 from torch import nn
 
 from lightning_parallel.checkpoint.damage import Damaged
-from lightning_parallel.checkpoint.manifest import MANIFEST, VALUES, read_manifest, write_manifest
+from lightning_parallel.checkpoint.folder import faults
+from lightning_parallel.checkpoint.manifest import MANIFEST, VALUES, file_of, read_manifest, write_manifest
 from lightning_parallel.checkpoint.plain import NotPlain, decoded, encoded
 from lightning_parallel.checkpoint.shares import Offer, shared_out
 from lightning_parallel.checkpoint.tensors_file import TensorsFile
@@ -111,6 +115,16 @@ def test_messages_name_file_rank_and_tensors(written: Path, tmp_path: Path) -> N
     )
     with pytest.raises(Damaged, match=said):
         load(copy)
+
+
+def test_a_file_of_another_size_is_not_hashed(written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have terabytes, and take none on the disk."""
+    shutil.copytree(written, copy := tmp_path / "copy.ckpt")
+    os.truncate(copy / "rank-00001.safetensors", 2**41)
+    manifest = read_manifest(copy)
+    monkeypatch.setattr(hashlib, "sha256", lambda: pytest.fail("it is hashed"))
+    (fault,) = faults(copy, replace(manifest, files={file_of(1): manifest.files[file_of(1)]}))
+    assert f"rank-00001.safetensors has {2**41} bytes of" in fault
 
 
 def test_files_of_two_checkpoints_do_not_mix(tmp_path: Path) -> None:

@@ -7,9 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
@@ -182,6 +184,44 @@ def stop_twice() -> None:
 
 def test_a_run_resumed_after_an_epoch_writes_checkpoints_that_resume_within_the_next() -> None:
     run_on_ranks(1, stop_twice)
+
+
+class Killed(Exception):  # noqa: N818
+    pass
+
+
+class KillAfter(Callback):
+    """Stands for a SIGKILL after some batches."""
+
+    def __init__(self, batches: int) -> None:
+        self.left = batches
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if self.left == 0:
+            raise Killed
+        self.left -= 1
+
+
+def killed_within_an_accumulation() -> None:
+    """The step of the checkpoint is not saved again, without the gradients of the batch that came after it."""
+    warnings.filterwarnings("ignore", ".*exists and is not empty")
+    folder = Path(os.environ["RANKS_SCRATCH"], "often")
+    save = {"enable_checkpointing": True}
+
+    def often() -> ModelCheckpoint:
+        return ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+
+    whole = fit(HybridStrategy(), 2, 0, callbacks=[often()], **save)
+    before = (folder / "step=2.ckpt").read_bytes()
+    with pytest.raises(Killed):
+        fit(HybridStrategy(), 2, 0, folder / "step=2.ckpt", callbacks=[often(), KillAfter(1)], **save)
+    assert (folder / "step=2.ckpt").read_bytes() == before
+    rest = fit(HybridStrategy(), 2, 0, folder / "step=2.ckpt", callbacks=[often()], **save)
+    assert all(torch.equal(value, rest.state_dict()[name]) for name, value in whole.state_dict().items())
+
+
+def test_a_run_killed_within_the_accumulation_after_its_checkpoint_goes_on_from_the_same() -> None:
+    run_on_ranks(1, killed_within_an_accumulation)
 
 
 def test_resumed_runs_are_identical_with_loader_workers() -> None:

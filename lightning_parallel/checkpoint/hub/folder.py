@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_parallel.checkpoint import commit
-from lightning_parallel.checkpoint.damage import REMEDY, Damaged
+from lightning_parallel.checkpoint.damage import REMEDY, Damaged, reading
 from lightning_parallel.checkpoint.hashed import HashedFile, open_plain
 from lightning_parallel.checkpoint.manifest import FILE_NAME, MAX_BYTES
 from lightning_parallel.checkpoint.stored import StoredTensor, all_of
@@ -83,10 +83,8 @@ def _places(path: Path) -> dict[str, str]:
 def _json(path: Path) -> dict[str, Any]:
     with open(open_plain(path), "rb") as file:
         data = file.read(MAX_BYTES)
-    try:
+    with reading(path):
         found = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise Damaged(f"{path} cannot be read ({error}); {REMEDY}") from None
     if not isinstance(found, dict):
         raise Damaged(f"{path} holds a {type(found).__name__}, and no table; {REMEDY}")
     return found

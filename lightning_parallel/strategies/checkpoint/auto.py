@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_parallel.checkpoint import commit, folder
-from lightning_parallel.checkpoint.damage import Damaged
+from lightning_parallel.checkpoint.damage import Damaged, reading
 from lightning_parallel.checkpoint.foreign import ForeignFolder, is_foreign
 from lightning_parallel.checkpoint.hub.folder import is_hub_folder
 from lightning_parallel.checkpoint.manifest import read_manifest
@@ -88,12 +88,14 @@ def _newest(folders: Sequence[Path]) -> str | None:
     skipped: list[str] = []
     for path in _checkpoints_in(folders):
         try:
-            candidates.append(_opened(path))
+            with reading(path):
+                candidates.append(_opened(path))
         except (ValueError, OSError) as error:
             skipped += [] if path.name.startswith(".") else [str(error)]
     for candidate in sorted(candidates, reverse=True):
         try:
-            _verify(candidate.path)
+            with reading(candidate.path):
+                _verify(candidate.path)
         except (Damaged, OSError) as error:
             skipped.append(str(error))
             continue
@@ -110,10 +112,10 @@ def _newest(folders: Sequence[Path]) -> str | None:
 
 
 def _checkpoints_in(folders: Sequence[Path]) -> Iterator[Path]:
-    """Everything there that is meant to be a checkpoint, once, whatever links lead to it."""
+    """Everything there that is meant to be a checkpoint, once, by its own name rather than that of a link to it."""
     seen: set[str] = set()
     for each in folders:
-        for path in sorted(each.iterdir()) if each.is_dir() else ():
+        for path in sorted(each.iterdir(), key=lambda it: (it.is_symlink(), it)) if each.is_dir() else ():
             meant = (
                 folder.is_folder(path) or is_foreign(path) or (path.suffix == ".ckpt" and not path.name.startswith("."))
             )

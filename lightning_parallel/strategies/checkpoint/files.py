@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -11,16 +12,19 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning_parallel.checkpoint import commit
 from lightning_parallel.checkpoint.sealed import SealedFile, load, require_unchanged
 
+log = logging.getLogger(__name__)
+
 
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Lightning's own reader and writer, whose files appear whole or not at all, also after a power failure.
 
     Args:
         verifies: whether a file that is read must be as it was written.
+        warns: whether the first save warns of objects that a reader which runs no code refuses.
     """
 
-    def __init__(self, verifies: bool = True) -> None:
-        self._verifies = verifies
+    def __init__(self, verifies: bool = True, warns: bool = True) -> None:
+        self._verifies, self._warns = verifies, warns
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
         """Writes beside the path, flushes to disk, then renames. Remote paths are written as Lightning does."""
@@ -29,6 +33,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if storage_options is not None:
             raise TypeError("storage_options are for remote paths; pass a checkpoint_io that understands them")
         _write_atomically(checkpoint, Path(path))
+        if self._warns:
+            self._warns = False
+            _warn_of_code(path)
         return None
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
@@ -54,6 +61,19 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             super().remove_checkpoint(path)
         else:
             commit.remove(Path(path))
+
+
+def _warn_of_code(path: Any) -> None:
+    """Names the classes, such as `pathlib.PosixPath`, for which torch's reader of weights refuses a file."""
+    if classes := torch.serialization.get_unsafe_globals_in_checkpoint(path):
+        log.warning(
+            "%s holds objects that are no plain values (%s), in its hyperparameters or elsewhere: this run and "
+            "load_from_checkpoint refuse to read it back. Leave them out with save_hyperparameters(ignore=[...]), save "
+            "numbers, strings, lists and dictionaries in their place, or pass trust_checkpoint_code=True to the "
+            "strategy, by which reading a checkpoint may run code",
+            path,
+            ", ".join(classes),
+        )
 
 
 def _write_atomically(checkpoint: dict[str, Any], target: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 
 from lightning_parallel.checkpoint import folder
-from lightning_parallel.checkpoint.damage import Damaged
+from lightning_parallel.checkpoint.damage import REMEDY, Damaged, reading
 from lightning_parallel.checkpoint.foreign import ForeignFolder, is_foreign
 from lightning_parallel.checkpoint.hub.folder import is_hub_folder
 from lightning_parallel.checkpoint.hub.folder import read as read_hub
@@ -28,7 +27,9 @@ T = TypeVar("T")
 FORCE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
 
 
-def load(path: Any, options: CheckpointOptions, io: CheckpointIO, weights_only: bool | None, host: Any) -> Any:
+def load(
+    path: Any, options: CheckpointOptions, io: CheckpointIO, weights_only: bool | None, host: Any
+) -> dict[str, Any]:
     """Reads a checkpoint, verified before anything of it is used. All ranks call.
 
     Args:
@@ -44,13 +45,18 @@ def load(path: Any, options: CheckpointOptions, io: CheckpointIO, weights_only: 
     safe = _is_safe(options, weights_only)
     local = None if "://" in str(path) else Path(path)
     if local is not None and folder.is_folder(local):
-        return _read_folder(local, host)
-    if local is not None and is_hub_folder(local):
-        return as_checkpoint(_agreed(local, lambda: read_hub(local), host))
-    foreign = local is not None and is_foreign(local)
-    found = _read_foreign(Path(path), host) if foreign else io.load_checkpoint(path, weights_only=safe)
-    if "optimizer_states" in found:
-        found["optimizer_states"] = [stock.numbered(state) for state in found["optimizer_states"]]
+        found = _read_folder(local, host)
+    elif local is not None and is_hub_folder(local):
+        found = as_checkpoint(_agreed(local, lambda: read_hub(local), host))
+    elif local is not None and is_foreign(local):
+        found = _read_foreign(local, host)
+    else:
+        found = io.load_checkpoint(path, weights_only=safe)
+    with reading(path):
+        if not isinstance(found, dict):
+            raise Damaged(f"it holds a {type(found).__name__}, and a checkpoint is a dictionary; {REMEDY}")
+        if "optimizer_states" in found:
+            found["optimizer_states"] = [stock.numbered(state) for state in found["optimizer_states"]]
     return found
 
 
@@ -74,7 +80,7 @@ def _read_folder(path: Path, host: dist.ProcessGroup | None) -> Any:
     rank, ranks = (0, 1) if host is None else (host.rank(), host.size())
     manifest = _agreed(path, lambda: read_manifest(path), host)
     _require_whole(path, lambda: folder.faults(path, manifest, rank, ranks), host)
-    return folder.read(path, manifest, is_divided)
+    return _agreed(path, lambda: folder.read(path, manifest, is_divided), host)
 
 
 def _read_foreign(path: Path, host: dist.ProcessGroup | None) -> Any:
@@ -91,8 +97,9 @@ def _agreed(path: Path, read: Callable[[], T], host: dist.ProcessGroup | None) -
 
     def look() -> list[str]:
         try:
-            found.append(read())
-        except (Damaged, OSError, pickle.UnpicklingError) as error:
+            with reading(path):
+                found.append(read())
+        except (Damaged, OSError) as error:
             said.append(str(error))
         return said
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 
+from lightning_parallel.checkpoint.damage import reading
 from lightning_parallel.strategies.checkpoint.whole import put_positions_back, set_positions_aside
 from lightning_parallel.strategies.data.loaders import resume
 from lightning_parallel.strategies.data.randomness import (
@@ -18,7 +19,7 @@ from lightning_parallel.strategies.data.randomness import (
     kept_randomness,
 )
 from lightning_parallel.strategies.ranks.agreement import gather_objects
-from lightning_parallel.strategies.trainer.lightnings import loaders_left_to_validate
+from lightning_parallel.strategies.trainer.lightnings import count_as_saved, loaders_left_to_validate
 from lightning_parallel.techniques.step import Step
 
 FINDINGS = "lightning_parallel_findings"
@@ -49,18 +50,20 @@ class Resumption:
         checkpoint[FINDINGS] = sorted(frozenset().union(*(findings for _, findings in said)))
         set_positions_aside(checkpoint)
 
-    def loaded(self, checkpoint: dict[str, Any], fitting: bool, rank: int) -> None:
+    def loaded(self, checkpoint: dict[str, Any], path: Any, fitting: bool, rank: int) -> None:
         """A checkpoint has been read, by which the trainer's loops will stand where they stood."""
-        put_positions_back(checkpoint)
         self._resumes = fitting and not self.wrote and "loops" in checkpoint  # not from weights alone
-        self._random = kept_randomness(checkpoint, rank) if self._resumes else None
-        self._findings = frozenset(checkpoint.get(FINDINGS, ()) if self._resumes else ())
+        with reading(path):
+            put_positions_back(checkpoint)
+            self._random = kept_randomness(checkpoint, rank) if self._resumes else None
+            self._findings = frozenset(checkpoint.get(FINDINGS, ()) if self._resumes else ())
 
     def begin(self, trainer: Trainer, step: Step, reader: int, host: dist.ProcessGroup) -> None:
         """The loops are about to run. All ranks must call; see `decorrelate`."""
         step.recall(self._findings)
         self._restore(trainer, reader, host)
         if self._resumes:
+            count_as_saved(trainer)
             resume(trainer.fit_loop)
 
     def begin_training(self, trainer: Trainer, reader: int, host: dist.ProcessGroup) -> None:

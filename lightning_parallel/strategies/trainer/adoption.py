@@ -13,6 +13,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
+from lightning_parallel.strategies.checkpoint.saver import Saver
 from lightning_parallel.strategies.data.randomness import RandomState
 from lightning_parallel.strategies.ranks.signals import Signals
 from lightning_parallel.strategies.trainer import lightnings
@@ -48,12 +49,13 @@ class Adoption:
         lightnings.callbacks_of(self._trainer).insert(0, callback)
         self._back.callback(self._dismiss, callback)
 
-    def link_checkpoints_by(self, link: Callable[[str, str], None]) -> None:
-        """Has links to last checkpoints made by somebody who lets no moment pass without one."""
-        for callback in self._trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint):
-                lightnings.link_by(callback, link)
-                self._back.callback(lightnings.link_itself, callback)
+    def save_checkpoints_by(self, saver: Saver) -> None:
+        """Has the saver make links to last checkpoints, and know the callbacks whose checkpoints it removes."""
+        found = self._trainer.checkpoint_callbacks
+        saver.callbacks = [callback for callback in found if isinstance(callback, ModelCheckpoint)]
+        for callback in saver.callbacks:
+            lightnings.link_by(callback, saver.link)
+            self._back.callback(lightnings.link_itself, callback)
 
     def _dismiss(self, callback: Callback) -> None:
         with suppress(ValueError):  # another list stands in the place of that one

@@ -79,6 +79,16 @@ def link_itself(callback: ModelCheckpoint) -> None:
     vars(callback).pop("_link_checkpoint", None)
 
 
+def count_as_saved(trainer: Trainer) -> None:
+    """Tells every ModelCheckpoint that saves between batches that the present step is saved: the run resumes from it.
+
+    A new ModelCheckpoint would save step 3 again after the next batch, within an accumulation, over the one of step 3.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and not callback.every_n_epochs:
+            callback._last_global_step_saved = trainer.global_step
+
+
 def wrapped_optimizers(strategy: Strategy) -> list[LightningOptimizer]:
     """What Lightning gives users for optimizers, made anew where these are set: their classes inherit from theirs."""
     return strategy._lightning_optimizers
