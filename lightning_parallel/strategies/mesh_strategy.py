@@ -122,6 +122,7 @@ class MeshStrategy(RankStrategy):
             self._buffers = Buffers(module, self._whole.readers, self._host_group())
         if fitting:
             self.setup_optimizers(trainer)
+        self._whole.beside.tell_of_others()
         self.setup_precision_plugin()
         self._stored.reach_wrappers()
         decorrelate(self.root_device, self._readers().rank, self._host_group())
@@ -164,6 +165,7 @@ class MeshStrategy(RankStrategy):
         """Makes the user's optimizers; where parameters are stored in shards, they step the shards."""
         with self._whole.read():
             super().setup_optimizers(trainer)
+            self._whole.follow_in(self.optimizers)
         refusals.refuse_old_parameters(self.optimizers, self._whole, self._host_group())
         self._stored.take(self._whole.steppable())
 
