@@ -25,7 +25,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from lightning_parallel.arguments import one_of
 from lightning_parallel.collectives.functional import begun_in, hang_up, within_reach
-from lightning_parallel.collectives.samples import of_all
+from lightning_parallel.collectives.samples import rows_of_all
 from lightning_parallel.mesh import Axis, ParallelMesh, resolve_sizes
 from lightning_parallel.strategies.checkpoint.files import AtomicCheckpointIO
 from lightning_parallel.strategies.checkpoint.loader import load
@@ -235,12 +235,12 @@ class RankStrategy(ParallelStrategy):
         return sum(said) == len(said) if all else any(said)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """The tensors of the ranks that hold different samples, unless a smaller group is given."""
+        """The tensors of the ranks that hold different samples, unless a smaller group is given; see `rows_of_all`."""
         if not dist.is_initialized():
             return tensor
         chosen = self._mesh().data.get_group() if group is None or group is dist.group.WORLD else group
         with nullcontext() if sync_grads else torch.no_grad():
-            return of_all(within_reach(tensor, chosen), chosen).to(tensor.device)
+            return rows_of_all(within_reach(tensor, chosen), chosen).to(tensor.device)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """An object of one rank, on all ranks."""
