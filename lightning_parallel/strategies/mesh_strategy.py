@@ -8,8 +8,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -23,6 +21,7 @@ from lightning_parallel.strategies.data.loaders import compared, divide
 from lightning_parallel.strategies.data.randomness import decorrelate
 from lightning_parallel.strategies.hooks.shown_hooks import ShownHooks
 from lightning_parallel.strategies.hooks.whole_gradients import AFTER_BACKWARD
+from lightning_parallel.strategies.lightning_package import LightningModule, Trainer, TrainerFn
 from lightning_parallel.strategies.logged.logging import StepLog
 from lightning_parallel.strategies.logged.parts import PartsRun, SeenRun
 from lightning_parallel.strategies.model import start_table

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -10,16 +9,6 @@ from typing import Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.fabric.utilities import rank_zero as fabric_rank_zero
-from lightning.fabric.utilities.distributed import _init_dist_connection
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerStatus
-from lightning.pytorch.utilities import rank_zero
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
@@ -33,6 +22,20 @@ from lightning_parallel.strategies.checkpoint.options import CheckpointOptions, 
 from lightning_parallel.strategies.checkpoint.saver import Saver
 from lightning_parallel.strategies.data.randomness import RandomState
 from lightning_parallel.strategies.data.shares import Readers
+from lightning_parallel.strategies.lightning_package import (
+    Accelerator,
+    Callback,
+    CheckpointIO,
+    ClusterEnvironment,
+    LightningEnvironment,
+    LightningModule,
+    Precision,
+    StrategyOfPackage,
+    TrainerStatus,
+    _init_dist_connection,
+    fabric_rank_zero,
+    rank_zero,
+)
 from lightning_parallel.strategies.logged.sums import reduce_tensor
 from lightning_parallel.strategies.model.nonfinite import Policy
 from lightning_parallel.strategies.ranks.agreement import gather_objects
@@ -52,12 +55,11 @@ from lightning_parallel.strategies.trainer import lightnings
 from lightning_parallel.techniques.technique import Technique
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
 
 StartMethod = Literal["popen", "spawn", "fork"]
 
 
-class RankStrategy(ParallelStrategy):
+class RankStrategy(StrategyOfPackage):
     """The processes of a run and the mesh that they form.
 
     Args:
@@ -114,10 +116,8 @@ class RankStrategy(ParallelStrategy):
         self._meets_in_forward = any(technique.traits.meets_in_forward for technique in self.techniques)
         self._divides_batches = any(technique.traits.divides_batches for technique in self.techniques)
         self.num_nodes = 1
-        self._backend = process_group_backend
-        self._timeout = timeout
-        self._policy: Policy = nonfinite
-        self._start_method: StartMethod = start_method
+        self._backend, self._timeout = process_group_backend, timeout
+        self._policy, self._start_method = nonfinite, start_method
         self.mesh: ParallelMesh | None = None
         self._world: dist.ProcessGroup | None = None
         self._control: dist.ProcessGroup | None = None
@@ -355,8 +355,7 @@ class RankStrategy(ParallelStrategy):
     # ---------------------------------------------------------------- what is there
 
     def _callbacks(self) -> list[Callback]:
-        callbacks: list[Callback] = self._module().trainer.callbacks  # type: ignore[attr-defined]
-        return callbacks
+        return lightnings.callbacks_of(self._module().trainer)
 
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None

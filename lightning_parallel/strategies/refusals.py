@@ -11,20 +11,21 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import (
-    Checkpoint,
-    ModelCheckpoint,
-    ModelPruning,
-    OnExceptionCheckpoint,
-)
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_parallel.mesh import Axis, ParallelMesh
+from lightning_parallel.strategies.lightning_package import (
+    Callback,
+    Checkpoint,
+    LightningModule,
+    ModelCheckpoint,
+    ModelPruning,
+    OnExceptionCheckpoint,
+    is_param_in_hook_signature,
+)
 from lightning_parallel.strategies.ranks.agreement import gather_objects, together
 from lightning_parallel.techniques.gradients.coupled import couples
 from lightning_parallel.techniques.technique import Technique

@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from lightning.pytorch import LightningModule
 from torch import nn
 from torch.jit import ScriptModule
 
 from lightning_parallel.strategies.build.within import MOST_WITHIN, Exchanged, holds, replaced
+from lightning_parallel.strategies.lightning_package import LightningModule
 from lightning_parallel.techniques.step import Run, WrappedRun
 from lightning_parallel.techniques.tools.telling import warn
 

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 
 from lightning_parallel.values import ATOMS, LEAVES
 
-LIBRARIES = ("_thread", "torch", "lightning", "lightning_parallel", "torchmetrics", "builtins", "collections",
-             "transformers")  # fmt: skip
+LIBRARIES = ("_thread", "torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_parallel",
+             "torchmetrics", "builtins", "collections", "transformers")  # fmt: skip
 MOST = 10_000
 """How many members a container has at most that is looked into: longer ones are data."""
 
