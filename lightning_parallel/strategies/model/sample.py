@@ -18,9 +18,9 @@ from torch.nn import Module
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import Metric, MetricCollection
 
-from lightning_parallel.strategies.data.batches import length_of
 from lightning_parallel.strategies.data.first_batches import HOST, first_batch, of_rank_zero, untouched
 from lightning_parallel.strategies.data.layouts import Layouts
+from lightning_parallel.strategies.data.samplers import length_of
 from lightning_parallel.strategies.logged.kept.values import KeptValues
 from lightning_parallel.strategies.logged.step_values import options_of
 from lightning_parallel.strategies.ranks.agreement import gather_objects, together
