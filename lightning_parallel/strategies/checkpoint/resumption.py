@@ -8,7 +8,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 
 from lightning_parallel.strategies.checkpoint.whole import put_positions_back, set_positions_aside
-from lightning_parallel.strategies.data.divided_loaders import draws_by_itself
+from lightning_parallel.strategies.data.divided_loaders import outlives_epochs
 from lightning_parallel.strategies.data.loaders import resume
 from lightning_parallel.strategies.data.randomness import (
     RandomState,
@@ -23,7 +23,6 @@ from lightning_parallel.strategies.trainer.lightnings import (
     end_epoch_without_length,
     loader_states,
     loaders_left_to_validate,
-    restart_loaders,
 )
 from lightning_parallel.techniques.step import Step
 
@@ -79,9 +78,9 @@ class Resumption:
                 end_epoch_without_length(loop)
         if within:
             self._restore(trainer, reader, host)
-        elif any(map(draws_by_itself, loader_states(loop))):
+        elif any(map(outlives_epochs, loader_states(loop))):  # Lightning does not load states after an epoch
             self._restore(trainer, reader, host)
-            restart_loaders(loop)
+            resume(loop)
         self._random = None
 
     def _restore(self, trainer: Trainer, reader: int, host: dist.ProcessGroup) -> None:

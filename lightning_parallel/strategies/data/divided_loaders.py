@@ -170,12 +170,13 @@ class StatefulStream(DividedLoader):
 
 def _other_state(state: Mapping[str, Any]) -> ValueError:
     return ValueError(
-        f"the checkpoint holds a loader's state that another strategy wrote ({', '.join(state)}), but data divided among "
-        "ranks goes on from what this strategy writes; take a checkpoint of the end of an epoch, and leave the state out: "
+        f"the checkpoint holds a loader's state that another strategy wrote ({', '.join(state)}), but data divided "
+        "among ranks goes on from what this strategy writes; take one of the end of an epoch, without the state: "
         'checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader")'
     )
 
 
-def draws_by_itself(state: Mapping[str, Any]) -> bool:
-    """Whether the next epoch depends on a loader's state: on its own generator, or on all that it is made of."""
-    return "own" in state or state.get("random", {}).get("own") is not None
+def outlives_epochs(state: Any) -> bool:
+    """Whether the next epoch depends on a state of the end of an epoch: a loader's own, or one with a generator."""
+    is_ours = isinstance(state, dict) and GLOBAL_BATCH in state
+    return is_ours and ("own" in state or state["random"]["own"] is not None)

@@ -25,6 +25,7 @@ from lightning_parallel.strategies.data.divided_loaders import (
     DividedLoader,
     ResumableLoader,
     StatefulStream,
+    outlives_epochs,
 )
 from lightning_parallel.strategies.data.left_out import LeavingOut
 from lightning_parallel.strategies.data.samplers import (
@@ -129,7 +130,8 @@ def resume(loop: Any) -> None:
     They are made so early where something looks at data while the model is divided, or counts the steps to come.
     """
     if loop.is_resuming and lightnings.combined_of(loop) is not None:
-        lightnings.restart_loaders(loop)
+        outlives = any(map(outlives_epochs, lightnings.loader_states(loop)))
+        lightnings.restart_loaders(loop, loop.restarting or outlives)
 
 
 def divide(loader: Any, readers: Readers, batches_done: Callable[[], int]) -> Any:

@@ -217,10 +217,11 @@ def loader_states(loop: Any) -> list[Any]:
     return states
 
 
-def restart_loaders(loop: Any) -> None:
-    """Loaders of a fit loop go on from where a checkpoint says, and are iterated over anew."""
-    loop._combined_loader._load_state_dicts(loader_states(loop))
-    loop._combined_loader_states_to_load = []
+def restart_loaders(loop: Any, load: bool) -> None:
+    """Loaders of a fit loop are iterated over anew, and go on from where a checkpoint says if that is loaded."""
+    if load:
+        loop._combined_loader._load_state_dicts(loader_states(loop))
+        loop._combined_loader_states_to_load = []
     iter(loop._data_fetcher)
 
 
