@@ -9,6 +9,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
+from types import FunctionType, ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +31,34 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
             yield each
         elif not isinstance(each, ATOMS):
             ahead.extend(reversed(children_of(each)))
+
+
+def held_by_objects(value: Any, depth: int = 3) -> Iterator[tuple[Any, Tensor]]:
+    """The objects of other classes in a value, each with the tensors among its attributes.
+
+    Args:
+        value: any.
+        depth: how many objects deep to look.
+    """
+    if isinstance(value, LEAVES) or depth == 0:
+        return
+    if children := children_of(value):
+        for child in children:
+            yield from held_by_objects(child, depth)
+        return
+    for attribute in _attributes_of(value):
+        for tensor in tensors_of(attribute):
+            yield value, tensor
+        yield from held_by_objects(attribute, depth - 1)
+
+
+def _attributes_of(value: Any) -> list[Any]:
+    """The attributes of an object, in its `__dict__` or in slots; none of classes, functions and Python's modules."""
+    if isinstance(value, (type, ModuleType, FunctionType)):
+        return []
+    slots = [vars(kind).get("__slots__", ()) for kind in type(value).__mro__]
+    names = [name for some in slots for name in ((some,) if isinstance(some, str) else some)]
+    return _set_fields(value, [*getattr(value, "__dict__", ()), *names])
 
 
 def children_of(value: Any) -> list[Any]:

@@ -125,11 +125,12 @@ def fit(
     workers: int,
     resume: Path | None = None,
     module: type[Dropping] = Dropping,
+    make_loader: Callable[..., DataLoader] = DataLoader,
     **run: Any,
 ) -> Dropping:
     seed_everything(3 if resume is None else 4, verbose=False)
     model = module()
-    loader = DataLoader(Noisy(), 4 // int(os.environ["WORLD_SIZE"]), shuffle=True, num_workers=workers)
+    loader = make_loader(Noisy(), 4 // int(os.environ["WORLD_SIZE"]), shuffle=True, num_workers=workers)
     arguments = {"max_epochs": 2, "accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5}
     interval = getattr(module, "interval", None)
     trainer(strategy, **arguments, val_check_interval=interval, **run).fit(
@@ -139,15 +140,20 @@ def fit(
 
 
 def stop_and_go_on(
-    make: Callable[[], Any], accumulate: int, workers: int, stops: list[int], module: type[Dropping] = Dropping
+    make: Callable[[], Any],
+    accumulate: int,
+    workers: int,
+    stops: list[int],
+    module: type[Dropping] = Dropping,
+    make_loader: Callable[..., DataLoader] = DataLoader,
 ) -> None:
     """Six batches an epoch, the last of 2 samples of 4; saved after some of them."""
     warnings.filterwarnings("ignore", ".*os.fork.*")
     folder = Path(os.environ["RANKS_SCRATCH"], "stops")
     savers = [SaveAt(folder, stops), SaveAtEnd(folder)]
-    whole = fit(make(), accumulate, workers, module=module, callbacks=savers)
+    whole = fit(make(), accumulate, workers, None, module, make_loader, callbacks=savers)
     for file, done in [*((f"{stop}.ckpt", stop) for stop in stops), ("end_of_epoch.ckpt", 6)]:
-        rest = fit(make(), accumulate, workers, folder / file, module)
+        rest = fit(make(), accumulate, workers, folder / file, module, make_loader)
         assert rest.saw == whole.saw[done:], f"from {file}: {rest.saw} against {whole.saw[done:]}"
         for name, value in whole.state_dict().items():
             assert torch.equal(value, rest.state_dict()[name]), f"from {file}: {name}"

@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_parallel import DataParallel, HybridStrategy, PipelineParallel
@@ -53,6 +53,17 @@ def fit(loader, size, **options):
 def test_other_values_on_one_rank_are_named_before_the_step(kind):
     with pytest.raises(ValueError, match=r"batch \d of loader 0 differs between ranks 0, 1, which must read the same"):
         fit(DataLoader(kind(1), batch_size=8), 1)
+
+
+def unseeded():
+    torch.seed()
+    return DataLoader(TensorDataset(torch.randn(8, 13), torch.zeros(8, dtype=torch.long), torch.randn(8)), 4)
+
+
+@ranks(2)
+def test_data_made_without_a_seed_is_refused_with_the_seed_as_the_first_remedy():
+    with pytest.raises(ValueError, match=r"of the model for them\. .* made at random, call seed_everything\(N\)"):
+        fit(unseeded(), 1)
 
 
 class Batches:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from lightning_parallel.checkpoint.damage import reading
 from lightning_parallel.strategies.checkpoint.whole import put_positions_back, set_positions_aside
+from lightning_parallel.strategies.data.divided_loaders import outlives_epochs
 from lightning_parallel.strategies.data.loaders import resume
 from lightning_parallel.strategies.data.randomness import (
     RandomState,
@@ -19,7 +20,12 @@ from lightning_parallel.strategies.data.randomness import (
 )
 from lightning_parallel.strategies.lightning_package import Trainer
 from lightning_parallel.strategies.ranks.agreement import gather_objects
-from lightning_parallel.strategies.trainer.lightnings import count_as_saved, loaders_left_to_validate
+from lightning_parallel.strategies.trainer.lightnings import (
+    count_as_saved,
+    end_epoch_without_length,
+    loader_states,
+    loaders_left_to_validate,
+)
 from lightning_parallel.techniques.step import Step
 
 FINDINGS = "lightning_parallel_findings"
@@ -67,13 +73,18 @@ class Resumption:
             resume(trainer.fit_loop)
 
     def begin_training(self, trainer: Trainer, reader: int, host: dist.ProcessGroup) -> None:
-        """A run resumed within an epoch has just made its loaders anew; the draws of that do not count."""
-        loop = trainer.fit_loop
-        if loop.restarted_mid_epoch and loop.epoch_loop.batch_progress.is_last_batch:
+        """A run that goes on has just made its loaders anew; within an epoch the draws of that do not count."""
+        loop, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_progress
+        within = 0 < batches.current.ready < trainer.num_training_batches and not batches.is_last_batch
+        if loop.restarted_mid_epoch and batches.is_last_batch:
             loop.reset_restart_stage()  # Lightning would take the next epoch for the one that has ended
-        within = 0 < trainer.fit_loop.epoch_loop.batch_progress.current.ready < trainer.num_training_batches
+            if loop.epoch_loop.restarted_on_train_batch_end and trainer.num_training_batches == float("inf"):
+                end_epoch_without_length(loop)
         if within:
             self._restore(trainer, reader, host)
+        elif any(map(outlives_epochs, loader_states(loop))):  # Lightning does not load states after an epoch
+            self._restore(trainer, reader, host)
+            resume(loop)
         self._random = None
 
     def _restore(self, trainer: Trainer, reader: int, host: dist.ProcessGroup) -> None:

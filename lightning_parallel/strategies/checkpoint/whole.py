@@ -130,4 +130,4 @@ def put_positions_back(checkpoint: dict[str, Any]) -> None:
 
 
 def _is_position(state: Any) -> bool:
-    return isinstance(state, dict) and state.keys() - {GLOBAL_BATCH} == {"consumed", "random"}
+    return isinstance(state, dict) and state.keys() - {GLOBAL_BATCH} in ({"consumed", "random"}, {"batches", "own"})

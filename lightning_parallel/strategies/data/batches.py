@@ -14,6 +14,7 @@ from lightning_parallel.strategies.checkpoint.saver import Saver
 from lightning_parallel.strategies.data.layouts import Layouts
 from lightning_parallel.strategies.data.loaders import DividedIterable, watched
 from lightning_parallel.strategies.data.randomness import RandomState, generators_of
+from lightning_parallel.strategies.data.samplers import length_of
 from lightning_parallel.strategies.data.shares import PassNotes, Readers
 from lightning_parallel.strategies.lightning_package import Trainer
 from lightning_parallel.strategies.ranks.agreement import (
@@ -222,7 +223,7 @@ class Batches:
                 what, value = f"the stream of {type(dataset.dataset).__name__}", str(dataset.fingerprints.tolist())
                 require_same(what, gather_objects(value, self._group), remedy)
             elif notes is not None and notes.order:
-                what = f"the order of the samples that {type(loader.divided.sampler).__name__} yields"
+                what = f"the order of the samples that {type(loader.divided.source).__name__} yields"
                 require_same(what, gather_objects(f"checksum {notes.order}", self._group), remedy)
 
     def _weight_of(self, readings: Sequence[Any], batch_idx: int) -> float:
@@ -260,11 +261,3 @@ def _name(batch_idx: int, dataloader_idx: int) -> str:
 
 def _notes(reading: Any) -> PassNotes | None:
     return getattr(reading, "notes", None)
-
-
-def length_of(loader: Any) -> int | None:
-    """The number of batches of a loader, None where it does not know."""
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return None

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from lightning_parallel.strategies.data.divided_loaders import DividedLoader
 from lightning_parallel.strategies.data.left_out import Versions
-from lightning_parallel.strategies.data.loaders import DividedLoader, undivided
+from lightning_parallel.strategies.data.loaders import undivided
 from lightning_parallel.strategies.data.randomness import RandomState, RankRandomness
 from lightning_parallel.strategies.data.samplers import DealtBatches, DividedSampler, checksum
 from lightning_parallel.strategies.data.unmoved import unmoved
@@ -174,9 +175,9 @@ def _first_samples(loader: Any, own: DataLoader[Any]) -> Any:
 def _first_indices(loader: Any, own: DataLoader[Any]) -> Any:
     divided: DividedSampler | None = loader.divided if isinstance(loader, DividedLoader) else None
     if divided is not None and not isinstance(divided, DealtBatches):
-        return _begun(divided.sampler, own.batch_size or 1)
+        return _begun(divided.source, own.batch_size or 1)
     batches = own.sampler if own.batch_sampler is None else own.batch_sampler
-    return _begun(batches if divided is None else divided.sampler, 1)[0]
+    return _begun(batches if divided is None else divided.source, 1)[0]
 
 
 def _begun(items: Any, count: int) -> list[Any]:

@@ -8,9 +8,8 @@ is left gets a sample that does not count. `Share` says how much a part counts.
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sized
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -20,21 +19,26 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_parallel.strategies.data.left_out import LeavingOut, Versions
-from lightning_parallel.strategies.data.samplers import DealtBatches, DividedBatches, DividedSampler, checksum
-from lightning_parallel.strategies.data.shares import Pass, PassNotes, Readers, Reading, Share
+from lightning_parallel.strategies.data.divided_loaders import (
+    CollateCounted,
+    Counted,
+    DividedLoader,
+    ResumableLoader,
+    StatefulStream,
+    outlives_epochs,
+)
+from lightning_parallel.strategies.data.left_out import LeavingOut
+from lightning_parallel.strategies.data.samplers import (
+    DealtBatches,
+    DividedBatches,
+    DividedSampler,
+    checksum,
+)
+from lightning_parallel.strategies.data.shares import Pass, PassNotes, Readers, Reading
 from lightning_parallel.strategies.trainer import lightnings
 from lightning_parallel.values import batch_size
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class _Counted:
-    """Something out of an iterable dataset that is part of an uneven global batch."""
-
-    value: Any
-    share: Share
 
 
 class DividedIterable(IterableDataset[Any]):
@@ -63,7 +67,7 @@ class DividedIterable(IterableDataset[Any]):
                 yield from batch[self.readers.rank * self.batch_size : (self.readers.rank + 1) * self.batch_size]
             elif not self.drop_last:
                 part, share = self.readers.part(batch)
-                yield from (_Counted(sample, share) for sample in part)
+                yield from (Counted(sample, share) for sample in part)
 
     def _noting_the_first(self, samples: Iterator[T]) -> Iterator[T]:
         worker = get_worker_info()
@@ -84,92 +88,6 @@ def content_of(batch: Any) -> int:
 
 def _content_for(readers: Readers) -> Callable[[Any], int] | None:
     return content_of if readers.copies > 1 else None
-
-
-class CollateCounted:
-    """Collates samples as the user does, keeping beside the batch how much it counts."""
-
-    def __init__(self, collate: Callable[[Any], Any]) -> None:
-        self.collate = collate
-
-    def __call__(self, samples: Any) -> Any:  # noqa: D102
-        first = samples[0] if isinstance(samples, list) and samples else samples
-        if not isinstance(first, _Counted):
-            return self.collate(samples)
-        plain = [sample.value for sample in samples] if isinstance(samples, list) else samples.value
-        return _Counted(self.collate(plain), first.share)
-
-
-class DividedLoader(DataLoader[Any]):
-    """Mixed into the class of the user's DataLoader: knows shares, and its position for checkpoints."""
-
-    undivided: DataLoader[Any]
-    divided: DividedSampler | None
-    latest: Pass
-    batches_done: Callable[[], int]
-    content: Callable[[Any], int] | None
-    looking: LeavingOut | None = None
-
-    def _get_iterator(self) -> Any:
-        looking = self.looking
-        if looking is None or looking.has_received:
-            return super()._get_iterator()
-        with looking.expected():  # workers begin as it stands now
-            iterator = super()._get_iterator()
-        _receive_by(iterator, looking)
-        return iterator
-
-    def take_versions(self) -> Versions | None:
-        """The versions of the first batch that was read; None where there are none, or they have been taken."""
-        return None if self.looking is None else self.looking.take()
-
-    def __iter__(self) -> Any:
-        batches, divided = super().__iter__(), self.divided
-        if divided is None:
-            notes = PassNotes()
-            reading = Reading(_plain(batches, notes), lambda: notes, self.content)
-        else:
-            reading = Reading(batches, lambda: divided.latest, self.content)
-        self.latest = reading.known
-        return reading
-
-
-def _receive_by(iterator: Any, looking: LeavingOut) -> None:
-    """Takes the versions from the first batch before anybody sees it, be it a loader's own `__iter__`."""
-    itself = weakref.ref(iterator)  # a cycle would keep workers alive
-
-    def first() -> Any:
-        here: Any = itself()
-        del vars(here)["_next_data"]
-        with looking.expected():
-            batch = here._next_data()
-        if isinstance(batch, _Counted):
-            return _Counted(looking.received(batch.value), batch.share)
-        return looking.received(batch)
-
-    vars(iterator)["_next_data"] = first
-
-
-def _plain(batches: Iterator[Any], notes: PassNotes) -> Iterator[Any]:
-    for number, batch in enumerate(batches):
-        if isinstance(batch, _Counted):
-            notes.uneven[number] = batch.share
-            batch = batch.value
-        yield batch
-
-
-class ResumableLoader(DividedLoader):
-    """A divided loader over samples with indices, whose position a checkpoint can hold."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position in the epoch."""
-        assert self.divided is not None
-        return self.divided.state_dict(self.batches_done())
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next epoch starts where the state stood."""
-        assert self.divided is not None
-        self.divided.load_state_dict(state)
 
 
 class DividedIterator(Iterable[Any]):
@@ -212,7 +130,8 @@ def resume(loop: Any) -> None:
     They are made so early where something looks at data while the model is divided, or counts the steps to come.
     """
     if loop.is_resuming and lightnings.combined_of(loop) is not None:
-        lightnings.restart_loaders(loop)
+        outlives = any(map(outlives_epochs, lightnings.loader_states(loop)))
+        lightnings.restart_loaders(loop, loop.restarting or outlives)
 
 
 def divide(loader: Any, readers: Readers, batches_done: Callable[[], int]) -> Any:
@@ -229,7 +148,8 @@ def divide(loader: Any, readers: Readers, batches_done: Callable[[], int]) -> An
         _check(own, readers)
         return compared(loader, readers)
     if isinstance(loader.dataset, IterableDataset):
-        return _divide_iterable(loader, readers) if readers.ranks * readers.copies > 1 else loader
+        alone = readers.ranks * readers.copies == 1 and not _has_state(loader)
+        return loader if alone else _divide_iterable(loader, readers, batches_done)
     return _divide_map(loader, readers, batches_done)
 
 
@@ -267,18 +187,32 @@ def _divide_map(loader: DataLoader[Any], readers: Readers, batches_done: Callabl
     divided: DividedSampler
     if batch_sampler is None:
         divided = DealtBatches(loader.sampler, readers)
-    elif type(batch_sampler) is BatchSampler:
+    elif type(batch_sampler) is BatchSampler or _is_torchdata(type(batch_sampler)):
         divided = DividedBatches(batch_sampler.sampler, readers, batch_sampler.batch_size, batch_sampler.drop_last)
     else:
         divided = DealtBatches(batch_sampler, readers)
     shown: Any = lightnings.remembering_indices(divided) if remembers_indices else divided
     place = "sampler" if batch_sampler is None else "batch_sampler"
-    stateful = callable(getattr(loader, "state_dict", None))
+    is_torchdata = any(map(_is_torchdata, type(loader).__mro__))
+    if is_torchdata and vars(loader).get("next_iter_state") is not None:
+        raise ValueError(
+            f"a {type(loader).__name__} was given a state by load_state_dict, but a loader that is divided among ranks "
+            "goes on from the trainer's checkpoint; leave load_state_dict out and pass ckpt_path to fit"
+        )
+    has_own_state = _has_state(loader) and not is_torchdata
     changes = {place: shown, "divided": divided, "batches_done": batches_done, "content": _content_for(readers)}
-    return _copy_of(loader, DividedLoader if stateful else ResumableLoader, changes)
+    return _copy_of(loader, DividedLoader if has_own_state else ResumableLoader, changes)
 
 
-def _divide_iterable(loader: DataLoader[Any], readers: Readers) -> Any:
+def _is_torchdata(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "torchdata"
+
+
+def _has_state(loader: DataLoader[Any]) -> bool:
+    return callable(getattr(loader, "state_dict", None))
+
+
+def _divide_iterable(loader: DataLoader[Any], readers: Readers, batches_done: Callable[[], int]) -> Any:
     size = 1 if loader.batch_size is None else loader.batch_size
     dataset = DividedIterable(loader.dataset, readers, size, bool(loader.drop_last), loader.num_workers)
     changes = {
@@ -286,8 +220,10 @@ def _divide_iterable(loader: DataLoader[Any], readers: Readers) -> Any:
         "collate_fn": CollateCounted(loader.collate_fn),
         "divided": None,
         "content": _content_for(readers),
+        "readers": readers,
+        "batches_done": batches_done,
     }
-    return _copy_of(loader, DividedLoader, changes)
+    return _copy_of(loader, StatefulStream if _has_state(loader) else DividedLoader, changes)
 
 
 def _copy_of(loader: DataLoader[Any], kind: type[DividedLoader], changes: dict[str, Any]) -> Any:

@@ -169,6 +169,7 @@ def state_of_reader(reader: int, said: Sequence[tuple[int, bytes]]) -> bytes | N
 
 def generators_of(loader: Any) -> list[torch.Generator]:
     """The generators that a user gave a loader or its samplers."""
-    samplers = [getattr(loader, "sampler", None), getattr(getattr(loader, "batch_sampler", None), "sampler", None)]
-    found = [getattr(owner, "generator", None) for owner in (loader, *samplers)]
+    batches = getattr(loader, "batch_sampler", None)
+    owners = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
+    found = [getattr(owner, "generator", None) for owner in owners]
     return [generator for generator in found if isinstance(generator, torch.Generator)]

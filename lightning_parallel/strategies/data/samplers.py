@@ -26,10 +26,16 @@ class DividedSampler(Sampler[Any]):
     """A sampler that yields this rank's part of what the user's sampler yields.
 
     It is resumable: the order is a function of the random state in which the user's sampler started, which is kept.
+    It has no `state_dict`: torchdata's loaders would call that, and count the position a second time.
+
+    Args:
+        source: the user's sampler, or batch sampler.
+        readers: the ranks that read different samples.
+        sampler: as `loader.batch_sampler.sampler`, on which Lightning calls `set_epoch`, as on one device.
     """
 
-    def __init__(self, sampler: Any, readers: Readers) -> None:
-        self.sampler = sampler  # under this name Lightning looks for `set_epoch`
+    def __init__(self, source: Any, readers: Readers, sampler: Any) -> None:
+        self.source, self.sampler = source, sampler
         self.readers = readers
         self.latest = PassNotes()
         self._started_with: RandomState | None = None
@@ -38,8 +44,8 @@ class DividedSampler(Sampler[Any]):
     @property
     def generator(self) -> torch.Generator | None:
         """The user's own generator, if the sampler draws from one."""
-        generator = getattr(self.sampler, "generator", None)
-        return generator if isinstance(generator, torch.Generator) else None
+        found = (getattr(owner, "generator", None) for owner in (self.source, self.sampler))
+        return next((generator for generator in found if isinstance(generator, torch.Generator)), None)
 
     @property
     @abstractmethod
@@ -56,54 +62,62 @@ class DividedSampler(Sampler[Any]):
 
     def _parts(self, notes: PassNotes) -> Iterator[Any]:
         items, number = self._start()
-        while batch := list(islice(items, self.items_per_batch)):
-            taken = self.take(batch)
-            if taken is None:
-                return
+        while (batch := list(islice(items, self.items_per_batch))) and (taken := self.take(batch)) is not None:
             part, share = taken
             notes.order = notes.order or checksum(batch)
             notes.note(number, share, self.readers.ranks)
             yield part
             number += 1
+        notes.length = number
 
     def __len__(self) -> int:
-        return -(-len(self.sampler) // self.items_per_batch)
+        return -(-len(self.source) // self.items_per_batch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Passes the epoch on to the user's sampler; Lightning calls this where the sampler yields whole batches."""
+        if callable(set_epoch := getattr(self.source, "set_epoch", None)):
+            set_epoch(epoch)
 
     def _start(self) -> tuple[Iterator[Any], int]:
         if self._resume is None:
             self._started_with = RandomState.now(self.generator)
-            return iter(self.sampler), 0
+            return iter(self.source), 0
         state, consumed = self._resume
         self._resume, self._started_with = None, state
         with state.replayed(self.generator):
-            items = iter(self.sampler)
+            items = iter(self.source)
             for _ in islice(items, consumed):
                 pass
         return items, consumed // self.items_per_batch
 
-    def state_dict(self, batches: int) -> dict[str, Any]:
+    def position_after(self, batches: int) -> dict[str, Any]:
         """The position in the epoch after so many batches."""
-        started = self._started_with or RandomState.now(self.generator)
-        finished = batches >= len(self)
+        length = self.latest.length if (known := length_of(self)) is None else known
+        finished = length is not None and batches >= length
+        started = None if finished else self._started_with
         consumed = 0 if finished else batches * self.items_per_batch
-        return {"consumed": consumed, "random": started.as_dict(), GLOBAL_BATCH: self.items_per_batch}
+        random = (started or RandomState.now(self.generator)).as_dict()
+        return {"consumed": consumed, "random": random, GLOBAL_BATCH: self.items_per_batch}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next epoch starts where the state stood; a finished one starts afresh.
+    def go_on_from(self, position: dict[str, Any]) -> None:
+        """The next epoch starts at the position; after the end of an epoch it starts afresh.
 
         Raises:
-            ValueError: it stood within an epoch, which was read in global batches of another size.
+            ValueError: the position lies within an epoch that was read in global batches of another size.
         """
-        if state["consumed"]:
-            self.readers.require_same_batches(state.get(GLOBAL_BATCH, self.items_per_batch), self.items_per_batch)
-            self._resume = RandomState.from_dict(state["random"]), state["consumed"]
+        random = RandomState.from_dict(position["random"])
+        if position["consumed"]:
+            self.readers.require_same_batches(position.get(GLOBAL_BATCH, self.items_per_batch), self.items_per_batch)
+            self._resume = random, position["consumed"]
+        elif self.generator is not None and random.own_state is not None:
+            self.generator.set_state(random.own_state)
 
 
 class DividedBatches(DividedSampler):
     """Single samples, of which a global batch takes `batch_size` for every rank."""
 
     def __init__(self, sampler: Any, readers: Readers, batch_size: int, drop_last: bool) -> None:
-        super().__init__(sampler, readers)
+        super().__init__(sampler, readers, sampler)
         self.batch_size = batch_size
         self.drop_last = drop_last
 
@@ -119,16 +133,16 @@ class DividedBatches(DividedSampler):
         return self.readers.part(items)
 
     def __len__(self) -> int:
-        return len(self.sampler) // self.items_per_batch if self.drop_last else super().__len__()
+        return len(self.source) // self.items_per_batch if self.drop_last else super().__len__()
 
 
 class DealtBatches(DividedSampler):
     """Whole batches of the user's own batch sampler, dealt to the ranks in turn."""
 
-    def __init__(self, sampler: Any, readers: Readers) -> None:
-        super().__init__(sampler, readers)
-        self.batch_size = getattr(sampler, "batch_size", None)
-        self.drop_last = getattr(sampler, "drop_last", False)
+    def __init__(self, source: Any, readers: Readers) -> None:
+        super().__init__(source, readers, getattr(source, "sampler", None))
+        self.batch_size = getattr(source, "batch_size", None)
+        self.drop_last = getattr(source, "drop_last", False)
 
     @property
     def items_per_batch(self) -> int:
@@ -138,6 +152,14 @@ class DealtBatches(DividedSampler):
     def take(self, items: list[Any]) -> tuple[Any, Share]:
         """See `DividedSampler.take`."""
         return self.readers.turn(items, [len(item) if isinstance(item, Sized) else 1 for item in items])
+
+
+def length_of(loader: Any) -> int | None:
+    """The number of batches of a loader or sampler, None where it does not know."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
 
 
 def checksum(value: object) -> int:

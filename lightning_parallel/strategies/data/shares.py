@@ -60,6 +60,7 @@ class PassNotes:
     """Notes of one pass over a loader: batches that ranks share unevenly, and a checksum of the order."""
 
     uneven: dict[int, Share] = field(default_factory=dict)
+    length: int | None = None  # the number of batches, once all have been drawn
     order: int = 0
     contents: dict[int, int] = field(default_factory=dict)  # checksums of batches that several ranks read alike
 

@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import Metric, MetricCollection
 
 from lightning_parallel.mesh import ParallelMesh
-from lightning_parallel.strategies.data.batches import length_of
 from lightning_parallel.strategies.data.first_batches import HOST, first_batch, of_rank_zero, untouched
 from lightning_parallel.strategies.data.layouts import Layouts
+from lightning_parallel.strategies.data.samplers import length_of
 from lightning_parallel.strategies.lightning_package import (
     DummyLogger,
     LightningModule,

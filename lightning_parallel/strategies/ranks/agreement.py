@@ -208,9 +208,11 @@ class Comparison:
             if len({said[rank][1] for rank in ranks}) > 1:
                 raise ValueError(
                     f"{where} differs between ranks {', '.join(map(str, ranks))}, which must read the same samples: "
-                    "each holds a part of the model for them; make what is random in the dataset or in loader workers "
-                    "depend on the sample, or leave out seed_everything(workers=True), which seeds workers by rank; a "
-                    "loader that divides itself takes the part in trainer.distributed_sampler_kwargs, not by its rank"
+                    "each holds a part of the model for them. Where data is made at random, call seed_everything(N) "
+                    "before it is made, with one N on all ranks. Otherwise make what is random in the dataset or in "
+                    "loader workers depend on the sample, or leave out seed_everything(workers=True), which seeds "
+                    "workers by rank; a loader that divides itself takes the part in "
+                    "trainer.distributed_sampler_kwargs, not by its rank"
                 )
 
     def _explain(self, said: list[tuple[str, str, str]]) -> None:

@@ -248,10 +248,32 @@ def take_patches_back() -> None:
                 delattr(kind, kept)
 
 
-def restart_loaders(loop: Any) -> None:
-    """Loaders of a fit loop go on from where a checkpoint says, and are iterated over anew."""
-    loop._load_combined_loader_states()
+def loader_states(loop: Any) -> list[Any]:
+    """What a checkpoint holds of a fit loop's loaders and nobody has loaded: Lightning does so within an epoch only."""
+    states: list[Any] = loop._combined_loader_states_to_load
+    return states
+
+
+def restart_loaders(loop: Any, load: bool) -> None:
+    """Loaders of a fit loop are iterated over anew, and go on from where a checkpoint says if that is loaded."""
+    if load:
+        loop._combined_loader._load_state_dicts(loader_states(loop))
+        loop._combined_loader_states_to_load = []
     iter(loop._data_fetcher)
+
+
+def end_epoch_without_length(loop: Any) -> None:
+    """A run goes on after the last batch of loaders that have no length: the next epoch counts its batches from 0.
+
+    Lightning does this in `_TrainingEpochLoop.reset` where the length is known, and else counts on from the last batch.
+    """
+    epoch = loop.epoch_loop
+    epoch.batch_progress.increment_completed()
+    epoch.batch_progress.reset_on_run()
+    epoch.scheduler_progress.reset_on_run()
+    epoch.automatic_optimization.optim_progress.reset_on_run()
+    epoch.val_loop.batch_progress.total.reset()
+    epoch.reset_restart_stage()
 
 
 def kept_predictions(loop: Any, dataloader_idx: int) -> tuple[list[Any], list[Any]]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.techniques.divided.tensor import Divided
-from lightning_parallel.values import map_tensors, tensors_of
+from lightning_parallel.values import held_by_objects, map_tensors, tensors_of
 
 
 class Sequences:
@@ -35,13 +35,16 @@ class Sequences:
         """The batch in which tensors along a sequence look as they did, and have only this rank's positions.
 
         Raises:
-            ValueError: a batch with tensors of which none runs along a sequence.
+            ValueError: a batch with tensors of which none runs along a sequence, or one does within an object.
         """
         lengths = {tensor.shape[self._dim] for tensor in tensors_of(batch) if self._is_tokens(tensor)}
         found = [tensor for tensor in tensors_of(batch) if self._runs_along(tensor, lengths)]
+        chosen = {id(tensor): tensor.shape[: self._dim + 1] for tensor in found if tensor.shape[self._dim] > 1}
+        for holder, tensor in held_by_objects(batch):
+            if not found or (tensor.dim() > max(self._dim, 1) and tensor.shape[: self._dim + 1] in chosen.values()):
+                raise ValueError(self._within_object(type(holder).__name__, tuple(tensor.shape)))
         if not found and (shapes := [tuple(tensor.shape) for tensor in tensors_of(batch)]):
             raise ValueError(self._no_sequence(shapes))
-        chosen = {id(tensor) for tensor in found if tensor.shape[self._dim] > 1}
         return map_tensors(lambda each: self._marked(each) if id(each) in chosen else each, batch)
 
     def _is_tokens(self, tensor: Tensor) -> bool:
@@ -60,6 +63,13 @@ class Sequences:
         elements = self.elements(whole.shape[self._dim])
         made = Divided(elements.take(whole, self._dim), {self._dim: elements})
         return made if whole.requires_grad else made.known_to_be(whole)
+
+    def _within_object(self, holder: str, shape: tuple[int, ...]) -> str:
+        return (
+            f"{self._asker} divides the sequences of tensors in dicts, lists, tuples and dataclasses, but a tensor of "
+            f"shape {shape} is an attribute of a {holder}, which is none of them: every rank would compute all of it; "
+            f"make {holder} a dataclass, or let collate_fn return a dict or a tuple"
+        )
 
     def _no_sequence(self, shapes: list[tuple[int, ...]]) -> str:
         return (
