@@ -20,6 +20,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 
+from lightning_parallel.strategies.ranks.signals import LAUNCHER
 from lightning_parallel.strategies.ranks.tracebacks import note
 
 KEYWORDS = ("last", "best", "hpc", "registry")  # which Lightning finds a file for
@@ -50,6 +51,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
             require_checkpoint(function, args, kwargs)
+            os.environ[LAUNCHER] = str(os.getpid())
             self._call_children_scripts()
             _Observer(self.procs, self._last_words).start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
@@ -72,6 +74,7 @@ class _Observer(_ChildProcessObserver):
         if words := self._last_words():
             print(words, file=sys.stderr, flush=True)
         super()._terminate_all()
+        os._exit(1)  # process 1 of a container cannot kill itself by a signal
 
 
 class ProcessLauncher(_MultiProcessingLauncher):

@@ -86,26 +86,38 @@ class Signals:
 
 
 SET_PARENT_DEATH_SIGNAL = 1
+LAUNCHER = "LIGHTNING_PARALLEL_LAUNCHER"
+"""The environment variable in which a launched script finds the process id of its launcher."""
 
 
-def die_with_parent() -> None:
-    """Has the kernel kill this process when the one that launched it dies, even by SIGKILL (Linux)."""
+def die_with_launcher(launcher: int) -> None:
+    """Has the kernel kill this process when the one that launched it dies, even by SIGKILL (Linux).
+
+    Args:
+        launcher: the process id of the one that launched this one, its parent. It is 1 for a container's command.
+    """
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() == 1:  # it died before the call
+    if os.getppid() != launcher:  # it died before the call
+        print(
+            f"process {launcher}, which launched this rank, has ended; this rank ends, too", file=sys.stderr, flush=True
+        )
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def outlive_parent() -> None:
-    """Takes `die_with_parent` back: after a run a script may take longer than that of rank 0."""
+def outlive_launcher() -> None:
+    """Takes `die_with_launcher` back: after a run a script may take longer than that of rank 0."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(SET_PARENT_DEATH_SIGNAL, 0)
 
 
-def is_launched_child(local_rank: int, start_method: str) -> bool:
-    """Whether this process was made by the strategy's own launcher."""
-    return local_rank > 0 if start_method == "popen" else multiprocessing.parent_process() is not None
+def launcher_of(local_rank: int, start_method: str) -> int | None:
+    """The id of the process whose launcher started this rank; None for a rank that somebody else started."""
+    if start_method != "popen":
+        parent = multiprocessing.parent_process()
+        return None if parent is None else parent.pid
+    return int(os.environ[LAUNCHER]) if local_rank > 0 and LAUNCHER in os.environ else None
 
 
 def end_children(processes: Sequence[subprocess.Popen[bytes] | BaseProcess], first: int = -1) -> None:
