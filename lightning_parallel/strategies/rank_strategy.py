@@ -293,7 +293,7 @@ class RankStrategy(ParallelStrategy):
             RuntimeError: they are not, and the run goes on: the user's code handles an exception on some ranks only.
         """
         if self._failures is None or self._failures.all_come(what, self._begun):
-            return True
+            return self.mesh is not None  # a process that only launched ranks holds nothing
         if not self._failures.alone and self._module().trainer.state.status != TrainerStatus.INTERRUPTED:
             raise RuntimeError(
                 f"rank {self.global_rank} is at {what} while it handles an exception, and not all ranks have come "

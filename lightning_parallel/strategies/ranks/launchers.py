@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -19,8 +20,10 @@ from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+from lightning.pytorch.trainer.call import _interrupt
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_parallel.strategies.ranks.signals import LAUNCHER
+from lightning_parallel.strategies.ranks.signals import EXIT_CODE, LAUNCHER, end_children
 from lightning_parallel.strategies.ranks.tracebacks import note
 
 KEYWORDS = ("last", "best", "hpc", "registry")  # which Lightning finds a file for
@@ -57,6 +60,12 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         _set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
 
+    def kill(self, signum: Any) -> None:
+        """See Lightning, which kills the ranks that this one launched once it has ended by Ctrl-C: they end, too."""
+        if signum == signal.SIGKILL:
+            end_children(self.procs)
+        super().kill(signum)
+
 
 class _Observer(_ChildProcessObserver):
     """Ends this process and those that it launched when one of these has failed, unless it ends by itself."""
@@ -91,13 +100,25 @@ class ProcessLauncher(_MultiProcessingLauncher):
         self._last_words = last_words
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """See `_MultiProcessingLauncher.launch`."""
+        """See `_MultiProcessingLauncher.launch`; on SIGINT ranks are asked to stop together, and waited for."""
         require_checkpoint(function, args, kwargs)
-        return super().launch(partial(self._noting, function), *args, trainer=trainer, **kwargs)
+        try:
+            return super().launch(partial(self._ended, function, trainer), *args, trainer=trainer, **kwargs)
+        except KeyboardInterrupt:
+            for process in self.procs:
+                process.terminate()  # a terminal has sent them SIGINT as well, and a second one would kill them
+            for process in self.procs:
+                process.join()
+            raise
 
-    def _noting(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _ended(self, function: Callable[..., Any], trainer: Trainer | None, *args: Any, **kwargs: Any) -> Any:
+        """Run the function on a rank, and the hooks of an agreed stop, for which the launching process has no model."""
         try:
             return function(*args, **kwargs)
+        except (KeyboardInterrupt, SIGTERMException) as exception:
+            if trainer is not None:
+                _interrupt(trainer, exception)
+            sys.exit(EXIT_CODE)  # on KeyboardInterrupt torch would end without an error
         except BaseException as exception:
             note(exception, self._last_words())
             raise
