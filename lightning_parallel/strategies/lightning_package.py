@@ -60,6 +60,7 @@ if TYPE_CHECKING or PACKAGE == "lightning":
     from lightning.pytorch.plugins import CheckpointIO, DoublePrecision, MixedPrecision, Precision, TorchCheckpointIO
     from lightning.pytorch.strategies import ParallelStrategy, Strategy, StrategyRegistry
     from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+    from lightning.pytorch.trainer.call import _interrupt
     from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric
     from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
     from lightning.pytorch.utilities import CombinedLoader, rank_zero, rank_zero_info
@@ -95,6 +96,7 @@ else:
     from pytorch_lightning.plugins import CheckpointIO, DoublePrecision, MixedPrecision, Precision, TorchCheckpointIO
     from pytorch_lightning.strategies import ParallelStrategy, Strategy, StrategyRegistry
     from pytorch_lightning.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
+    from pytorch_lightning.trainer.call import _interrupt
     from pytorch_lightning.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric
     from pytorch_lightning.trainer.states import TrainerFn, TrainerStatus
     from pytorch_lightning.utilities import CombinedLoader, rank_zero, rank_zero_info

@@ -138,10 +138,10 @@ class MeshStrategy(RankStrategy):
         if not self.is_distributed:
             adopted.be_silent_on_syncing()
             return
-        signals, unite = lambda: adopted.signals, (self._unite_buffers, self._unite_metrics)
+        signals, acts = lambda: adopted.signals, (self._others_come, self._unite_buffers, self._unite_metrics)
         divided, saver = trainer if self._divides_batches and self._mesh().sizes["pp"] > 1 else None, self._saves()
         self._batches = Batches(self._readers(), self._host_group(), signals, saver, self._stored.settings, divided)
-        self._callback = MeshCallback(self._batches, *unite, lambda: self._whole.shown(looks=True))
+        self._callback = MeshCallback(self._batches, *acts, lambda: self._whole.shown(looks=True))
         adopted.call_first(self._callback)
         adopted.keep_ranks_together(self.broadcast, self._batches.compare_loaders)
 
@@ -319,9 +319,9 @@ class MeshStrategy(RankStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Tensors under the user's names: of a full checkpoint on rank 0, of a sharded one where they are."""
-        refusals.refuse_saving_in_a_step(self._ready and self._within_step, self._mesh())
         if not self._others_come("state_dict"):
             return {}
+        refusals.refuse_saving_in_a_step(self._ready and self._within_step, self._mesh())
         self._unite_buffers()
         state = self._whole.state_dict(self._checkpoints.in_parts)
         self._saves().model = dict(state)
@@ -336,7 +336,10 @@ class MeshStrategy(RankStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Rank 0 writes, or all ranks do; the path is rank 0's on all ranks."""
         if not self._others_come("save_checkpoint"):
-            log.warning("No checkpoint at %s: the parts of other ranks are missing, for not all came to it", filepath)
+            if self.mesh is not None:
+                log.warning(
+                    "No checkpoint at %s: the parts of other ranks are missing, for not all came to it", filepath
+                )
             return
         self._resumption.keep(checkpoint, self._module().trainer, self._step, self._host_group())
         self._saves().save(checkpoint, filepath, self._whole.source(), storage_options, waits=not self._ready)

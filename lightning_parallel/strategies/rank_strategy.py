@@ -44,10 +44,10 @@ from lightning_parallel.strategies.ranks.failures import Failure, Failures, said
 from lightning_parallel.strategies.ranks.launchers import Launcher, make_launcher
 from lightning_parallel.strategies.ranks.roll_call import RollCall
 from lightning_parallel.strategies.ranks.signals import (
-    die_with_parent,
+    die_with_launcher,
     end_children,
-    is_launched_child,
-    outlive_parent,
+    launcher_of,
+    outlive_launcher,
 )
 from lightning_parallel.strategies.ranks.tracebacks import note, show_in_one_line, show_own_frames, tell_torchrun
 from lightning_parallel.strategies.ranks.watchdog import Watchdog
@@ -198,8 +198,8 @@ class RankStrategy(StrategyOfPackage):
     def setup_environment(self) -> None:
         """Joins the process group and builds the mesh."""
         super().setup_environment()
-        if self._is_launched:
-            die_with_parent()
+        if (launcher := self._launched_by) is not None:
+            die_with_launcher(launcher)
         self.set_world_ranks()
         self._require_world_size()
         device = self.root_device
@@ -308,7 +308,7 @@ class RankStrategy(StrategyOfPackage):
             RuntimeError: they are not, and the run goes on: the user's code handles an exception on some ranks only.
         """
         if self._failures is None or self._failures.all_come(what, self._begun):
-            return True
+            return self.mesh is not None  # a process that only launched ranks holds nothing
         if not self._failures.alone and self._module().trainer.state.status != TrainerStatus.INTERRUPTED:
             raise RuntimeError(
                 f"rank {self.global_rank} is at {what} while it handles an exception, and not all ranks have come "
@@ -354,14 +354,14 @@ class RankStrategy(StrategyOfPackage):
         if self._watchdog is not None:
             self._watchdog.stop()
         super().teardown()
-        if self._is_launched:
-            outlive_parent()
+        if self._launched_by is not None:
+            outlive_launcher()
 
     @property
-    def _is_launched(self) -> bool:
-        """Whether this process was made by the strategy's own launcher."""
+    def _launched_by(self) -> int | None:
+        """The process id of the strategy's own launcher, if that launched this process."""
         ours = isinstance(self.cluster_environment, LightningEnvironment)
-        return ours and is_launched_child(self.local_rank, self._start_method)
+        return launcher_of(self.local_rank, self._start_method) if ours else None
 
     @property
     def _is_alone(self) -> bool:

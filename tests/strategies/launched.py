@@ -14,11 +14,20 @@ from lightning_parallel import PipelineParallelStrategy, TensorParallelStrategy,
 
 STRATEGIES = {"zero": ZeroStrategy, "tensor": TensorParallelStrategy, "pipeline": PipelineParallelStrategy}
 
+
+def interrupted() -> bool:
+    """Whether a first SIGINT has come; a pipeline calls a step for each microbatch."""
+    return signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+
+
 EVENTS = {
     "nothing": lambda: None,
     "raise": lambda: (_ for _ in ()).throw(RuntimeError("the user's code failed here")),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "terminate": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "interrupt": lambda: interrupted() or os.kill(os.getpid(), signal.SIGINT),
+    "press Ctrl-C": lambda: interrupted() or os.killpg(0, signal.SIGINT),
+    "press Ctrl-C twice": lambda: [os.killpg(0, signal.SIGINT) for _ in range(2)],
 }
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
@@ -180,3 +181,18 @@ def test_a_rank_that_does_not_come_is_named_when_the_time_is_up(tmp_path: Path) 
         assert re.search(
             r"RuntimeError: rank 2 of 3 did not come .* within \d+ s, the strategy's timeout; look at", said
         )
+
+
+@pytest.mark.parametrize("started_by_srun", [False, True])
+def test_who_waits_under_slurm_is_told_of_srun(
+    started_by_srun: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At once where the script was not started by it; else with the first message, which others may come before."""
+    task = {"NTASKS": 2, "NTASKS_PER_NODE": 2, "PROCID": 0, "LOCALID": 0, "NODEID": 0, "JOB_ID": 7, "JOB_NAME": "train"}
+    for name, value in (task | {"STEP_ID": 0} if started_by_srun else task).items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2 did not come .*; under SLURM, srun starts all ranks: srun "):
+        roll_call.RollCall(SLURMEnvironment()).wait(timedelta(seconds=0.1))
+    assert ("srun python SCRIPT; still waiting" in capsys.readouterr().err) != started_by_srun

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -31,6 +32,15 @@ class Launch(NamedTuple):
     strategy: str = "zero"
 
 
+AS_PROCESS_1 = ("unshare", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc")
+"""How a container starts its command: in a namespace of process ids of its own."""
+IN_CONTAINER = Launch(event="terminate", rank=1, strategy="tensor")
+WITHIN = {IN_CONTAINER: AS_PROCESS_1}
+MAY_UNSHARE = (
+    shutil.which("unshare") is not None and subprocess.run([*AS_PROCESS_1, "true"], check=False).returncode == 0
+)
+
+
 class Ended(NamedTuple):
     folder: Path
     code: int
@@ -39,9 +49,11 @@ class Ended(NamedTuple):
 
 
 def launch(run: Launch, folder: Path) -> Ended:
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), *map(str, run), str(folder)]
+    command = [*WITHIN.get(run, ()), sys.executable, "-W", "ignore", str(SCRIPT), *map(str, run), str(folder)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "RUN_MARK": str(folder)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=400, check=False, start_new_session=True
+    )
     ended = time.time()
     told = re.search(r"event at ([\d.]+)", done.stdout)
     assert told, done.stdout + done.stderr
@@ -182,9 +194,33 @@ def require_all_gone(ended: Ended) -> None:
     require_nobody_left(ended.folder)
 
 
-@after(Launch(event="terminate", rank=1))  # `test_signals.py` has both
+@after(
+    Launch(event="terminate", rank=1),  # `test_signals.py` has both
+    pytest.param(IN_CONTAINER, marks=pytest.mark.skipif(not MAY_UNSHARE, reason="needs namespaces of process ids")),
+)
 def test_sigterm_to_one_rank_stops_all_after_the_same_step_with_a_checkpoint(ended):
     assert ended.code == 143, ended.output
     assert ended.seconds_after_event < ENDED_WITHIN
     assert len(list(ended.folder.glob("*.ckpt"))) == 1
     require_nobody_left(ended.folder)
+
+
+@after(
+    Launch(event="interrupt", rank=1, strategy="pipeline"),
+    pytest.param(Launch(event="press Ctrl-C", strategy="pipeline"), marks=pytest.mark.exhaustive),
+    pytest.param(Launch("fork", event="press Ctrl-C", rank=1), marks=pytest.mark.exhaustive),  # as in a notebook
+    pytest.param(Launch("spawn", event="press Ctrl-C", rank=1), marks=pytest.mark.exhaustive),
+)
+def test_sigint_stops_all_after_the_same_step_with_a_checkpoint(ended):
+    assert ended.code == 1, ended.output  # as Lightning ends one process
+    assert ended.output.count("Detected KeyboardInterrupt") == 1, ended.output
+    assert "Traceback" not in ended.output
+    assert len(list(ended.folder.glob("*.ckpt"))) == 1
+    require_nobody_left(ended.folder)
+
+
+@pytest.mark.exhaustive
+@after(Launch(event="press Ctrl-C twice", rank=1))
+def test_a_second_sigint_ends_all_at_once(ended):
+    require_all_gone(ended)
+    assert list(ended.folder.glob("*.ckpt")) == []

@@ -126,7 +126,7 @@ class Batches:
 
         Raises:
             ValueError: on every rank, if the kinds of batches differ, or one rank ends before the others.
-            SIGTERMException: on every rank, if one was asked to stop.
+            SIGTERMException: on every rank, if one was asked to stop; KeyboardInterrupt if it was by SIGINT.
             Exception: on every rank, if a checkpoint could not be saved while training went on.
         """
         loaders = [combined.flattened[dataloader_idx]] if lightnings.reads_in_turn(combined) else combined.flattened
@@ -212,7 +212,7 @@ class Batches:
         if failed:
             self._saver.fail()
         if signals is not None and (stop or requeue):
-            signals.answer(Requested(bool(stop), bool(requeue)))
+            signals.answer(Requested(int(stop), bool(requeue)))
         return comparison.fewest
 
     def _require_same_order(self, loaders: Sequence[Any], readings: Sequence[Any]) -> None:

@@ -114,7 +114,7 @@ GIVEN = "loaders of "
 NOT_KNOWN = float("-inf")
 Mark = tuple[int, int, int, int]
 Asked = tuple[float, float, float]
-"""Whether this process was asked to stop, or to be queued again, and whether a save in the background failed."""
+"""The signal that asks this process to stop, whether one asks to requeue it, whether a save in background failed."""
 NOTHING: Asked = (0.0, 0.0, 0.0)
 
 

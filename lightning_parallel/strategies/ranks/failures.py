@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lightning_parallel.collectives.functional import notes_under
-from lightning_parallel.strategies.lightning_package import SIGTERMException
 
 PATIENCE_SECONDS = 3.0
 TOGETHER = "_lightning_parallel_together"  # noted on exceptions: to keep one keeps memory
@@ -64,14 +63,14 @@ class Failures:
     def all_come(self, what: str, begun: Callable[[], Begun | None]) -> bool:
         """Whether all ranks are there for what this one is about to do, though it may be handling an exception.
 
-        Ranks that handle none do not ask. SIGTERM is an exception too, but all ranks agreed when to raise it.
+        Ranks that handle none do not ask, nor do those that agreed when to raise it, as on SIGTERM and SIGINT.
 
         Args:
             what: this one is about to do; the same on all ranks that are.
             begun: the collectives that this rank has begun in each of its groups; None where others may wait for more.
         """
         exception = sys.exc_info()[1]
-        if self.alone or exception is None or isinstance(exception, SIGTERMException):
+        if self.alone or exception is None:
             return not self.alone
         noted = vars(exception)
         if TOGETHER not in noted:

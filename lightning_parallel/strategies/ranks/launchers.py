@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,12 +17,15 @@ from lightning_parallel.strategies.lightning_package import (
     _IS_INTERACTIVE,
     ClusterEnvironment,
     ParallelStrategy,
+    SIGTERMException,
     Trainer,
     _ChildProcessObserver,
+    _interrupt,
     _MultiProcessingLauncher,
     _set_num_threads_if_needed,
     _SubprocessScriptLauncher,
 )
+from lightning_parallel.strategies.ranks.signals import EXIT_CODE, LAUNCHER, end_children
 from lightning_parallel.strategies.ranks.tracebacks import note
 
 KEYWORDS = ("last", "best", "hpc", "registry")  # which Lightning finds a file for
@@ -52,10 +56,17 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
             require_checkpoint(function, args, kwargs)
+            os.environ[LAUNCHER] = str(os.getpid())
             self._call_children_scripts()
             _Observer(self.procs, self._last_words).start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
+
+    def kill(self, signum: Any) -> None:
+        """See Lightning, which kills the ranks that this one launched once it has ended by Ctrl-C: they end, too."""
+        if signum == signal.SIGKILL:
+            end_children(self.procs)
+        super().kill(signum)
 
 
 class _Observer(_ChildProcessObserver):
@@ -74,6 +85,7 @@ class _Observer(_ChildProcessObserver):
         if words := self._last_words():
             print(words, file=sys.stderr, flush=True)
         super()._terminate_all()
+        os._exit(1)  # process 1 of a container cannot kill itself by a signal
 
 
 class ProcessLauncher(_MultiProcessingLauncher):
@@ -90,13 +102,25 @@ class ProcessLauncher(_MultiProcessingLauncher):
         self._last_words = last_words
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """See `_MultiProcessingLauncher.launch`."""
+        """See `_MultiProcessingLauncher.launch`; on SIGINT ranks are asked to stop together, and waited for."""
         require_checkpoint(function, args, kwargs)
-        return super().launch(partial(self._noting, function), *args, trainer=trainer, **kwargs)
+        try:
+            return super().launch(partial(self._ended, function, trainer), *args, trainer=trainer, **kwargs)
+        except KeyboardInterrupt:
+            for process in self.procs:
+                process.terminate()  # a terminal has sent them SIGINT as well, and a second one would kill them
+            for process in self.procs:
+                process.join()
+            raise
 
-    def _noting(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _ended(self, function: Callable[..., Any], trainer: Trainer | None, *args: Any, **kwargs: Any) -> Any:
+        """Run the function on a rank, and the hooks of an agreed stop, for which the launching process has no model."""
         try:
             return function(*args, **kwargs)
+        except (KeyboardInterrupt, SIGTERMException) as exception:
+            if trainer is not None:
+                _interrupt(trainer, exception)
+            sys.exit(EXIT_CODE)  # on KeyboardInterrupt torch would end without an error
         except BaseException as exception:
             note(exception, self._last_words())
             raise

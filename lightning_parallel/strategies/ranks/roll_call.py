@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from lightning_parallel.collectives.functional import notes_at
-from lightning_parallel.strategies.lightning_package import ClusterEnvironment
+from lightning_parallel.strategies.lightning_package import ClusterEnvironment, SLURMEnvironment
 from lightning_parallel.strategies.ranks.failures import named, said_of
 
 LOOKS_SECONDS, CONNECTS_SECONDS = 0.2, 10.0
@@ -53,16 +53,19 @@ class RollCall:
         Raises:
             RuntimeError: on all ranks that have come: another failed or died, or did not come within the timeout.
         """
-        self._begun, began, told = True, time.monotonic(), TELLS_SECONDS
+        self._begun, began, told, hint = True, time.monotonic(), TELLS_SECONDS, ""
+        if isinstance(self._environment, SLURMEnvironment):
+            hint = "; under SLURM, srun starts all ranks: srun python SCRIPT"
+            told = told if "SLURM_STEP_ID" in os.environ else 0.0  # srun sets it in all processes that it starts
         self._seen.clear()
         self._silent = min(SILENT_SECONDS, SHARE * timeout.total_seconds())
         while missing := self._look():
             waited = time.monotonic() - began
-            late = f"{named(missing)} of {self._ranks} did not come to {self._where} within {waited:.0f} s"
+            late = f"{named(missing)} of {self._ranks} did not come to {self._where} within {waited:.0f} s{hint}"
             if waited > timeout.total_seconds():
                 self._end(f"{late}, the strategy's timeout; look at what {named(missing)} printed last")
             if waited > told:
-                told *= 2
+                told = max(2 * told, TELLS_SECONDS)
                 print(f"[rank{self._rank}] {late}; still waiting", file=sys.stderr, flush=True)
             time.sleep(LOOKS_SECONDS)
         closed = threading.Event()

@@ -1,8 +1,9 @@
 """Signals and deaths that cannot leave other ranks waiting.
 
 Lightning answers SIGTERM with a collective inside the signal handler, which deadlocks when only one rank gets it, and
-saves a checkpoint inside the handler when SLURM asks to requeue. Here handlers only note it. Before every batch ranks
-tell each other what they were asked, in the message in which they agree on the batch: they act together, or not at all.
+saves a checkpoint inside the handler when SLURM asks to requeue. Python raises KeyboardInterrupt on Ctrl-C wherever a
+rank is. Here handlers only note the signal. Before every batch ranks tell each other what they were asked, in the
+message in which they agree on the batch: they act together, or not at all.
 """
 
 from __future__ import annotations
@@ -20,21 +21,30 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any, NamedTuple
 
-from lightning_parallel.strategies.lightning_package import SIGTERMException, SLURMEnvironment, Trainer
+from torch.utils.data import get_worker_info
 
+from lightning_parallel.strategies.lightning_package import SIGTERMException, SLURMEnvironment, Trainer
+from lightning_parallel.strategies.ranks.failures import TOGETHER
+
+INTERRUPTED = b"\nAll ranks stop before their next batch; SIGINT (Ctrl-C) once more ends this process at once\n"
 EXIT_CODE = 128 + signal.SIGTERM
 GRACE_SECONDS = CAUSE_SECONDS = 5.0
 
 
 class Requested(NamedTuple):
-    """Requests of the outside world to this process."""
+    """Requests of the outside world to this process.
 
-    stop: bool = False
+    Attributes:
+        stop: the number of the signal that asks to stop, the higher one of two; 0 if none does.
+        requeue: whether SLURM asks to requeue.
+    """
+
+    stop: int = 0
     requeue: bool = False
 
 
 class Signals:
-    """Takes signals over from Lightning for the time of one run: SIGTERM, and on SLURM the one that asks to requeue.
+    """Takes signals over for the time of one run: SIGTERM, SIGINT unless the user handles it, and SLURM's to requeue.
 
     Args:
         trainer: its loop no longer tells other ranks; `Batches` does, in the message that it sends anyway.
@@ -42,12 +52,15 @@ class Signals:
 
     def __init__(self, trainer: Trainer) -> None:
         self.requested = Requested()
+        self._trainer, self._process = trainer, os.getpid()
         self._loop = trainer.fit_loop.epoch_loop
         self._loop.__dict__["_broadcast_sigterm_tensor"] = lambda: None
         self._lightnings: dict[int, Any] = {}
         self._requeue_signal: int | None = None
         if threading.current_thread() is threading.main_thread():  # no other thread may set handlers
             self._take(signal.SIGTERM, self._note_stop)
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                self._take(signal.SIGINT, self._note_stop)
             environment = trainer.strategy.cluster_environment  # type: ignore[attr-defined]
             if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and environment.requeue_signal:
                 self._requeue_signal = environment.requeue_signal
@@ -57,13 +70,16 @@ class Signals:
         """Does between two batches, on all ranks together, what any of them was asked for.
 
         Raises:
-            SIGTERMException: any was asked to stop.
+            SIGTERMException: any was asked to stop by SIGTERM.
+            KeyboardInterrupt: any was asked to stop by SIGINT.
         """
         if requested.requeue and self._requeue_signal is not None:
             self.requested = self.requested._replace(requeue=False)
             self._lightnings[self._requeue_signal](self._requeue_signal, None)  # saves, and asks SLURM
         if requested.stop:
-            raise SIGTERMException(EXIT_CODE)
+            asked = SIGTERMException(EXIT_CODE) if requested.stop == signal.SIGTERM else KeyboardInterrupt()
+            vars(asked)[TOGETHER] = True  # all ranks raise it here: they save a checkpoint as before
+            raise asked
 
     def close(self) -> None:
         """Gives the signals back."""
@@ -76,34 +92,51 @@ class Signals:
         self._lightnings[number] = signal.signal(number, note)
 
     def _note_stop(self, number: int, _: FrameType | None) -> None:
-        self.requested = self.requested._replace(stop=True)
         signal.signal(number, signal.SIG_DFL)  # asked twice, the process ends at once
+        self.requested = self.requested._replace(stop=max(number, self.requested.stop))
+        if os.getpid() != self._process:  # forked from a rank
+            if get_worker_info() is None:  # workers of loaders go on until their rank stops
+                os.kill(os.getpid(), number)
+        elif number == signal.SIGINT and self._trainer.local_rank == 0:
+            os.write(2, INTERRUPTED)  # `print` is not reentrant
 
     def _note_requeue(self, _: int, __: FrameType | None) -> None:
         self.requested = self.requested._replace(requeue=True)
 
 
 SET_PARENT_DEATH_SIGNAL = 1
+LAUNCHER = "LIGHTNING_PARALLEL_LAUNCHER"
+"""The environment variable in which a launched script finds the process id of its launcher."""
 
 
-def die_with_parent() -> None:
-    """Has the kernel kill this process when the one that launched it dies, even by SIGKILL (Linux)."""
+def die_with_launcher(launcher: int) -> None:
+    """Has the kernel kill this process when the one that launched it dies, even by SIGKILL (Linux).
+
+    Args:
+        launcher: the process id of the one that launched this one, its parent. It is 1 for a container's command.
+    """
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() == 1:  # it died before the call
+    if os.getppid() != launcher:  # it died before the call
+        print(
+            f"process {launcher}, which launched this rank, has ended; this rank ends, too", file=sys.stderr, flush=True
+        )
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def outlive_parent() -> None:
-    """Takes `die_with_parent` back: after a run a script may take longer than that of rank 0."""
+def outlive_launcher() -> None:
+    """Takes `die_with_launcher` back: after a run a script may take longer than that of rank 0."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(SET_PARENT_DEATH_SIGNAL, 0)
 
 
-def is_launched_child(local_rank: int, start_method: str) -> bool:
-    """Whether this process was made by the strategy's own launcher."""
-    return local_rank > 0 if start_method == "popen" else multiprocessing.parent_process() is not None
+def launcher_of(local_rank: int, start_method: str) -> int | None:
+    """The id of the process whose launcher started this rank; None for a rank that somebody else started."""
+    if start_method != "popen":
+        parent = multiprocessing.parent_process()
+        return None if parent is None else parent.pid
+    return int(os.environ[LAUNCHER]) if local_rank > 0 and LAUNCHER in os.environ else None
 
 
 def end_children(processes: Sequence[subprocess.Popen[bytes] | BaseProcess], first: int = -1) -> None:

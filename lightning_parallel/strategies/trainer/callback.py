@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 from lightning_parallel.strategies.data.batches import Batches
-from lightning_parallel.strategies.lightning_package import BasePredictionWriter, Callback, LightningModule, Trainer
+from lightning_parallel.strategies.lightning_package import (
+    BasePredictionWriter,
+    Callback,
+    LightningModule,
+    ModelCheckpoint,
+    Trainer,
+)
 from lightning_parallel.strategies.model.finetuning import adds_parameters, known_by_identity
 from lightning_parallel.strategies.trainer import lightnings
+
+log = logging.getLogger(__name__)
 
 
 class MeshCallback(Callback):
@@ -17,6 +26,7 @@ class MeshCallback(Callback):
 
     Args:
         batches: what ranks agree on about batches.
+        others_come: whether all ranks are there for what this one is about to do, though it handles an exception.
         unite_buffers: gives all ranks the same buffers; all must call.
         unite_metrics: gives the ranks of a pipeline the same metrics; all must call.
         show_whole: inside, the module's tree has the parameters of all ranks, without values.
@@ -25,11 +35,12 @@ class MeshCallback(Callback):
     def __init__(
         self,
         batches: Batches,
+        others_come: Callable[[str], bool],
         unite_buffers: Callable[[], None],
         unite_metrics: Callable[[], None],
         show_whole: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._batches = batches
+        self._batches, self._others_come = batches, others_come
         self._unite_buffers, self._unite_metrics = unite_buffers, unite_metrics
         self._show_whole, self._shown = show_whole, ExitStack()
         self._hidden: list[Callback] = []
@@ -162,6 +173,16 @@ class MeshCallback(Callback):
         self._batches.end()
         self._unite_metrics()
         _ = trainer.callback_metrics  # Lightning reduces them now, on all ranks at once, before one of them reads any
+
+    def on_exception(self, trainer: Trainer, *_: Any) -> None:
+        """Before `ModelCheckpoint`, which says that it saved a checkpoint whatever became of it."""
+        found = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+        saving = [each for each in found if each.save_on_exception]
+        if saving and not self._others_come("save_checkpoint"):
+            log.warning("No checkpoint of this exception: the parts of other ranks are missing, for not all came to it")
+            for each in saving:
+                self._shown.callback(setattr, each, "save_on_exception", True)
+                each.save_on_exception = False
 
     def on_predict_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Predictions for samples that do not count are dropped."""
