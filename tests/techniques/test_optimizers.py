@@ -123,7 +123,7 @@ torch.serialization.add_safe_globals([Blocks])
 
 
 class Blockwise(TensorRatio):
-    """Keeps its averages in blocks, in the manner of torchao's optimizers, and the largest scales so far beside them."""
+    """Keeps its averages in blocks, as torchao does, and the largest scales so far beside them."""
 
     def move(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
