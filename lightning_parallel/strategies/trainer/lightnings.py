@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -20,7 +21,6 @@ from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata
 from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader
@@ -286,4 +286,6 @@ def somebody_overrides(hooks: tuple[str, ...], module: LightningModule, callback
     base = getattr(Callback, hooks[0])
     found = [vars(callback).get(hooks[0], getattr(type(callback), hooks[0])) for callback in callbacks]
     theirs = [hook for hook in found if hook is not None]  # which Lightning does not call
-    return any(is_overridden(name, module) for name in hooks) or any(hook is not base for hook in theirs)
+    own = {name: unwrap(getattr(module, name)) for name in hooks}  # for callable objects `is_overridden` raises
+    overrides = [getattr(hook, "__func__", hook) is not getattr(LightningModule, name) for name, hook in own.items()]
+    return any(overrides) or any(hook is not base for hook in theirs)
