@@ -1,6 +1,8 @@
 """Hooks that look at gradients, and callbacks that act on parameters, find on every rank what one device has."""
 
-from functools import partial
+from dataclasses import dataclass
+from functools import partial, update_wrapper
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -357,3 +359,50 @@ def in_pieces(strategy: Any, batch_size: int) -> tuple[Curve]:
 @sampled(1, "layout", ["zero 2", "zero 3", "tensor parallel", "pipeline"])
 def test_pieces_of_gradients_that_a_hook_writes_to(layout: str) -> None:
     check(in_pieces, layout)
+
+
+@dataclass
+class Decorated:
+    """A method in an object that is called in its place, with or without what `functools.wraps` would note."""
+
+    method: Any
+
+    def __get__(self, owner: Any, kind: Any = None) -> Any:
+        return self if owner is None else MethodType(self, owner)
+
+    def __call__(self, *args: Any) -> Any:
+        return self.method(*args)
+
+
+def wrapped(method: Any) -> Any:
+    return update_wrapper(Decorated(method), method)
+
+
+class ByObjects(Plain):
+    """Its hooks are called by objects that decorate them."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.norms: list[float] = []
+
+    @wrapped
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.norms.append(float(sum(each.grad.square().sum() for each in self.parameters())))
+
+    @Decorated
+    def on_after_backward(self) -> None:
+        self.norms.append(float(self.blocks[-1].up.weight.grad.norm()))
+
+    @Decorated
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.norms.append(float(sum(each.detach().square().sum() for each in self.parameters())))
+
+
+def by_objects(strategy: Any, batch_size: int) -> tuple[Curve, list[float]]:
+    model = small(ByObjects)
+    return fitted(model, strategy, batch_size, gradient_clip_val=0.5, max_epochs=2), model.norms
+
+
+@sampled(1, "layout", ["zero 2", "zero 3", "tensor parallel", "pipeline"])
+def test_hooks_in_objects_find_whole_gradients_and_parameters(layout: str) -> None:
+    check(by_objects, layout)

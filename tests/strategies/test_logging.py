@@ -20,6 +20,7 @@ from lightning_parallel import (
     Zero,
     ZeroStrategy,
 )
+from tests.heard import heard
 from tests.models import Plain, loaders
 from tests.ranks import RanksFailed, begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import made
@@ -303,3 +304,25 @@ def require_reduced(n: int, readers: int, strategy: Any, *sizes: int) -> None:
     for found in run_on_ranks(n, reducing, strategy, 8 // readers, *sizes):
         for (event, wanted), (_, got) in zip(expected.result(), found, strict=True):
             assert got == pytest.approx(wanted, rel=1e-4, abs=1e-5), event
+
+
+class Numbers(Plain):
+    """Logs numbers of which nothing tells how they were computed."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
+        output = super().training_step(batch, batch_idx)
+        numbers = batch[0].numpy()
+        self.log_dict({name: float(numbers.std()) + k for k, name in enumerate(("b", "a", "c"))})
+        return output["loss"]
+
+
+def told_of_numbers(strategy: Any) -> list[str]:
+    with heard() as lines:
+        trainer(strategy(), max_epochs=2).fit(Numbers(), *loaders("plain", 8, samples=32, val_samples=8))
+    return [line for line in lines if "could not be seen" in line]
+
+
+@sampled(1, "strategy", [DataParallelStrategy, partial(PipelineParallelStrategy, microbatches=2)])
+def test_one_line_tells_all_names_of_which_nobody_saw_how_to_combine_them(strategy: Any) -> None:
+    (lines,) = [lines for lines in run_on_ranks(2, told_of_numbers, strategy) if lines]
+    assert [line.partition(":")[0] for line in lines] == ["a, b, c"]

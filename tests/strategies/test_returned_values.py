@@ -95,7 +95,7 @@ def unclear() -> list[str]:
     run = trainer(PIPELINE(), max_epochs=1)
     outputs: Any = run.predict(Unclear(), DataLoader(points(16, seed=1), 16))
     assert outputs[0]["text"].startswith("begins with")
-    return [line for line in said if "what predict_step returns is put together" in line]
+    return [line for line in said if "what predict_step returns: combined from the parts" in line]
 
 
 def test_what_cannot_be_put_together_is_told() -> None:

@@ -92,6 +92,49 @@ class MuonAndAdamW(optim.Optimizer):
         self.show_groups()
 
 
+class Blocks(Tensor):
+    """A state of another form than its parameter, as of 8 bits: blocks of 256 and a scale for each; no slice of it."""
+
+    def __new__(cls, codes: Tensor, scales: Tensor, shape: torch.Size) -> Any:
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32, device=codes.device)
+
+    def __init__(self, codes: Tensor, scales: Tensor, shape: torch.Size) -> None:
+        self.codes, self.scales = codes, scales
+
+    @classmethod
+    def of(cls, values: Tensor) -> "Blocks":
+        flat = values.double().flatten()
+        rows = nn.functional.pad(flat, (0, -flat.numel() % 256)).view(-1, 256)
+        scales = rows.abs().amax(1) + 1e-12
+        return cls(rows / scales[:, None], scales, values.shape)
+
+    def values(self) -> Tensor:
+        rows = self.codes * self.scales[:, None]
+        return rows.flatten()[: self.numel()].view(self.shape).float()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten._to_copy.default):
+            return cls(args[0].codes, args[0].scales, args[0].shape)
+        raise NotImplementedError(f"{func} of Blocks")
+
+
+torch.serialization.add_safe_globals([Blocks])
+
+
+class Blockwise(TensorRatio):
+    """Keeps its averages in blocks, as torchao does, and the largest scales so far beside them."""
+
+    def move(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        before = state["average"].values() if state else torch.zeros_like(parameter)
+        average = before * group["momentum"] + parameter.grad
+        state["average"] = kept = Blocks.of(average)
+        state["largest"] = torch.maximum(kept.scales, state.get("largest", kept.scales))
+        assert state["largest"].shape == (-(-parameter.numel() // 256),)
+        parameter.sub_(group["lr"] * average / state["largest"].mean().float())
+
+
 EVERY: dict[str, Callable[..., optim.Optimizer]] = {
     "SGD": partial(optim.SGD, lr=0.1),
     "momentum": partial(optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -117,10 +160,11 @@ EVERY: dict[str, Callable[..., optim.Optimizer]] = {
     "LBFGS with line search": partial(optim.LBFGS, lr=1.0, max_iter=3, line_search_fn="strong_wolfe"),
     "TensorRatio": partial(TensorRatio, lr=0.02),
     "MuonAndAdamW": partial(MuonAndAdamW, lr=1e-2),
+    "Blockwise": partial(Blockwise, lr=0.02),
 }
 
 
-LOOK_AROUND = ["Adafactor", "LBFGS", "LBFGS with line search", "TensorRatio", "MuonAndAdamW"]
+LOOK_AROUND = ["Adafactor", "LBFGS", "LBFGS with line search", "TensorRatio", "MuonAndAdamW", "Blockwise"]
 """Those in which an element's step depends on other elements, or on the loss."""
 
 OF_EACH_KIND = ["SGD foreach", "Adam fused", "AdamW", "Adagrad", "Rprop", *LOOK_AROUND]
@@ -190,7 +234,7 @@ def halves(name: str, first: Callable[[], Any], then: Callable[[], Any], data_ra
 
 @covering(
     keep=1,
-    names=(["Adam fused", "LBFGS", "MuonAndAdamW"], ["momentum", "Adagrad", "TensorRatio"]),
+    names=(["Adam fused", "LBFGS", "MuonAndAdamW"], ["momentum", "Blockwise", "TensorRatio"]),
     layouts=(("zero_3", "zero_1"), ("zero_2", "data_parallel"), ("zero_1", "zero_3")),
 )
 def test_state_goes_on_in_another_layout(names: list[str], layouts: tuple[str, str]) -> None:
@@ -337,6 +381,21 @@ def test_a_pipeline_steps_what_is_done_to_each_parameter_with_and_without_gradie
     one = begun_on_one(looked_ahead, "auto", at_once)
     for got in run_on_ranks(2, looked_ahead, partial(PipelineParallelStrategy, 2, microbatches=2), at_once):
         compare(one.result(), got)
+
+
+def saved_blocks(strategy: Any) -> dict[str, Tensor]:
+    path = Path(os.environ["RANKS_SCRATCH"], "blocks.ckpt")
+    make = trainer(strategy, **SHORT)
+    make.fit(build("plain", optimizer=EVERY["Blockwise"], blocks=2), *loaders("plain", 8, samples=16))
+    make.save_checkpoint(path)
+    (saved,) = torch.load(path, weights_only=True)["optimizer_states"]
+    return {f"{number}": state["average"].values() for number, state in saved["state"].items()}
+
+
+def test_a_pipeline_saves_states_that_no_message_takes() -> None:
+    one = on_one(saved_blocks, DataParallelStrategy())
+    for got in run_on_ranks(2, saved_blocks, PipelineParallelStrategy(microbatches=2)):
+        compare_weights(one, got, 1e-4)
 
 
 def test_a_pipeline_refuses_to_save_states_of_an_own_form() -> None:

@@ -58,7 +58,10 @@ def asks_for_params(optimizer: Any, method: str) -> bool:
 
 def looks_at_model(owner: Any, hook: str, module: nn.Module, parts: set[str]) -> bool:
     """Whether the user's own code of a hook may look at the model."""
-    own = getattr(unwrap(_function(owner, hook)), "__code__", None)
+    function = unwrap(_function(owner, hook))
+    own = _code_of(function)
+    if own is not None and not isinstance(function, FunctionType):
+        return True  # an object that decorates a method without naming it: what it calls is not known
     given = () if own is None else own.co_varnames[: own.co_argcount]
     name = given[:1] if owner is module else given[2:3]  # of the module: hooks may call it as they like
 
@@ -100,7 +103,8 @@ def is_of_some_ranks(owner: Any, hook: str, module: nn.Module) -> bool:
     """Whether a hook may run on some ranks only, or do something else there."""
     around = _function(owner, hook)
     while (inner := getattr(around, "__wrapped__", None)) is not None:
-        if "rank" in around.__code__.co_name or set().union(*_names(around.__code__)) & ONE_RANK:
+        code = _code_of(around)
+        if code is not None and ("rank" in code.co_name or set().union(*_names(code)) & ONE_RANK):
             return True
         around = inner
     return _any_code(owner, hook, module, lambda code: bool(set().union(*_names(code)) & ONE_RANK))
@@ -118,13 +122,20 @@ def _function(owner: Any, hook: str) -> Any:
     return getattr(run, "__func__", run)
 
 
+def _code_of(function: Any) -> CodeType | None:
+    """The code of a function or, for a callable object, of its `__call__`; None where that is not written in Python."""
+    run = function if isinstance(function, FunctionType) else vars(type(function)).get("__call__")
+    return run.__code__ if isinstance(run, FunctionType) else None
+
+
 def _any_code(owner: Any, hook: str, module: object, looks: Callable[[CodeType], bool]) -> bool:
     """Whether that is true of the user's own code of a hook, or of functions of the user's that it names."""
     owners, seen = (type(owner), type(module)), set[CodeType]()
 
     def any_of(function: Any) -> bool:
         while (inner := getattr(function, "__wrapped__", None)) is not None:
-            if looks(function.__code__):
+            code = _code_of(function)
+            if code is not None and looks(code):
                 return True
             function = inner
         if (function.__module__ or "").partition(".")[0] in LIBRARIES or function.__code__ in seen:

@@ -210,10 +210,10 @@ class StepLog:
         return SeenKind(Kind.MEAN) if parts and seen.kind in (None, Kind.OTHER) else seen
 
     def tell(self, names: Iterable[str], what: str) -> None:
-        """Says once of each name what is done with it that may not be what one device would do."""
-        for name in set(names) - self._told:
-            self._told.add(name)
-            log.warning("%s %s", name, what)
+        """Warns once of each name, in one line, of what is done with it that one device may do otherwise."""
+        if new := sorted(set(names) - self._told):
+            self._told.update(new)
+            log.warning("%s: %s", ", ".join(new), what)
 
     # ---------------------------------------------------------------- what the strategy calls
 

@@ -38,8 +38,8 @@ from lightning_parallel.values import map_leaves, tensors_of
 T = TypeVar("T")
 RETURNED: Path = ("what the step returns",)
 GUESSED = (
-    "is put together from the parts of a batch as if its counts were sums and other values means over samples; whether "
-    "that is so could not be seen"
+    "combined from the parts of a batch as if counts were sums and other values means over samples; whether that is "
+    "so could not be seen"
 )
 _Kinds = dict[Path, tuple[Kind | None, ...]]
 HOST = torch.device("cpu")
@@ -134,7 +134,7 @@ class PartsRun(Run[T]):
             raise
         else:
             self._log.tell(
-                names_of(stay), "cannot be sent: what a step keeps in it stays on the rank of the last stage"
+                names_of(stay), "cannot be sent, so that what a step keeps there stays on the rank of the last stage"
             )
             self._noted.append(noted)
             self._means.append(WATCHING.get())

@@ -26,8 +26,8 @@ HOW = {Kind.MEAN: "mean", Kind.SAME: "mean", Kind.SUM: "sum", Kind.MAX: "max", K
 ROUNDING = 1e-6
 
 UNSEEN = (
-    "is put together from the parts of a batch by its reduce_fx: whether it is a mean, a count, a maximum or a minimum "
-    "over the samples could not be seen"
+    "combined from the parts of a batch by reduce_fx, since whether it is a mean, a count, a maximum or a minimum over "
+    "the samples could not be seen; where that is wrong, pass another reduce_fx to self.log"
 )
 
 
@@ -127,6 +127,8 @@ class Reductions:
                 numbers = {number for _, number in of_ranks}
                 own = numbers.pop() if len(numbers) == 1 else 1
                 found[name] = self._decide(hook, name, [each for each, _ in of_ranks], own), own
+            if self._host.rank() == 0:
+                self._tell([name for name in undecided if found[name][0].kind not in HOW], UNSEEN)
         return {name: (HOW.get(seen.kind or Kind.OTHER), own, seen.function) for name, (seen, own) in found.items()}
 
     def _decide(self, hook: str, name: str, of_ranks: Sequence[SeenKind], own: int) -> SeenKind:
@@ -141,8 +143,6 @@ class Reductions:
         if sure is not None or self._asked[hook, name] == PATIENCE:
             self._decided[hook, name] = whole, own
             self._kinds.decide(hook, ("logged", name), (kind,))
-        if kind not in HOW and self._host.rank() == 0:
-            self._tell([name], UNSEEN)
         return whole
 
 

@@ -53,7 +53,7 @@ class PipelineGroup:
         """
         merged: dict[Key, Any] = dict(values)
         for source in range(self.ranks if self.ranks > 1 else 0):
-            shapes = pytree.tree_map_only(Tensor, TensorSpec.of, dict(values))
+            shapes = pytree.tree_map_only(_is_plain if keep else Tensor, TensorSpec.of, dict(values))
             for key, shape in share_object(shapes, source, self._group, self._device).items():
                 theirs = self._sent_to_first(values.get(key), shape, source, keep) if source != 0 else None
                 if key not in merged:
@@ -68,7 +68,7 @@ class PipelineGroup:
         lane = Lane(self._group, self._device)
         if self.rank == source:
             for tensor in pytree.tree_leaves(value):
-                if isinstance(tensor, Tensor):
+                if _is_plain(tensor):
                     lane.send(tensor.to(self._device), 0)
             lane.finish()
             return None
@@ -130,6 +130,11 @@ def _place(module: nn.Module, name: str, shape: TensorSpec) -> Tensor:
     elif shape != TensorSpec.of(tensor):
         tensor.data = shape.empty(tensor.device)
     return tensor
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value is sent as a tensor; a third-party subclass, which no message takes, is pickled."""
+    return type(value) is Tensor
 
 
 def _on_meta(shape: Any) -> Any:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -28,7 +29,6 @@ from lightning_parallel.strategies.lightning_package import (
     WeightAveraging,
     _IndexBatchSamplerWrapper,
     _Metadata,
-    is_overridden,
 )
 from lightning_parallel.strategies.ranks.agreement import together
 
@@ -345,4 +345,6 @@ def somebody_overrides(hooks: tuple[str, ...], module: LightningModule, callback
     base = getattr(Callback, hooks[0])
     found = [vars(callback).get(hooks[0], getattr(type(callback), hooks[0])) for callback in callbacks]
     theirs = [hook for hook in found if hook is not None]  # which Lightning does not call
-    return any(is_overridden(name, module) for name in hooks) or any(hook is not base for hook in theirs)
+    own = {name: unwrap(getattr(module, name)) for name in hooks}  # for callable objects `is_overridden` raises
+    overrides = [getattr(hook, "__func__", hook) is not getattr(LightningModule, name) for name, hook in own.items()]
+    return any(overrides) or any(hook is not base for hook in theirs)

@@ -312,6 +312,8 @@ class StoredOptimizer:
             return value.to_local() if self._elementwise else value
         if not isinstance(stored, DTensor) or not is_sharded(stored) or value.dim() == 0 or value.shape != stored.shape:
             return value
+        if not self._elementwise and type(value) not in (Tensor, nn.Parameter):
+            return value  # every rank keeps a subclass whole, such as torchao's state in 8 bits: few can be sliced
         part = shard_of(value, stored).to_local().clone()  # a view would keep the whole in memory
         return part if self._elementwise else as_shard(part, stored)
 
@@ -370,8 +372,8 @@ class StoredOptimizer:
         def own(value: Tensor) -> Tensor:
             part = self._part(value, stored) if self._elementwise else value
             is_copy = part is not value and not isinstance(value, DTensor)
-            # A checkpoint's tensors may be pages of its file: nothing of them may stay in the optimizer.
-            return part if is_copy else part.clone()
+            # A checkpoint's tensors may be pages of its file: copy them. Few subclasses of tensors have `clone`.
+            return part if is_copy else part.to(part.device, copy=True)
 
         return _mapped(own, values)
 

@@ -313,7 +313,7 @@ def _in_order(rows: Tensor, held: Sequence[Sequence[Span]], chunk: int, size: in
 def gathered(value: Tensor, keep: bool) -> Tensor:
     """A tensor whole and on the host where `keep`; elsewhere only its shape. All ranks of its mesh must call."""
     whole = whole_tensor(value)
-    return whole.detach().cpu() if keep else torch.empty_like(whole, device="meta")
+    return whole.detach().cpu() if keep else torch.empty(whole.shape, dtype=whole.dtype, device="meta")
 
 
 def has_no_rows(parameter: nn.Parameter) -> bool:
