@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 from lightning_parallel import (
     DataParallel,
@@ -180,6 +180,24 @@ class Silent(Exception):  # noqa: N818
 
 def test_an_error_whose_own_text_fails_is_told_all_the_same() -> None:
     assert said_of(Silent()) == "Silent: its text cannot be read, for RuntimeError"
+
+
+class Broken(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Tensor:
+        try:
+            raise OSError("shard 7 cannot be read")
+        except OSError as error:
+            raise ValueError("a sample is broken\nhere") from error
+
+
+def test_an_error_of_a_loaders_worker_is_told_with_its_cause() -> None:
+    with pytest.raises(ValueError, match="Original Traceback") as failure:
+        next(iter(DataLoader(Broken(), num_workers=1)))
+    told = "Caught ValueError in DataLoader worker process 0: ValueError: a sample is broken"
+    assert said_of(failure.value) == f"ValueError: {told}"
 
 
 class Evaluating(Regression):

@@ -131,13 +131,16 @@ def _at_one_place(said: list[tuple[str, Begun | None]]) -> bool:
 
 
 def said_of(exception: BaseException) -> str:
-    """An exception in one line."""
+    """An exception in one line; that of a loader's worker, which torch raises with its traceback, with its cause."""
     try:
-        said = str(exception)
+        lines = str(exception).splitlines() or [""]
     except Exception as error:  # it is the user's class, and what it fails with must not be told in its place
-        said = f"its text cannot be read, for {type(error).__name__}"
-    first = next(iter(said.splitlines()), "")
-    return f"{type(exception).__name__}: {first[:WIDTH]}"
+        lines = [f"its text cannot be read, for {type(error).__name__}"]
+    said = lines[0]
+    if heads := [number for number, line in enumerate(lines) if line.endswith("Traceback (most recent call last):")]:
+        after = lines[heads[-1] + 1 :]
+        said = f"{said.rstrip('.')}: {next((line for line in after if not line.startswith(' ')), '')}"
+    return f"{type(exception).__name__}: {said[:WIDTH]}"
 
 
 def named(ranks: Sequence[int]) -> str:
