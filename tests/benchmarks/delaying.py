@@ -8,11 +8,13 @@ sleep in place of computing it shows what a strategy hides behind computing, wit
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -59,9 +61,11 @@ class Wire:
         self._waiting: queue.Queue[tuple[float, Callable[[], None]]] = queue.Queue()
         threading.Thread(target=self._run, name="wire", daemon=True).start()
 
-    def send(self, seconds: float, arrived: Callable[[], None]) -> None:
+    def send(self, seconds: float, arrived: Callable[[], None]) -> float:
+        """When the message arrives."""
         self._free = max(self._free, time.perf_counter()) + seconds
         self._waiting.put((self._free, arrived))
+        return self._free
 
     def _run(self) -> None:
         while True:
@@ -73,13 +77,14 @@ class Wire:
 class UnderWay(dist.Work):
     """A message on the wire."""
 
-    def __init__(self, future: Any, pace: Pace) -> None:
+    def __init__(self, future: Any, pace: Pace, arrives: float) -> None:
         super().__init__()
-        self._future, self._pace = future, pace
+        self._future, self._pace, self._arrives = future, pace, arrives
 
     def wait(self, *_: Any) -> bool:
         start = time.perf_counter()
         self._future.wait()
+        time.sleep(max(0.0, self._arrives - time.perf_counter()))
         self._pace.waited += time.perf_counter() - start
         return True
 
@@ -101,8 +106,8 @@ class Delaying(dist.ProcessGroup):
     def _send(self, sent: float, result: Any) -> UnderWay:
         future: Any = torch.futures.Future()
         self._begun += 1
-        self._wire.send(self._pace.of(sent), lambda: future.set_result(result))
-        return UnderWay(future, self._pace)
+        arrives = self._wire.send(self._pace.of(sent), lambda: future.set_result(result))
+        return UnderWay(future, self._pace, arrives)
 
     # ---------------------------------------------------------------- all ranks
 
@@ -214,6 +219,39 @@ def pretended(ranks: int, pace: Pace) -> Iterator[None]:
             yield
         finally:
             dist.destroy_process_group()
+
+
+class Time:
+    """A clock that only naps and waits set, in place of the module `time`: the same figures on any machine."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class _WireInTime(Wire):
+    """Nothing is carried: who waits for a message sets the clock to when it arrives."""
+
+    def send(self, seconds: float, arrived: Callable[[], None]) -> float:
+        self._free = max(self._free, time.perf_counter()) + seconds
+        arrived()
+        return self._free
+
+
+@contextmanager
+def told_by_a_clock(*modules: ModuleType) -> Iterator[Time]:
+    """Inside, messages and the naps of these modules take time of one clock, and none of the machine's."""
+    clock = Time()
+    with ExitStack() as stack:
+        for module in (sys.modules[__name__], *modules):
+            stack.enter_context(mock.patch.object(module, "time", clock))
+        stack.enter_context(mock.patch.object(sys.modules[__name__], "Wire", _WireInTime))
+        yield clock
 
 
 class _Current:

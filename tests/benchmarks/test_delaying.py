@@ -1,9 +1,6 @@
-"""The group whose messages take time."""
+"""The group whose messages take time, told by a clock that naps and messages set: nothing is timed."""
 
 from __future__ import annotations
-
-import time
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,9 +9,9 @@ import torch.distributed as dist
 from lightning_parallel import DataParallel, DataParallelStrategy, HybridStrategy, PipelineParallel, Zero, ZeroStrategy
 from lightning_parallel.collectives import functional
 from lightning_parallel.techniques.technique import Technique
-from tests.benchmarks.delaying import BACKEND, Pace, pretended
+from tests.benchmarks import overlap, sleeping
+from tests.benchmarks.delaying import BACKEND, Pace, pretended, told_by_a_clock
 from tests.benchmarks.overlap import BANDWIDTH, BUCKET_MB, fit
-from tests.tiers import sampled
 
 RANKS = 4
 COLLECTIVES = {
@@ -32,30 +29,26 @@ def test_messages_take_their_time(name: str) -> None:
     start_message, share = COLLECTIVES[name]
     pace = Pace(alpha=0.01, bandwidth=1e6, on=True)
     sent = torch.ones(10_000)
-    with pretended(RANKS, pace):
+    with told_by_a_clock() as clock, pretended(RANKS, pace):
         expected = pace.alpha + share * sent.nbytes / pace.bandwidth
-        start = time.perf_counter()
         pending = start_message(sent, dist.group.WORLD)
-        started = time.perf_counter() - start
+        assert clock.now == 0.0
         pending.wait()
-        assert started < expected <= time.perf_counter() - start
-    assert pace.busy == pytest.approx(expected)
-
-
-def seconds(run: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
+        assert clock.now == pytest.approx(expected)
+    assert pace.busy == pace.waited == pytest.approx(expected)
 
 
 def test_messages_of_a_group_wait_for_each_other_and_not_for_those_of_another() -> None:
     pace = Pace(alpha=0.15, on=True)
-    with pretended(RANKS, pace):
+    with told_by_a_clock() as clock, pretended(RANKS, pace):
         other = dist.new_group([0, 1], backend="delaying")
         first, second = (functional.all_reduce(torch.ones(1), dist.group.WORLD) for _ in range(2))
-        assert seconds(functional.all_reduce(torch.ones(1), other).wait) < 2 * pace.alpha
-        assert seconds(second.wait) > 0.5 * pace.alpha
+        functional.all_reduce(torch.ones(1), other).wait()
+        assert clock.now == pytest.approx(pace.alpha, rel=1e-3)
+        second.wait()
+        assert clock.now == pytest.approx(2 * pace.alpha, rel=1e-3)
         first.wait()
+        assert clock.now == pytest.approx(2 * pace.alpha, rel=1e-3)
 
 
 def test_received_is_what_was_sent() -> None:
@@ -80,9 +73,10 @@ STRATEGIES = {
 
 
 @pytest.mark.filterwarnings("ignore")
-@sampled(1, "name", STRATEGIES)
+@pytest.mark.parametrize("name", STRATEGIES)
 def test_no_more_than_the_last_bucket_is_waited_for(name: str) -> None:
-    steps = fit(STRATEGIES[name], limit_train_batches=8)
+    with told_by_a_clock(overlap, sleeping):
+        steps = fit(STRATEGIES[name], limit_train_batches=8)
     last_bucket = 2 * BUCKET_MB * 2**20 / BANDWIDTH
     share = 0.4 if name.startswith("pipeline") else 0.2  # a stage has half of the layers
     assert min(steps.waited) <= last_bucket < share * steps.busy[-1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 from unittest import mock
 
@@ -15,24 +14,23 @@ from lightning_parallel.collectives.functional import Pending
 from lightning_parallel.mesh import ParallelMesh, resolve_sizes
 from lightning_parallel.techniques.division import Ground
 from lightning_parallel.techniques.expert_parallel import travel
+from lightning_parallel.techniques.expert_parallel.travel import start_exchange
 from lightning_parallel.techniques.step import Run, Step
 from tests.further.experts import WIDTH, Bank, Router
 from tests.ranks import ranks
 
-LATE = 0.4  # how long a message takes, in seconds: much longer than ranks that share cores wait for one
+EVENTS: list[str] = []
+"""What happened on this rank: messages that began and were waited for, and what the shared expert computed."""
 
 
-class Slow(nn.Linear):
-    """A shared expert that takes longer than a message, forward and backward."""
-
-    calls = 0
+class Noting(nn.Linear):
+    """A shared expert that notes when it is computed, forward and backward."""
 
     def forward(self, x: Tensor) -> Tensor:
-        type(self).calls += 1
-        time.sleep(1.3 * LATE)
+        EVENTS.append("forward")
         made = super().forward(x)
         if made.requires_grad:
-            made.register_hook(lambda _: time.sleep(1.3 * LATE))
+            made.register_hook(lambda _: EVENTS.append("backward"))
         return made
 
 
@@ -41,7 +39,7 @@ class Shared(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.router, self.experts, self.shared = Router(4, 2), Bank(4), Slow(WIDTH, WIDTH)
+        self.router, self.experts, self.shared = Router(4, 2), Bank(4), Noting(WIDTH, WIDTH)
         self.late = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -50,24 +48,15 @@ class Shared(nn.Module):
         return made + self.shared(x + made if self.late else x)
 
 
-class Late:
-    """Messages that take some time, and how long somebody waited for them."""
+def noting(*args: Any) -> tuple[Tensor, Pending]:
+    arriving, pending = start_exchange(*args)
+    EVENTS.append("begins")
 
-    def __init__(self) -> None:
-        self.waited: list[float] = []
-        self._start = travel.start_exchange
+    def wait() -> None:
+        EVENTS.append("waits")
+        pending.wait()
 
-    def __call__(self, *args: Any) -> tuple[Tensor, Pending]:
-        arriving, pending = self._start(*args)
-        ready = time.monotonic() + LATE
-
-        def wait() -> None:
-            begin = time.monotonic()
-            pending.wait()
-            time.sleep(max(0.0, ready - time.monotonic()))
-            self.waited.append(time.monotonic() - begin)
-
-        return arriving, Pending(None, wait)
+    return arriving, Pending(None, wait)
 
 
 def divided() -> tuple[nn.Module, Step, nn.Module]:
@@ -89,24 +78,25 @@ def batch(step: Step, model: nn.Module, x: Tensor) -> Tensor:
 @ranks(2)
 def test_from_the_second_batch_on_nobody_waits_for_what_experts_made() -> None:
     model, step, whole = divided()
-    late = Late()
-    with mock.patch.object(travel, "start_exchange", late):
+    with mock.patch.object(travel, "start_exchange", noting):
         for number in range(3):
             x = torch.randn(3, 5, WIDTH, dtype=torch.double, generator=torch.Generator().manual_seed(dist.get_rank()))
             x.requires_grad_()
-            late.waited.clear()
-            Slow.calls = 0
+            EVENTS.clear()
             made = batch(step, model, x)
-            assert Slow.calls == 1
+            forward = EVENTS.copy()
+            EVENTS.clear()
+            gradient = torch.autograd.grad(made.square().sum(), [x, model.shared.weight])
+            backward = EVENTS.copy()
             expected = whole(x)
             torch.testing.assert_close(made, expected)
-            gradient = torch.autograd.grad(made.square().sum(), [x, model.shared.weight])
             torch.testing.assert_close(gradient[0], torch.autograd.grad(expected.square().sum(), x)[0])
-            waits = late.waited[-2:]  # of the way home, forward and backward
             if number == 0:
-                assert waits[0] > 0.5 * LATE
+                assert forward == ["begins", "waits", "begins", "waits", "forward"]
+                assert backward == ["backward", "begins", "waits"]
             else:
-                assert max(waits) < 0.3 * LATE, waits
+                assert forward == ["begins", "forward", "waits"]
+                assert backward == ["begins", "backward", "waits"]
 
 
 @ranks(2)

@@ -99,7 +99,8 @@ class Gradients:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.parameters = [each for each in parameters if each.is_floating_point() or each.is_complex()]
+        with torch._C.DisableTorchFunctionSubclass():  # to ask a parameter waits for the rows that are on their way
+            self.parameters = [each for each in parameters if each.is_floating_point() or each.is_complex()]
         self._leaves: list[Any] = [leaf_of(parameter) for parameter in self.parameters]
         self.sums: list[Tensor | None] = [None] * len(self.parameters)
         self._taken: set[int] = set()
