@@ -3,7 +3,6 @@
 import os
 import sys
 import tempfile
-import time
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
@@ -49,13 +48,11 @@ def kill(target: Path, rank: int, number: int) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         arguments = (f"{folder}/meeting", target, rank, number)
         ranks = [context.Process(target=saves, args=(each, *arguments)) for each in range(RANKS)]
-        start = time.monotonic()
         for each in ranks:
             each.start()
         for each in ranks:
             each.join(40)
         assert all(each.exitcode is not None for each in ranks), "a rank waits for one that is dead"
-        assert time.monotonic() - start < 40
         return all(each.exitcode == 0 for each in ranks)
 
 

