@@ -105,7 +105,8 @@ class MeshStrategy(RankStrategy):
         if fitting and self._layer_sync is not None:
             self._layer_sync.apply(module)
         self._adoption.normalise_over(self._mesh().data.get_group())
-        self.precision_plugin.convert_module(module)
+        with self._building.converting():
+            self.precision_plugin.convert_module(module)
         self._parallelize(module)
         sharded = self._whole.in_parts or self._whole.steps_parts(self._step)
         refusals.refuse_callbacks(self._callbacks(), self._whole.in_parts)
@@ -354,7 +355,8 @@ class MeshStrategy(RankStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads into the whole model; one that `configure_model` deferred waits until its shards exist."""
-        convert_before_loading(self.precision_plugin, self._module())
+        with self._building.converting():
+            convert_before_loading(self.precision_plugin, self._module())
         self._building.load(self._module(), checkpoint["state_dict"], strict, self._readers().rank == 0)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -372,7 +374,7 @@ class MeshStrategy(RankStrategy):
             self._saver.finish(failing)
         if module is not None and self.mesh is not None and not self._over:  # it is, if a hook after this one fails
             self._detach(module)
-        if module is not None and any(parameter.is_meta for parameter in module.parameters()):
+        if module is not None and any(each.is_meta for each in (*module.parameters(), *module.buffers())):
             self._lightning_module = None  # it failed before it had values: Lightning must not move it to the host
         super().teardown()
         self._lightning_module = module

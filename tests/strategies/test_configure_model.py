@@ -1,5 +1,6 @@
 """Models built in `configure_model`, or on meta: the weights of one process, and on every rank only its shards."""
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -32,11 +33,28 @@ def network() -> nn.Module:
     return made
 
 
+class Scaling(nn.Module):
+    """Names its dtype, as rotary embeddings do, and draws when it is built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(16, dtype=torch.float32))
+        self.register_buffer("rates", torch.arange(16, dtype=torch.float32) / 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale * self.rates
+
+
+def of_two_dtypes() -> nn.Module:
+    return nn.Sequential(nn.Linear(7, 16), Scaling(), nn.Linear(16, 3))
+
+
 class Late(LightningModule):
     """Builds where Lightning says that large models are built."""
 
-    def __init__(self, on_meta: bool = False) -> None:
+    def __init__(self, on_meta: bool = False, build: Callable[[], nn.Module] = network) -> None:
         super().__init__()
+        self.build = build
         self.network: nn.Module | None = None
         if on_meta:
             with torch.device("meta"):
@@ -44,7 +62,7 @@ class Late(LightningModule):
 
     def configure_model(self) -> None:
         if self.network is None:
-            self.network = network()
+            self.network = self.build()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self.network(batch).square().mean()
@@ -63,14 +81,15 @@ class Peek(Callback):
         self.on_meta = any(parameter.is_meta for parameter in parameters)
 
 
-def fit(strategy, batch_size: int, seed: int | None = 3, max_steps: int = 2, **options):
+def fit(strategy, batch_size: int, seed: int | None = 3, max_steps: int = 2, precision: str = "32-true", **options):
     if seed is None:
         torch.seed()  # nobody seeded: every rank would draw something else
     else:
         torch.manual_seed(seed)
     module, peek = Late(**options), Peek()
     data = torch.linspace(-1, 1, 8 * 4 * 7).view(8, 4, 7)
-    trainer(strategy(), max_steps=max_steps, callbacks=[peek]).fit(module, DataLoader(data, batch_size=batch_size))
+    run = trainer(strategy(), max_steps=max_steps, callbacks=[peek], precision=precision)
+    run.fit(module, DataLoader(data, batch_size=batch_size))
     weights = {name: whole(name, value) for name, value in module.state_dict().items()}
     return weights, peek.held / peek.whole, peek.on_meta, torch.rand(1).item()
 
@@ -97,6 +116,29 @@ def test_one_process_builds_as_plain_lightning_does():
     weights, *_, drawn = on_one(fit, HybridStrategy, 4)
     compare_weights(expected, weights, 1e-4)
     assert drawn == drawn_next
+
+
+@covering(layout=("dp", "zero3"), precision=("bf16-true", "64-true"))
+def test_what_is_of_another_dtype_is_converted_as_plain_lightning_does(layout, precision):
+    options = {"max_steps": 0, "build": of_two_dtypes, "precision": precision}
+    [(expected, *_)] = run_on_ranks(1, fit, lambda: "auto", 4, **options)
+    for weights, *_ in run_on_ranks(2, fit, STRATEGIES[layout], 2, **options):
+        compare_weights(expected, weights, 0)
+
+
+class Failing(Late):
+    def configure_model(self) -> None:
+        self.norm = nn.BatchNorm1d(3, affine=False)  # has buffers and no parameters
+        raise LookupError("a mistake of the user's")
+
+
+def failing() -> None:
+    with pytest.raises(LookupError, match="a mistake"):
+        trainer(ZeroStrategy(), max_steps=1).fit(Failing(), DataLoader(torch.ones(8, 7)))
+
+
+def test_an_error_of_the_users_code_there_is_the_one_that_is_raised():
+    on_one(failing)
 
 
 @covering(layout=("dp", "zero3"), on_meta=(False, True))

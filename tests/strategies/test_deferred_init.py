@@ -2,12 +2,13 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.strategies.build.deferred_init import DeferredInit
+from lightning_parallel.strategies.build.deferred_init import Conversions, DeferredInit
 from tests.live import LiveBytes
 from tests.strategies.builds import CPU, assert_same, named_tensors, seed
 from tests.strategies.deferred_modules import BUILDS, Initialisers, Scaled, Seeds
@@ -62,6 +63,21 @@ def test_hugging_face_models(name: str, dtype: torch.dtype) -> None:
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
 
     check(build)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float64])
+def test_from_pretrained_is_refused_with_the_way_that_works(dtype: torch.dtype | None, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA, **TOKENS)).save_pretrained(tmp_path)
+    with DeferredInit(CPU) as record:
+        module = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    with Conversions(record):
+        module.to(dtype)
+    way = r"call from_config\(\) there and pass fit\(ckpt_path=FOLDER\)"
+    with pytest.raises(RuntimeError, match=f"inv_freq' but gave it no values.*{way}"):
+        made(record, module)
+    with pytest.raises(RuntimeError, match=way), DeferredInit(CPU):
+        transformers.LlamaForCausalLM.from_pretrained(tmp_path).resize_token_embeddings(40)
 
 
 def test_a_build_under_meta_gives_what_one_without_gives() -> None:

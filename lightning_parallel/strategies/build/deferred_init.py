@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_parallel.strategies.build.orphan_modules import PRETRAINED
 from lightning_parallel.strategies.build.tape import (
     GETTERS,
     READERS,
@@ -52,6 +53,8 @@ class _AsReal(TorchFunctionMode):
         if func in GETTERS and self._record.owns(args[0]):
             home = self._record.homes[storage_key(args[0])]
             return home if GETTERS[func] == "device" else GETTERS[func] == f"is_{home.type}"
+        if func == Tensor.data.__set__ and args[0].is_meta != args[1].is_meta:  # type: ignore[attr-defined]
+            raise RuntimeError(f"configure_model() gives recorded values to a parameter that was read; {PRETRAINED}")
         if func in READERS and self._record.owns(args[0]):
             args = (self._record.value(args[0], func.__name__), *args[1:])
         if kwargs.get("out") is not None:  # it is on meta, beside which no other device may be named
@@ -64,6 +67,19 @@ class _AsReal(TorchFunctionMode):
         if func is Tensor.new_tensor and kwargs.get("device") is None and self._record.owns(args[0]):
             return {**kwargs, "device": self._record.homes[storage_key(args[0])]}
         return {**kwargs, "device": self._record.device} if str(kwargs.get("device")).startswith("meta") else kwargs
+
+
+class Conversions(TorchDispatchMode):
+    """Records what is done to recorded tensors after the build, as a conversion to the precision of the trainer."""
+
+    def __init__(self, record: "DeferredInit") -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._record = record
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(map(self._record.owns, tensors_in((args, kwargs)))):
+            return self._record.__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
 
 
 class DeferredInit(TorchDispatchMode):
@@ -143,16 +159,25 @@ class DeferredInit(TorchDispatchMode):
 
     def _named(self, wanted: Mapping[str, Tensor]) -> Mapping[int | None, list[tuple[str, Ref]]]:
         names: defaultdict[int | None, list[tuple[str, Ref]]] = defaultdict(list)
-        written = set().union(*(op.effects.writes for op in self.tape if not makes_no_values(op.func)))
+        written = self._written()
         for name, tensor in wanted.items():
             self.check_known(tensor, repr(name))
             if tensor.numel() and self.owns(tensor) and storage_key(tensor) not in written:
                 raise RuntimeError(
                     f"configure_model() made {name!r} but gave it no values, so ranks would differ; initialise it (it "
-                    "costs nothing while the model is built), or load a pretrained model in __init__"
+                    f"costs nothing while the model is built); {PRETRAINED}"
                 )
             names[storage_key(tensor)].append((name, self._ref(tensor)))
         return names
+
+    def _written(self) -> set[int]:
+        """The storages that were given values: not those that were only allocated, nor conversions of such."""
+        written = set[int]()
+        for op in self.tape:
+            of_nothing = op.func is aten._to_copy.default and (op.effects.reads & self.homes.keys()) - written
+            if not of_nothing and not makes_no_values(op.func):
+                written |= op.effects.writes
+        return written
 
     def __enter__(self) -> "DeferredInit":
         devices = (torch.device("cpu"), self.device)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel.strategies.build.deferred_init import DeferredInit
+from lightning_parallel.strategies.build.deferred_init import Conversions, DeferredInit
 from lightning_parallel.strategies.build.kept_tensors import kept_tensors, replace_kept_tensors
 from lightning_parallel.strategies.build.orphan_modules import OrphanModules
 from lightning_parallel.strategies.lightning_package import _update_properties
@@ -38,6 +39,10 @@ class Deferred:
         self._record = self._record or DeferredInit(device)
         with self._record:
             yield
+
+    def converting(self) -> AbstractContextManager[Any]:
+        """Conversions of remembered tensors are remembered."""
+        return nullcontext() if self._record is None else Conversions(self._record)
 
     def find(self, module: nn.Module) -> None:
         """Notes what is on meta, before techniques replace parameters by their shards."""

@@ -10,6 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_parallel.strategies.build.tape import Sink, storage_key, written
 
+PRETRAINED = (
+    "in place of a Hugging Face model's from_pretrained() in configure_model(), call from_config() there and pass "
+    "fit(ckpt_path=FOLDER), from which each rank reads its part"
+)
+
 
 class _Writes(TorchDispatchMode):
     """Notes which storages are written."""
@@ -106,7 +111,7 @@ def _no_value(entry: _Entry) -> TypeError:
     owner = entry.name.rpartition(".")[0] or "the model itself"
     return TypeError(
         f"{entry.name!r} is on meta, and {owner} ({type(entry.owner).__name__}) has no reset_parameters() that sets "
-        "it; give it one that sets every parameter and buffer it holds, or build it in configure_model()"
+        f"it; give it one that sets every parameter and buffer it holds, or build it in configure_model(); {PRETRAINED}"
     )
 
 

@@ -37,6 +37,10 @@ class Building:
         """Modules built inside are remembered, to be made on the device."""
         return self._deferred.recording(device)
 
+    def converting(self) -> AbstractContextManager[None]:
+        """Conversions of remembered modules are remembered."""
+        return self._deferred.converting()
+
     def load(self, module: nn.Module, state: Mapping[str, Any], strict: bool, first: bool) -> None:
         """Loads into the whole model; into one that `configure_model` deferred, once its shards exist.
 
