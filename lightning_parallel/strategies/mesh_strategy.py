@@ -144,6 +144,9 @@ class MeshStrategy(RankStrategy):
         self._batches = Batches(self._readers(), self._host_group(), signals, saver, self._stored.settings, divided)
         self._callback = MeshCallback(self._batches, *acts, lambda: self._whole.shown(looks=True))
         adopted.call_first(self._callback)
+        adopted.show_full_to_loggers(
+            lambda: self._within_step and sys.exc_info()[0] is None, lambda *given: self._whole.full(*given)
+        )
         adopted.keep_ranks_together(self.broadcast, self._batches.compare_loaders)
 
     def _parallelize(self, module: LightningModule) -> None:

@@ -106,6 +106,16 @@ def refuse_saving_in_a_step(within: bool, mesh: ParallelMesh) -> None:
         )
 
 
+def refuse_logger_in_step(name: str, stages: int) -> None:
+    """Raises where the step of a pipeline calls a logger: the last stage ends the step, and loggers write on rank 0."""
+    raise ValueError(
+        f"{name} is called in a step, but each of the {stages} stages of a pipeline runs a part of the step, for each "
+        "microbatch, and loggers write on rank 0 only, which does not have the rest; log numbers by self.log, return "
+        "tensors from the step, and call the logger in on_train_batch_end(self, outputs, batch, batch_idx), which "
+        "finds them, and weights, of the whole batch and model on every rank"
+    )
+
+
 def memory_of_host() -> int | None:
     """The bytes of memory that this host has in all; None where it does not say."""
     if "SC_PHYS_PAGES" not in os.sysconf_names:

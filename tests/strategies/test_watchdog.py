@@ -140,6 +140,11 @@ LINES = {
         {0: WAITS},
         [1],
     ),
+    "rank 1 is behind: it waits in barrier of step 3, at train.py:8; the others wait in all_reduce of step 3, at "
+    "train.py:70; read tensors on all ranks, not under a condition on the rank": (
+        {0: WAITS, 1: WAITS._replace(function="barrier", stack=["train.py:8"])},
+        [1],
+    ),
     "none is behind: all ranks wait in all_reduce of step 3": ({0: WAITS, 1: WAITS}, []),
     "ranks wait for each other, for some left a collective out: rank 0 waits in all_reduce of step 3, at train.py:70; "
     "rank 1 waits in barrier of step 3, at train.py:70": ({0: WAITS, 1: WAITS._replace(function="barrier")}, []),

@@ -4,6 +4,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.loggers import CSVLogger
@@ -144,12 +145,12 @@ def written(folder: str) -> list[float]:
     strategy = HybridStrategy(PipelineParallel(2, microbatches=1), plan=ParallelPlan(blocks="layers.*"))
     logger = Written(folder)
     run = trainer(strategy, max_epochs=1, limit_val_batches=0, precision="64-true", logger=logger)
-    run.fit(Writes(Counts), DataLoader(points(8, seed=1), 4))
+    with pytest.raises((ValueError, RuntimeError), match=r"Written\.log_metrics is called in a step, but each of"):
+        run.fit(Writes(Counts), DataLoader(points(8, seed=1), 4))
     assert run.loggers == [logger]
     return [row["own"] for row in logger.rows if "own" in row]
 
 
 def test_nothing_is_written_to_loggers(tmp_path: Path) -> None:
-    for values in run_on_ranks(2, written, str(tmp_path)):
-        assert 1.0 not in values  # what a look has in place of values
-        assert len(values) <= 2
+    """Neither by a look, nor by a step of a pipeline, whose last stage is not the rank that writes."""
+    assert run_on_ranks(2, written, str(tmp_path)) == [[], []]

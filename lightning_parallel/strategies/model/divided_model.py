@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.mesh import ParallelMesh
@@ -35,9 +36,10 @@ from lightning_parallel.strategies.lightning_package import LightningModule, is_
 from lightning_parallel.strategies.model.pipeline_group import PipelineGroup
 from lightning_parallel.strategies.model.sample import take_sample
 from lightning_parallel.strategies.ranks.agreement import described, gather_objects, require_same
-from lightning_parallel.strategies.refusals import has_states, refuse_own_states
+from lightning_parallel.strategies.refusals import has_states, refuse_logger_in_step, refuse_own_states
 from lightning_parallel.strategies.trainer.kept_parameters import KeptParameters
 from lightning_parallel.techniques.data_parallel import DataParallel
+from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.divided.whole_batch import WholeBatch
 from lightning_parallel.techniques.division import Division, Ground
 from lightning_parallel.techniques.gradients.groups import Pair, exchange
@@ -178,6 +180,19 @@ class DividedModel:
         for division in reversed(self._divisions):
             outputs = division.outputs(outputs)
         return outputs
+
+    def full(self, name: str, given: T) -> T:
+        """What a step gives to a logger, with full tensors; all ranks whose step calls the logger must call.
+
+        Args:
+            name: what the step calls.
+            given: the arguments.
+        """
+        if self.pipeline.ranks > 1:
+            refuse_logger_in_step(name, self.pipeline.ranks)
+        with torch.no_grad():
+            full: T = tree_map_only(Divided, Divided.whole, self.outputs(given))
+        return full
 
     # ---------------------------------------------------------------- who holds what
 

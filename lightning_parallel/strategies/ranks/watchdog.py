@@ -188,6 +188,8 @@ def in_one_line(places: Mapping[int, Place], behind: Sequence[int]) -> str:
     if behind:
         where = _where(places[behind[0]]) if behind[0] in places else "says nothing: it is stopped, or has ended"
         subject = f"are behind: rank {behind[0]}" if behind[1:] else "is behind: it"
+        if behind[0] in places and places[behind[0]].waits:  # they wait in unlike collectives: either may be too many
+            there += f", at {longest.stack[-1]}; read tensors on all ranks, not under a condition on the rank"
         return f"{named(behind)} {subject} {where}; the others {there}"
     apart = {place.function: f"rank {rank} {_where(place)}" for rank, place in places.items()}
     if len(apart) == 1:

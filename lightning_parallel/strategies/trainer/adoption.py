@@ -16,6 +16,7 @@ from lightning_parallel.strategies.lightning_package import VERSION as LIGHTNING
 from lightning_parallel.strategies.lightning_package import Callback, ModelCheckpoint, Trainer
 from lightning_parallel.strategies.ranks.signals import Signals
 from lightning_parallel.strategies.trainer import lightnings
+from lightning_parallel.strategies.trainer.step_loggers import Full, with_full_arguments
 
 
 class Adoption:
@@ -55,6 +56,12 @@ class Adoption:
         for callback in saver.callbacks:
             lightnings.link_by(callback, saver.link)
             self._back.callback(lightnings.link_itself, callback)
+
+    def show_full_to_loggers(self, in_step: Callable[[], bool], full: Full) -> None:
+        """Has the trainer's loggers get full tensors from the user's step; see `with_full_arguments`."""
+        for logger in self._trainer.loggers:
+            self._back.callback(setattr, logger, "__class__", type(logger))
+            logger.__class__ = with_full_arguments(type(logger), in_step, full)
 
     def _dismiss(self, callback: Callback) -> None:
         with suppress(ValueError):  # another list stands in the place of that one
