@@ -18,7 +18,7 @@ train takes Hydra's overrides, schedule and ring have options of their own; each
   lightning-parallel train strategy=zero strategy.stage=2 trainer.devices=4
   lightning-parallel train experiment=gpt-124m --cfg job         shows the configuration without training
   lightning-parallel export checkpoints/last.ckpt my-gpt         makes a Hugging Face folder of a checkpoint
-  lightning-parallel schedule zbv --ranks 4 --microbatches 8 --png zbv.png
+  lightning-parallel schedule zbv --ranks 4 --microbatches 8
   lightning-parallel ring --ranks 4 --mask documents:20,8,24,12 --png ring.png
 """
 

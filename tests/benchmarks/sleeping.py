@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel import PipelineParallelStrategy
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import Schedule, make_schedule
-from lightning_parallel.techniques.pipeline_parallel.schedule.simulate import Cost, simulate
+from lightning_parallel.techniques.pipeline_parallel.schedule.simulate import simulate
 from tests.benchmarks.interleaved import Repeated
 from tests.ranks import run_on_ranks
 from tests.trainers import trainer
@@ -112,8 +112,7 @@ class Pipeline:
     @property
     def bound(self) -> float:
         """The shortest step that the schedule allows."""
-        parts = self.schedule.stages // self.ranks
-        return simulate(self.schedule, Cost(self.seconds, self.seconds, self.seconds) / parts).step
+        return simulate(self.schedule, (self.seconds, self.seconds, self.seconds)).step
 
     def fit(self, steps: int) -> list[float]:
         """On a rank: the wall time of each step but for the first one, which tells the stages their shapes."""

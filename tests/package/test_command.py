@@ -28,7 +28,7 @@ def test_ring_is_the_command_of_that_name(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_it_draws(tmp_path: Path) -> None:
-    main(["schedule", "gpipe", "--ranks", "2", "--microbatches", "2", "--png", str(tmp_path / "out.png")])
+    main(["ring", "--ranks", "2", "--png", str(tmp_path / "out.png")])
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 

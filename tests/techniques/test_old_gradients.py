@@ -81,7 +81,7 @@ def read(
 
 
 LAYOUTS = {"alone": (2, None), "data": (4, DataParallel(2)), "zero 2": (4, Zero(2, stage=2))}
-SCHEDULES = {"1f1b": 2, "interleaved_1f1b": 2, "zbv": 4, "dualpipev": 4}
+SCHEDULES = {"1f1b": 2, "interleaved_1f1b": 2, "zbv": 4}
 
 
 @covering(keep=1, layout=LAYOUTS, schedule=SCHEDULES, batches=([0, 1, 2, 3, 4], [2], NEVER), accumulate=(1, 2))

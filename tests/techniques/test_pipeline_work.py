@@ -160,7 +160,7 @@ def single() -> str:
     return "auto"
 
 
-@sampled(1, "schedule", ["1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"])
+@sampled(1, "schedule", ["1f1b", "interleaved_zero_bubble", "zbv"])
 def test_halves_of_a_backward_are_as_much_work_as_a_whole_one(schedule: str) -> None:
     [(expected, _)] = run_on_ranks(1, worked, single, 1)
     found = run_on_ranks(2, worked, partial(PipelineParallelStrategy, 2, schedule=schedule, microbatches=4), 4)

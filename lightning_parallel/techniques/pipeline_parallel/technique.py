@@ -51,8 +51,8 @@ class PipelineParallel(Technique):
 
     Args:
         size: number of ranks; "auto" takes the ranks that no other technique claims.
-        schedule: a name (gpipe, 1f1b, interleaved_1f1b, looped_bfs, interleaved_zero_bubble, zbv, dualpipev), or the
-            path of a CSV file.
+        schedule: a name (gpipe, 1f1b, interleaved_1f1b, looped_bfs, interleaved_zero_bubble, zbv), or the path of a
+            CSV file.
         microbatches: into how many parts a rank's batch is divided; "auto" takes the number that a CSV file has, else
             four for each rank, or as many as the batch has samples. Batches with fewer samples than that have a
             microbatch for each.

@@ -1,13 +1,16 @@
-"""Actions, of which the order of a rank is made: `2F0` is the forward of stage 2 on microbatch 0."""
+"""Actions of a schedule, and the simulation that finds when each of them starts and ends.
 
-import re
+`2F0` is the forward of stage 2 on microbatch 0.
+"""
+
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 
 class ActionKind(str, Enum):
-    """F: forward; B: full backward; I: input gradient; W: weight gradient; and what stages send each other."""
+    """F: forward; B: full backward; I: input gradient; W: weight gradient; SEND and RECV: messages between stages."""
 
     F = "F"
     B = "B"
@@ -18,21 +21,15 @@ class ActionKind(str, Enum):
     SEND_B = "SEND_B"
     RECV_B = "RECV_B"
 
-    __hash__ = str.__hash__  # an Enum's own is computed in Python, and schedules look up many actions
-
-    @property
-    def computes(self) -> bool:
-        """Whether an action of this kind is work of the rank itself, not communication."""
-        return self in (ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W)
+    __hash__ = str.__hash__  # Enum's own hash is computed in Python, which is slow for the many lookups
 
 
-@dataclass(frozen=True)
-class Action:
-    """One thing to do for one stage and one microbatch.
+class Action(NamedTuple):
+    """A computation or message of one stage for one microbatch.
 
     Args:
-        stage: Number of the stage in the model, from 0; SEND names the sending, RECV the receiving one.
-        kind: What to do.
+        stage: Number of the stage in the model, from 0. SEND names the sending stage, RECV the receiving one.
+        kind: Computation or message.
         microbatch: Number of the microbatch, from 0.
     """
 
@@ -43,39 +40,17 @@ class Action:
     def __repr__(self) -> str:
         return f"{self.stage}{self.kind.value}{self.microbatch}"
 
-    __str__ = __repr__
-
 
 Orders = Sequence[Sequence[Action]]
-"""Per rank what it does, one after another."""
-
-CELL = re.compile(r"(\d+)([FBIW])(\d+)")
-OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
-
-
-def parse(cell: str) -> tuple[Action, ...]:
-    """The actions of a cell: none for an empty one, two for PyTorch's `(0F4;7B1)OVERLAP_F_B`.
-
-    Raises:
-        ValueError: The text is no action.
-    """
-    cell = cell.strip()
-    if not cell:
-        return ()
-    if overlap := OVERLAP.fullmatch(cell):
-        return tuple(action for part in overlap[1].split(";") for action in parse(part))
-    match = CELL.fullmatch(cell)
-    if match is None:
-        raise ValueError(f"{cell!r} is no action: write <stage><F, B, I or W><microbatch>, as in 2F0")
-    return (Action(int(match[1]), ActionKind(match[2]), int(match[3])),)
+"""Computations of each rank, in the order in which the rank executes them."""
 
 
 def needs(action: Action, stages: int) -> tuple[tuple[Action, ...], ...]:
-    """The actions that must be over before a computation: of every tuple one (a backward is B or I).
+    """Actions that must end before a computation starts: one of each tuple (a backward is B or I).
 
     Args:
         action: A computation.
-        stages: How many stages the pipeline has.
+        stages: Number of stages of the pipeline.
     """
     stage, kind, microbatch = action.stage, action.kind, action.microbatch
     if kind is ActionKind.F:
@@ -88,51 +63,66 @@ def needs(action: Action, stages: int) -> tuple[tuple[Action, ...], ...]:
     return own, (Action(stage + 1, ActionKind.B, microbatch), Action(stage + 1, ActionKind.I, microbatch))
 
 
-def run(
-    orders: Orders, stages: int, cost: Callable[[Action], float], latency: float = 0
+def action_times(
+    orders: Orders, stages: int, cost: Callable[[Action], float] = lambda action: 1, latency: float = 0
 ) -> dict[Action, tuple[float, float]]:
-    """Start and end of every action when each rank works through its order as early as it can.
+    """Start and end of each action if each rank executes its actions one after another, each as early as possible.
 
     Args:
-        orders: Computations per rank.
-        stages: How many stages the pipeline has.
-        cost: How long an action takes.
-        latency: How long a result travels to another rank.
+        orders: Computations of each rank.
+        stages: Number of stages of the pipeline.
+        cost: Duration of an action.
+        latency: Time that a result takes to another rank.
 
     Raises:
-        ValueError: The orders wait for each other; the message says who for what.
+        ValueError: The orders are no complete schedule: ranks wait for ever, a stage has two ranks, or an action is
+            missing or repeated.
     """
-    rank_of = {action: rank for rank, order in enumerate(orders) for action in order}
     times: dict[Action, tuple[float, float]] = {}
-    done, free = [0] * len(orders), [0.0] * len(orders)
+    rank_of: dict[int, int] = {}  # by stage
+    waiting, free = [deque(order) for order in orders], [0.0] * len(orders)  # by rank; free: end of its last action
 
     def arrival(action: Action, rank: int) -> float | None:
-        """When the last thing that the action needs is on this rank; None while that is not known."""
+        """Time at which all inputs of the action are on this rank; None while one of them has not been computed."""
         latest = 0.0
         for choices in needs(action, stages):
-            met = next((choice for choice in choices if choice in times), None)
-            if met is None:
+            found = next((choice for choice in choices if choice in times), None)
+            if found is None:
                 return None
-            latest = max(latest, times[met][1] + (latency if rank_of[met] != rank else 0))
+            latest = max(latest, times[found][1] + latency * (rank_of[found.stage] != rank))
         return latest
 
-    progress = True
-    while progress:
-        progress = False
-        for rank, order in enumerate(orders):
-            while done[rank] < len(order) and (ready := arrival(order[done[rank]], rank)) is not None:
-                action = order[done[rank]]
-                start = max(free[rank], ready)
-                free[rank] = start + cost(action)
-                times[action] = (start, free[rank])
-                done[rank] += 1
-                progress = True
-    stuck = [(rank, order[done[rank]]) for rank, order in enumerate(orders) if done[rank] < len(order)]
-    if stuck:
-        raise ValueError("the ranks wait for each other: " + "; ".join(_waits(*one, stages, times) for one in stuck))
+    while ready := {
+        rank: time for rank, row in enumerate(waiting) if row and (time := arrival(row[0], rank)) is not None
+    }:
+        for rank, time in ready.items():
+            action = waiting[rank].popleft()
+            if (home := rank_of.setdefault(action.stage, rank)) != rank:
+                raise ValueError(f"stage {action.stage} runs on ranks {home} and {rank}; keep it on one rank")
+            if action in times:
+                raise ValueError(f"{action} appears twice; run every action once")
+            start = max(free[rank], time)
+            free[rank] = start + cost(action)
+            times[action] = start, free[rank]
+    _check_complete(orders, stages, times)
     return times
 
 
-def _waits(rank: int, action: Action, stages: int, times: dict[Action, tuple[float, float]]) -> str:
-    missing = next(choices for choices in needs(action, stages) if not any(choice in times for choice in choices))
-    return f"rank {rank} at {action} for {' or '.join(map(str, missing))}"
+def _check_complete(orders: Orders, stages: int, times: dict[Action, tuple[float, float]]) -> None:
+    waits = []
+    for rank, order in enumerate(orders):
+        if action := next((action for action in order if action not in times), None):
+            choices = next(choices for choices in needs(action, stages) if not times.keys() & choices)
+            text = " or ".join(map(str, choices))
+            exists = any(choice in other for choice in choices for other in orders)
+            waits.append(f"rank {rank} at {action} for {text}{'' if exists else ', which no rank runs'}")
+    if waits:
+        raise ValueError(f"ranks wait for ever: {'; '.join(waits)}")
+    for stage in range(stages):
+        for microbatch in range(1 + max(action.microbatch for action in times)):
+            kinds = "".join(kind for kind in "FBIW" if Action(stage, ActionKind(kind), microbatch) in times)
+            if kinds not in ("FB", "FIW"):
+                raise ValueError(
+                    f"stage {stage} runs {' '.join(kinds) or 'nothing'} of microbatch {microbatch}; "
+                    "run F and B, or F, I and W, of every microbatch on every stage"
+                )

@@ -1,16 +1,19 @@
-"""Sends and receives between the actions of a pipeline, placed so that no ranks wait for each other in a circle."""
+"""Sends and receives of a pipeline, placed between computations so that ranks never wait for each other in a circle."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from lightning_parallel.techniques.pipeline_parallel.schedule.actions import Action, ActionKind, Orders, run
+from lightning_parallel.techniques.pipeline_parallel.schedule.actions import Action, ActionKind, Orders, action_times
 
 SLOTS = {ActionKind.F: 1, ActionKind.B: 2, ActionKind.I: 1, ActionKind.W: 1}
 
 
 @dataclass(frozen=True)
 class Message:
-    """A message from one stage to another rank's stage: the action that sends it and the one that receives it."""
+    """A message from a stage to a stage of another rank, with the actions that send and receive it.
+
+    `time` is the end of the computation whose result it carries.
+    """
 
     time: float
     sender: int
@@ -20,26 +23,26 @@ class Message:
 
 
 def with_communication(orders: Orders, stages: int, rank_of: Callable[[int], int]) -> tuple[tuple[Action, ...], ...]:
-    """Adds to every rank's computations what it sends and receives.
+    """Add sends and receives to the computations of each rank.
 
-    All messages stand in one line, by the time at which they are ready if a backward takes twice a forward. Each rank
-    meets its own in that order, and computes in between what begins later than they are ready. So at any moment the
-    first message of the line that is not delivered is the next one of both its ranks: no circle can form, even if every
-    send waits for its receiver and a pair of ranks carries one message at a time.
+    All messages are ordered by the time at which they are ready if a backward takes twice a forward. Each rank sends
+    and receives its own in that order, and starts a computation before the messages that are ready later. So at any
+    moment the first message that has not been delivered is the next one of both its ranks: no circle can form, even if
+    every send waits for its receiver and a pair of ranks carries one message at a time.
 
     Args:
-        orders: Computations per rank.
-        stages: How many stages the pipeline has.
+        orders: Computations of each rank.
+        stages: Number of stages of the pipeline.
         rank_of: The rank that holds a stage.
     """
-    times = run(orders, stages, cost=lambda action: SLOTS[action.kind])
-    line = sorted(_messages(orders, stages, rank_of, times), key=lambda message: message.time)
+    times = action_times(orders, stages, cost=lambda action: SLOTS[action.kind])
+    messages = sorted(_messages(orders, stages, rank_of, times), key=lambda message: message.time)
     rows: list[list[tuple[float, int, int, Action]]] = [
-        [(times[action][0], 1, place, action) for place, action in enumerate(order)] for order in orders
+        [(times[action][0], 1, number, action) for number, action in enumerate(order)] for order in orders
     ]
-    for place, message in enumerate(line):
-        rows[message.sender].append((message.time, 0, place, message.send))
-        rows[message.receiver].append((message.time, 0, place, message.receive))
+    for number, message in enumerate(messages):
+        rows[message.sender].append((message.time, 0, number, message.send))
+        rows[message.receiver].append((message.time, 0, number, message.receive))
     return tuple(tuple(entry[-1] for entry in sorted(row, key=lambda entry: entry[:3])) for row in rows)
 
 

@@ -96,66 +96,29 @@ def _with_weights(order: list[Action], inputs: list[Action], delay: int) -> Iter
     yield from weights[max(0, seen - delay) :]
 
 
-class _OpenOrder:
-    """A rank's order under construction, where every kind of work takes a stage's microbatches one by one."""
-
-    def __init__(self) -> None:
-        self.actions: list[Action] = []
-        self.count: Counter[tuple[int, ActionKind]] = Counter()
-
-    def add(self, *work: tuple[int, ActionKind]) -> None:
-        for stage, kind in work:
-            self.actions.append(Action(stage, kind, self.count[stage, kind]))
-            for counted in (B, I, W) if kind is B else (B, I) if kind is I else (kind,):
-                self.count[stage, counted] += 1
-
-    def owed(self) -> tuple[int, ActionKind] | None:
-        """The weight gradient that waits longest."""
-        for action in self.actions:
-            if action.kind is I and action.microbatch >= self.count[action.stage, W]:
-                return action.stage, W
-        return None
-
-
 def zbv(rank: int, p: int, m: int, v: int) -> list[Action]:
     """Two stages per rank, down and up again like a V: the last stage lies with the first, and all ranks store alike.
 
     P. Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, section 6 (arXiv:2401.10241).
     """
     down, up = rank, 2 * p - 1 - rank
-    row = _OpenOrder()
-    total = max(2 * p - 1, m)  # the order is made for a filled pipeline; what has no microbatch falls out below
-    row.add(*[(down, F)] * (2 * (p - rank) - 1))
-    row.add(*[(up, F), (down, F)] * rank)
-    row.add(*[(up, F), (up, I), (up, W)] * (p - rank))
-    while row.count[up, F] < total:
-        row.add(*[(down, F)] * (row.count[down, F] < total))
-        row.add((down, I), (down, W), (up, F), (up, I), (up, W))
-    row.add(*[(down, I), (up, I)] * rank)
-    row.add(*[(down, I), (down, W)] * (p - rank))
-    row.add(*[(up, W)] * (total - row.count[up, W]), *[(down, W)] * (total - row.count[down, W]))
-    return [action for action in row.actions if action.microbatch < m]
+    total = max(2 * p - 1, m)  # the order is that of a filled pipeline; microbatches from m on are removed at the end
+    order: list[Action] = []
+    count: Counter[tuple[int, ActionKind]] = Counter()
 
+    def add(*work: tuple[int, ActionKind]) -> None:
+        """Append each computation for the next microbatch of its stage."""
+        for stage, kind in work:
+            order.append(Action(stage, kind, count[stage, kind]))
+            count[stage, kind] += 1
 
-def dualpipev(rank: int, p: int, m: int, v: int) -> list[Action]:
-    """The V placement with forwards and backwards of the two stages side by side, for which m ≥ 2p.
-
-    The V-shaped half of DualPipe: DeepSeek-AI, DeepSeek-V3 Technical Report, 2024 (arXiv:2412.19437). Where the
-    original computes a forward and a backward at once to hide communication, here one follows the other.
-    """
-    down, up = rank, 2 * p - 1 - rank
-    after = p - 1 - rank
-    row = _OpenOrder()
-    row.add(*[(down, F)] * (2 * after))
-    row.add(*[(down, F), (up, F)] * (rank + 1))
-    row.add(*[(up, I), (up, W), (up, F)] * after)
-    row.add(*[(down, F), (up, B), (up, F), (down, B)] * (m - 2 * p + rank + 1))
-    row.add(*[(up, B), (up, F), (down, B)] * after)
-    backwards = [stage for _ in range(rank + 1) for stage in (up, down)]
-    whole = rank + 1  # the first half of what remains is computed whole, of the second half only I
-    row.add(*[(stage, B if i < whole else I) for i, stage in enumerate(backwards)])
-    for _ in range(after):
-        row.add(*filter(None, [row.owed()]), (down, I))
-    while owed := row.owed():
-        row.add(owed)
-    return row.actions
+    add(*[(down, F)] * (2 * (p - rank) - 1))
+    add(*[(up, F), (down, F)] * rank)
+    add(*[(up, F), (up, I), (up, W)] * (p - rank))
+    while count[up, F] < total:
+        add(*[(down, F)] * (count[down, F] < total))
+        add((down, I), (down, W), (up, F), (up, I), (up, W))
+    add(*[(down, I), (up, I)] * rank)
+    add(*[(down, I), (down, W)] * (p - rank))
+    add(*[(up, W)] * (total - count[up, W]), *[(down, W)] * (total - count[down, W]))
+    return [action for action in order if action.microbatch < m]

@@ -5,30 +5,20 @@ rank 0 | 0F0 0F1     0B0 0F2 0B1     0B2
 rank 1 |     1F0 1B0 1F1 1B1 1F2 1B2
 """
 
+from __future__ import annotations
+
 import csv
 import difflib
-import io
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import itertools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 from lightning_parallel.techniques.pipeline_parallel.schedule import orders
-from lightning_parallel.techniques.pipeline_parallel.schedule.actions import Action, ActionKind, Orders, parse, run
+from lightning_parallel.techniques.pipeline_parallel.schedule.actions import Action, ActionKind, action_times
 from lightning_parallel.techniques.pipeline_parallel.schedule.communication import with_communication
-
-__all__ = [
-    "SCHEDULES",
-    "Action",
-    "ActionKind",
-    "Rule",
-    "Schedule",
-    "check_stages_per_rank",
-    "file_sizes",
-    "is_file",
-    "make_schedule",
-    "nearest_legal_microbatches",
-]
 
 
 @dataclass(frozen=True)
@@ -37,22 +27,21 @@ class Schedule:
 
     Args:
         name: Name of the schedule, or the path of its CSV file.
-        ranks: Ranks of the pipeline.
-        stages: Stages over all ranks.
-        microbatches: Microbatches of a batch.
-        orders: Per rank its computations in order; None is an idle slot of the grid, in which every action takes one.
+        stages: Number of stages over all ranks.
+        microbatches: Number of microbatches of a batch.
+        computations: Computations of each rank, in the order in which the rank executes them.
     """
 
     name: str
-    ranks: int
     stages: int
     microbatches: int
-    orders: tuple[tuple[Action | None, ...], ...]
+    computations: tuple[tuple[Action, ...], ...]
+    _shortened: dict[int, Schedule] = field(default_factory=dict, init=False, repr=False, compare=False)
 
-    @cached_property
-    def computations(self) -> tuple[tuple[Action, ...], ...]:
-        """Per rank its computations in order, without idle slots."""
-        return tuple(tuple(action for action in row if action is not None) for row in self.orders)
+    @property
+    def ranks(self) -> int:
+        """Number of ranks of the pipeline."""
+        return len(self.computations)
 
     @cached_property
     def _placement(self) -> dict[int, int]:
@@ -68,14 +57,14 @@ class Schedule:
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Whether some backwards are run as input gradient first, weight gradient later."""
+        """True if some backwards compute the input gradient first and the weight gradient later."""
         return any(action.kind is ActionKind.W for row in self.computations for action in row)
 
     def with_communication(self) -> tuple[tuple[Action, ...], ...]:
-        """Per rank its computations and what it sends and receives, in an order that cannot deadlock.
+        """Computations, sends and receives of each rank, in an order that cannot deadlock.
 
-        Messages are ordered alike on both sides, so that sends may wait for their receiver and a pair of ranks may
-        carry messages in order only. Stages of one rank hand over without a message.
+        Both ranks of a pair order their messages alike, so sends may wait for their receiver. Stages of one rank
+        exchange no messages.
         """
         return self._with_communication
 
@@ -83,280 +72,206 @@ class Schedule:
     def _with_communication(self) -> tuple[tuple[Action, ...], ...]:
         return with_communication(self.computations, self.stages, self.rank_of)
 
-    def only(self, microbatches: int) -> "Schedule":
-        """The same order for fewer microbatches, as for a batch that is smaller than the others.
+    def only(self, microbatches: int) -> Schedule:
+        """The same order for fewer microbatches, e.g. for a last batch with fewer samples; cached.
 
         Raises:
-            ValueError: There are not that many, or none.
+            ValueError: The schedule has fewer microbatches, or the number is below 1.
         """
         if not 1 <= microbatches <= self.microbatches:
             raise ValueError(
-                f"{microbatches} microbatches are none of 1 to {self.microbatches}, which the schedule has; "
-                "make another schedule for more"
+                f"{microbatches} microbatches are not within 1 to {self.microbatches}, the microbatches of the "
+                "schedule; make another schedule for more"
             )
-        kept = [[action for action in row if action.microbatch < microbatches] for row in self.computations]
-        return _laid_out(self.name, self.stages, microbatches, kept)
+        if microbatches not in self._shortened:
+            rows = (tuple(action for action in row if action.microbatch < microbatches) for row in self.computations)
+            self._shortened[microbatches] = Schedule(self.name, self.stages, microbatches, tuple(rows))
+        return self._shortened[microbatches]
 
-    def with_loss_stage(self) -> "Schedule":
-        """The same order with one stage more, on the rank of the last one, that needs all microbatches at once.
+    def with_loss_stage(self) -> Schedule:
+        """The same order with one more stage, on the rank of the last one, that needs all microbatches at once.
 
         So forwards come first, as in GPipe, and backwards follow in the order that they had.
         """
         loss, last = self.stages, self.rank_of(self.stages - 1)
+        F, B = ActionKind.F, ActionKind.B  # noqa: N806  (as in orders)
+        middle = [Action(loss, kind, microbatch) for kind in (F, B) for microbatch in range(self.microbatches)]
         rows = []
         for rank, row in enumerate(self.computations):
-            middle = [
-                Action(loss, kind, microbatch)
-                for kind in (ActionKind.F, ActionKind.B)
-                for microbatch in range(self.microbatches if rank == last else 0)
-            ]
-            forwards = [action for action in row if action.kind is ActionKind.F]
-            rows.append([*forwards, *middle, *(action for action in row if action.kind is not ActionKind.F)])
-        return _laid_out(self.name, self.stages + 1, self.microbatches, rows)
+            forwards, backwards = [a for a in row if a.kind is F], [a for a in row if a.kind is not F]
+            rows.append((*forwards, *(middle if rank == last else ()), *backwards))
+        return Schedule(self.name, self.stages + 1, self.microbatches, tuple(rows))
+
+    def _slots(self) -> list[list[str]]:
+        """Cells of ranks over time, where every action takes one slot; idle slots are empty."""
+        times = action_times(self.computations, self.stages)
+        cells = [[""] * int(max(end for _, end in times.values())) for _ in self.computations]
+        for rank, row in enumerate(self.computations):
+            for action in row:
+                cells[rank][int(times[action][0])] = str(action)
+        return cells
 
     def grid(self) -> str:
         """Text of ranks over time, where every action takes one slot."""
-        width = max(len(str(action)) for row in self.computations for action in row)
+        rows = self._slots()
+        width = max(len(cell) for row in rows for cell in row)
         head = len(str(self.ranks - 1))
-        rows = (" ".join(f"{'' if cell is None else str(cell):<{width}}" for cell in row) for row in self.orders)
-        return "\n".join(f"rank {rank:<{head}} | {row}".rstrip() for rank, row in enumerate(rows))
+        texts = (" ".join(f"{cell:<{width}}" for cell in row) for row in rows)
+        return "\n".join(f"rank {rank:<{head}} | {text}".rstrip() for rank, text in enumerate(texts))
 
     def csv(self) -> str:
         """One row per rank, in the format that PyTorch and `make_schedule` read."""
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows([cell or "" for cell in row] for row in self.orders)
-        return text.getvalue()
-
-
-def _laid_out(name: str, stages: int, microbatches: int, dense: Orders) -> Schedule:
-    """The schedule whose ranks work through `dense`, each action in the first slot that is free and ready."""
-    slots = run(dense, stages, cost=lambda action: 1)
-    length = int(max(end for _, end in slots.values()))
-    rows: list[list[Action | None]] = [[None] * length for _ in dense]
-    for row, order in zip(rows, dense, strict=True):
-        for action in order:
-            row[int(slots[action][0])] = action
-    return Schedule(name, len(dense), stages, microbatches, tuple(map(tuple, rows)))
+        return "".join(",".join(row) + "\n" for row in self._slots())
 
 
 @dataclass(frozen=True)
 class Rule:
-    """The requirements of a schedule, and its order.
+    """The order of a schedule, and the sizes that it accepts.
 
     Args:
         order: Computations of a rank, given the rank, ranks, microbatches and stages per rank.
-        stages_per_rank: How many stages a rank holds unless told otherwise.
-        fixed: Whether it cannot be told otherwise.
-        legal: Whether so many microbatches fit so many ranks.
-        needs: That rule in words, given ranks and microbatches.
+        stages_per_rank: Default number of stages of each rank.
+        fixed: True if ranks can hold no other number of stages.
+        in_rounds: True if microbatches pass in rounds of equal length, at least one microbatch per rank each.
     """
 
     order: Callable[[int, int, int, int], list[Action]]
     stages_per_rank: int = 1
     fixed: bool = True
-    legal: Callable[[int, int], bool] = lambda ranks, microbatches: True
-    needs: Callable[[int, int], str] = lambda ranks, microbatches: "takes any number of microbatches"
+    in_rounds: bool = False
+
+    def accepts(self, ranks: int, microbatches: int) -> bool:
+        """True if the schedule exists for these sizes, e.g. in rounds on 4 ranks for 8 microbatches, but not for 9."""
+        return not self.in_rounds or microbatches % max(1, microbatches // ranks) == 0
 
 
-def _rounds_fit(ranks: int, microbatches: int) -> bool:
-    return microbatches % max(1, microbatches // ranks) == 0
-
-
-def _rounds_need(ranks: int, microbatches: int) -> str:
-    rounds = max(1, microbatches // ranks)
-    return (
-        f"needs rounds of equal length, at least {ranks} microbatches each: "
-        f"{microbatches} cannot be divided into {rounds}"
-    )
-
-
-def _fills_both_ways(ranks: int, microbatches: int) -> bool:
-    return microbatches >= 2 * ranks
-
-
-def _filling_needs(ranks: int, microbatches: int) -> str:
-    return f"needs a microbatch for each of its {2 * ranks} stages: {microbatches} are too few"
-
-
-SCHEDULES: dict[str, Rule] = {
+SCHEDULES = {
     "gpipe": Rule(orders.gpipe),
     "1f1b": Rule(orders.one_forward_one_backward),
-    "interleaved_1f1b": Rule(orders.interleaved_1f1b, 2, False, _rounds_fit, _rounds_need),
-    "looped_bfs": Rule(orders.looped_bfs, 2, False),
-    "interleaved_zero_bubble": Rule(orders.interleaved_zero_bubble, 2, False, _rounds_fit, _rounds_need),
+    "interleaved_1f1b": Rule(orders.interleaved_1f1b, 2, fixed=False, in_rounds=True),
+    "looped_bfs": Rule(orders.looped_bfs, 2, fixed=False),
+    "interleaved_zero_bubble": Rule(orders.interleaved_zero_bubble, 2, fixed=False, in_rounds=True),
     "zbv": Rule(orders.zbv, 2),
-    "dualpipev": Rule(orders.dualpipev, 2, True, _fills_both_ways, _filling_needs),
 }
 
 
 def make_schedule(name_or_csv_path: str, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
-    """The schedule of a name of `SCHEDULES`, or of a CSV file with a row per rank and cells like `0F0`.
+    """Make the schedule of a name of `SCHEDULES`, or read it from a CSV file.
 
     Args:
         name_or_csv_path: Name, or path of a file that ends in `.csv`.
-        ranks: Ranks of the pipeline.
-        microbatches: Microbatches of a batch.
-        stages_per_rank: Stages that each rank holds; None takes the schedule's own number.
+        ranks: Number of ranks of the pipeline.
+        microbatches: Number of microbatches of a batch.
+        stages_per_rank: Number of stages of each rank; None takes the schedule's own.
 
     Raises:
-        ValueError: The name is unknown, a number breaks the schedule's rule, or the file is no complete schedule.
+        ValueError: The name is unknown, the schedule does not accept a number, or the file is no complete schedule.
     """
-    for what, value in (
-        ("ranks", ranks),
-        ("microbatches", microbatches),
-        ("stages_per_rank", 1 if stages_per_rank is None else stages_per_rank),
-    ):
-        if value < 1:
+    name, sizes = name_or_csv_path, {"ranks": ranks, "microbatches": microbatches, "stages_per_rank": stages_per_rank}
+    for what, value in sizes.items():
+        if value is not None and value < 1:
             raise ValueError(f"{what}={value} must be at least 1")
-    check_stages_per_rank(name_or_csv_path, stages_per_rank)
-    if is_file(name_or_csv_path):
-        return _read(name_or_csv_path, ranks, microbatches, stages_per_rank)
-    rule = _rule(name_or_csv_path)
-    _check_microbatches(name_or_csv_path, ranks, microbatches)
+    check_stages_per_rank(name, stages_per_rank)
+    if is_file(name):
+        schedule = read_csv(name)
+        if (schedule.ranks, schedule.microbatches) != (ranks, microbatches):
+            raise ValueError(
+                f"{name} has {schedule.ranks} ranks (one per row) and {schedule.microbatches} microbatches, but the "
+                f"pipeline has {ranks} ranks and {microbatches} microbatches; change the pipeline or the file"
+            )
+        return schedule
+    rule = SCHEDULES[name]
+    if not rule.accepts(ranks, microbatches):
+        near = nearest_legal_microbatches(name, ranks, microbatches)
+        raise ValueError(
+            f"{name} on {ranks} ranks needs rounds of equal length, at least {ranks} microbatches each: {microbatches} "
+            f"cannot be divided into {microbatches // ranks}; nearest {'is' if len(near) == 1 else 'are'} "
+            + " and ".join(map(str, near))
+        )
     v = stages_per_rank or rule.stages_per_rank
-    dense = [rule.order(rank, ranks, microbatches, v) for rank in range(ranks)]
-    return _laid_out(name_or_csv_path, ranks * v, microbatches, dense)
+    rows = (tuple(rule.order(rank, ranks, microbatches, v)) for rank in range(ranks))
+    return Schedule(name, ranks * v, microbatches, tuple(rows))
 
 
 def is_file(name_or_csv_path: str) -> bool:
-    """Whether this is the path of a CSV file, and no name of `SCHEDULES`."""
+    """True for the path of a CSV file, False for a name of `SCHEDULES`."""
     return isinstance(name_or_csv_path, str) and name_or_csv_path.lower().endswith(".csv")
 
 
-def check_stages_per_rank(name_or_csv_path: str, stages_per_rank: int | None) -> None:
-    """Raises ValueError for a schedule or file that does not exist, and for stages that the schedule does not have."""
-    if is_file(name_or_csv_path):
-        _rows(name_or_csv_path)
+def check_stages_per_rank(name: str, stages_per_rank: int | None) -> None:
+    """Raise ValueError if the schedule or file does not exist, or has another number of stages per rank."""
+    if is_file(name):
+        schedule = read_csv(name)
+        held = [len(schedule.stages_of(rank)) for rank in range(schedule.ranks)]
+        if stages_per_rank is not None and set(held) != {stages_per_rank}:
+            raise ValueError(
+                f"{name}: its ranks hold {held} stages, but stages_per_rank is {stages_per_rank}; leave it out"
+            )
         return
-    rule = _rule(name_or_csv_path)
-    if rule.fixed and stages_per_rank not in (None, rule.stages_per_rank):
-        raise ValueError(
-            f"{name_or_csv_path} runs {_stages(rule.stages_per_rank)} per rank, not {stages_per_rank}; leave "
-            f"stages_per_rank out, or take one of {[name for name, other in SCHEDULES.items() if not other.fixed]}"
-        )
-
-
-def _stages(number: int) -> str:
-    return "1 stage" if number == 1 else f"{number} stages"
-
-
-def _rule(name: str) -> Rule:
     if name not in SCHEDULES:
         near = difflib.get_close_matches(str(name).lower(), SCHEDULES, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}? Otherwise " if near else ""
         raise ValueError(f"{name!r} is no schedule; {hint}take one of {list(SCHEDULES)}, or the path of a .csv file")
-    return SCHEDULES[name]
-
-
-def _check_microbatches(name: str, ranks: int, microbatches: int) -> None:
-    if not _rule(name).legal(ranks, microbatches):
-        near = nearest_legal_microbatches(name, ranks, microbatches)
+    v = SCHEDULES[name].stages_per_rank
+    if SCHEDULES[name].fixed and stages_per_rank not in (None, v):
         raise ValueError(
-            f"{name} on {ranks} ranks {_rule(name).needs(ranks, microbatches)}; "
-            f"nearest {'is' if len(near) == 1 else 'are'} {' and '.join(map(str, near))}"
+            f"{name} runs {v} {'stage' if v == 1 else 'stages'} per rank, not {stages_per_rank}; leave stages_per_rank "
+            f"out, or take one of {[other for other, rule in SCHEDULES.items() if not rule.fixed]}"
         )
 
 
 def nearest_legal_microbatches(name: str, ranks: int, microbatches: int) -> tuple[int, ...]:
-    """The number itself if the schedule takes it, else the next smaller (if there is one) and the next larger one.
-
-    Args:
-        name: A name of `SCHEDULES`.
-        ranks: Ranks of the pipeline.
-        microbatches: How many were wished for.
-    """
-    legal = _rule(name).legal
-    if microbatches >= 1 and legal(ranks, microbatches):
+    """The number itself if the schedule of this name accepts it, else the next smaller (if any) and next larger one."""
+    accepts = SCHEDULES[name].accepts
+    if microbatches >= 1 and accepts(ranks, microbatches):
         return (microbatches,)
-    below = next((m for m in range(microbatches - 1, 0, -1) if legal(ranks, m)), None)
-    above = next(m for m in range(max(1, microbatches + 1), 2 * (ranks + max(1, microbatches)) + 1) if legal(ranks, m))
+    below = next((m for m in range(microbatches - 1, 0, -1) if accepts(ranks, m)), None)
+    above = next(m for m in itertools.count(max(1, microbatches + 1)) if accepts(ranks, m))
     return (above,) if below is None else (below, above)
 
 
 def file_sizes(path: str) -> tuple[int, int]:
-    """Ranks and microbatches of a schedule in a CSV file.
+    """Numbers of ranks and microbatches of a schedule in a CSV file."""
+    schedule = read_csv(path)
+    return schedule.ranks, schedule.microbatches
+
+
+CELL = re.compile(r"(\d+)([FBIW])(\d+)")
+
+
+def read_csv(path: str) -> Schedule:
+    """Read a schedule from a file with one row per rank and cells like `0F0`; empty cells have no meaning.
+
+    Its simulation finds what is wrong with it as a whole: a missing or repeated action, a stage on two ranks, ranks
+    that wait for ever.
 
     Raises:
-        ValueError: There is no such file, or it holds something else.
+        ValueError: There is no such file, a cell is no action, or the file is no complete schedule.
     """
-    dense = _rows(path)
-    return len(dense), 1 + max((action.microbatch for row in dense for action in row), default=0)
-
-
-def _read(path: str, ranks: int, microbatches: int, stages_per_rank: int | None) -> Schedule:
-    dense = _rows(path)
+    if not Path(path).is_file():
+        raise ValueError(f"there is no file {path}; give the path of a .csv file, or one of {list(SCHEDULES)}")
+    text = Path(path).read_bytes().decode(errors="replace")
+    rows: list[tuple[Action, ...]] = []
+    for number, cells in enumerate(csv.reader(text.splitlines()), 1):
+        row = []
+        for column, cell in enumerate(map(str.strip, cells), 1):
+            if match := CELL.fullmatch(cell):
+                row.append(Action(int(match[1]), ActionKind(match[2]), int(match[3])))
+            elif cell:
+                raise ValueError(
+                    f"{path}: row {number}, column {column}: {cell!r} is no action; write one action per cell, as "
+                    "<stage><F, B, I or W><microbatch>, e.g. 2F0"
+                )
+        rows.append(tuple(row))
+    if not rows or not all(rows):
+        raise ValueError(
+            f"{path}: {sum(map(bool, rows))} of its {len(rows)} rows have actions; write a row per rank with cells "
+            "like 0F0"
+        )
+    actions = [action for row in rows for action in row]
+    stages, microbatches = 1 + max(a.stage for a in actions), 1 + max(a.microbatch for a in actions)
     try:
-        _check_complete(dense, ranks, microbatches, stages_per_rank)
-        return _laid_out(path, 1 + max(action.stage for row in dense for action in row), microbatches, dense)
+        action_times(rows, stages)
     except ValueError as problem:
         raise ValueError(f"{path}: {problem}") from problem
-
-
-def _rows(path: str) -> list[list[Action]]:
-    file = Path(path)
-    if not file.is_file():
-        raise ValueError(f"there is no file {path}; give the path of a .csv file, or one of {list(SCHEDULES)}")
-    dense: list[list[Action]] = []
-    text = file.read_bytes().decode(errors="replace")
-    for number, row in enumerate(csv.reader(io.StringIO(text, newline="")), 1):
-        try:
-            dense.append([action for cell in row for action in parse(cell)])
-        except ValueError as problem:
-            raise ValueError(f"{path}: row {number}: {problem}") from problem
-    if not any(dense):
-        raise ValueError(f"{path}: it holds no actions; write a row per rank with cells like 0F0")
-    return dense
-
-
-def _check_complete(dense: Orders, ranks: int, microbatches: int, stages_per_rank: int | None) -> None:
-    """Raises unless every stage lies on one rank and runs every microbatch once, forward and backward."""
-    if len(dense) != ranks or not all(dense):
-        raise ValueError(
-            f"it has {sum(map(bool, dense))} rows with actions, but the pipeline has {ranks} ranks; "
-            "write one row per rank"
-        )
-    actions = [action for row in dense for action in row]
-    _check_once(actions)
-    stages = sorted({action.stage for action in actions})
-    _check_stages(dense, stages, stages_per_rank)
-    found = {action.microbatch for action in actions}
-    if found != set(range(microbatches)):
-        raise ValueError(
-            f"it runs microbatches {sorted(found)}, but the batch has {microbatches}, 0 to {microbatches - 1}; "
-            "change the number of microbatches, or the file"
-        )
-    _check_every(stages, microbatches, set(actions))
-
-
-def _check_once(actions: Iterable[Action]) -> None:
-    seen: set[Action] = set()
-    for action in actions:
-        if action in seen:
-            raise ValueError(f"{action} stands in it twice; every action runs once")
-        seen.add(action)
-
-
-def _check_stages(dense: Orders, stages: list[int], stages_per_rank: int | None) -> None:
-    if stages != list(range(len(stages))):
-        raise ValueError(f"its stages are {stages}; number them 0 to {len(stages) - 1}, without a gap")
-    home: dict[int, int] = {}
-    for rank, row in enumerate(dense):
-        for action in row:
-            if home.setdefault(action.stage, rank) != rank:
-                raise ValueError(
-                    f"stage {action.stage} runs on ranks {home[action.stage]} and {rank}; a stage lies on one rank"
-                )
-    counts = [sum(1 for rank in home.values() if rank == this) for this in range(len(dense))]
-    if stages_per_rank is not None and set(counts) != {stages_per_rank}:
-        raise ValueError(
-            f"its ranks hold {counts} stages, but stages_per_rank is {stages_per_rank}; leave stages_per_rank out"
-        )
-
-
-def _check_every(stages: Iterable[int], microbatches: int, actions: set[Action]) -> None:
-    rule = "every stage runs F, and B or else I and W, of every microbatch"
-    for stage in stages:
-        for i in range(microbatches):
-            kinds = "".join(kind for kind in "FBIW" if Action(stage, ActionKind(kind), i) in actions)
-            if kinds not in ("FB", "FIW"):
-                raise ValueError(f"stage {stage} runs {' '.join(kinds) or 'nothing'} of microbatch {i}; {rule}")
+    return Schedule(path, stages, microbatches, tuple(rows))

@@ -1,120 +1,58 @@
-"""The time that a schedule takes and the activations that it keeps, computed from the costs of stages."""
+"""The duration of a schedule and the activations that it keeps, computed from the costs of a rank's layers."""
 
+import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from typing import NamedTuple
 
-from lightning_parallel.techniques.pipeline_parallel.schedule.actions import Action, ActionKind, run
+from lightning_parallel.techniques.pipeline_parallel.schedule.actions import Action, ActionKind, action_times
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import Schedule
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Costs of one microbatch on a stage, in any unit of time; a full backward takes both gradients' time.
+class Timeline(NamedTuple):
+    """A simulated schedule.
 
     Args:
-        forward: F.
-        input_gradient: I.
-        weight_gradient: W.
+        times: Start and end of each action.
+        step: The end of the last action.
+        bubble: The idle share of the ranks' time: 1 - ideal / step. The ideal is the work divided evenly over ranks.
+        peak_activations: Per rank the largest number of microbatches whose activations it keeps, in units of all its
+            layers. A stage keeps a microbatch from F to the end of B, or of W if the backward is split. On a rank with
+            v stages each of them counts 1 / v.
     """
 
-    forward: float = 1.0
-    input_gradient: float = 1.0
-    weight_gradient: float = 1.0
-
-    def of(self, kind: ActionKind) -> float:
-        """The time of a computation."""
-        return {
-            ActionKind.F: self.forward,
-            ActionKind.B: self.input_gradient + self.weight_gradient,
-            ActionKind.I: self.input_gradient,
-            ActionKind.W: self.weight_gradient,
-        }[kind]
-
-    def __truediv__(self, parts: float) -> "Cost":
-        return Cost(self.forward / parts, self.input_gradient / parts, self.weight_gradient / parts)
+    times: dict[Action, tuple[float, float]]
+    step: float
+    bubble: float
+    peak_activations: tuple[float, ...]
 
 
-@dataclass(frozen=True)
-class Timed:
-    """An action and when it runs."""
-
-    action: Action
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """A schedule in time.
+def simulate(schedule: Schedule, costs: tuple[float, float, float] = (1, 1, 1), latency: float = 0) -> Timeline:
+    """Simulate a schedule: each rank computes in its order, each action as early as possible.
 
     Args:
         schedule: The schedule.
-        rows: Per rank its computations, in order.
-    """
-
-    schedule: Schedule
-    rows: tuple[tuple[Timed, ...], ...]
-
-    @cached_property
-    def step(self) -> float:
-        """The time at which the last rank is done."""
-        return max(row[-1].end for row in self.rows)
-
-    @cached_property
-    def bubble(self) -> float:
-        """The idle share of the ranks' time: 1 - ideal / step, the ideal being the work divided evenly over ranks.
-
-        Where stages cost alike this is the bubble fraction of the literature; where they do not, the slower ranks'
-        lead counts as well.
-        """
-        work = sum(timed.end - timed.start for row in self.rows for timed in row)
-        return 1 - work / (len(self.rows) * self.step)
-
-    @cached_property
-    def peak_activations(self) -> tuple[float, ...]:
-        """Per rank the most microbatches whose activations it keeps at a time, in units of all its layers.
-
-        A stage keeps a microbatch from F until B is done, or until W if the backward is split; a rank with v stages
-        counts each as 1 / v.
-        """
-        return tuple(self._peak(rank) for rank in range(len(self.rows)))
-
-    def _peak(self, rank: int) -> float:
-        live = most = 0
-        for timed in self.rows[rank]:
-            live += (timed.action.kind is ActionKind.F) - (timed.action.kind in (ActionKind.B, ActionKind.W))
-            most = max(most, live)
-        return most / len(self.schedule.stages_of(rank))
-
-
-def simulate(schedule: Schedule, costs: Cost | Sequence[Cost] = Cost(), latency: float = 0.0) -> Timeline:
-    """Runs the schedule in thought: every rank computes in its order, each action as early as it can.
-
-    Args:
-        schedule: The schedule.
-        costs: Of every stage, or one for all.
-        latency: How long an activation or a gradient travels to another rank; the ranks compute meanwhile.
+        costs: Times of F, I and W of one rank's layers for one microbatch. B takes I + W; each of v stages of a rank
+            takes 1 / v of these times.
+        latency: Time of an activation or gradient to another rank; ranks compute meanwhile.
 
     Raises:
-        ValueError: There is not one cost per stage, or a time is negative.
+        ValueError: A time is negative or infinite, or all costs are 0.
     """
-    per_stage = [costs] * schedule.stages if isinstance(costs, Cost) else list(costs)
-    if len(per_stage) != schedule.stages:
-        raise ValueError(
-            f"{len(per_stage)} costs were given for {schedule.stages} stages; give one per stage, or one for all"
-        )
-    times = [latency] + [
-        time for cost in per_stage for time in (cost.forward, cost.input_gradient, cost.weight_gradient)
-    ]
-    if not all(0 <= time < math.inf for time in times) or not any(times[1:]):
-        shown = ", ".join(f"{time:g}" for time in dict.fromkeys(times))
-        raise ValueError(f"the times {shown} make no timeline; give finite costs above 0 and no negative latency")
-    done = run(
+    if not all(0 <= time < math.inf for time in (*costs, latency)) or not any(costs):
+        found = ", ".join(f"{time:g}" for time in (*costs, latency))
+        raise ValueError(f"the times {found} make no timeline; give finite costs above 0 and no negative latency")
+    cost = dict(zip("FIWB", (*costs, costs[1] + costs[2]), strict=True))
+    held = [len(schedule.stages_of(rank)) for rank in range(schedule.ranks)]  # stages of each rank
+    times = action_times(
         schedule.computations,
         schedule.stages,
-        cost=lambda action: per_stage[action.stage].of(action.kind),
-        latency=latency,
+        lambda action: cost[action.kind] / held[schedule.rank_of(action.stage)],
+        latency,
     )
-    return Timeline(schedule, tuple(tuple(Timed(a, *done[a]) for a in row) for row in schedule.computations))
+    step = max(end for _, end in times.values())
+    work = sum(end - start for start, end in times.values())
+    peaks = []
+    for stages, row in zip(held, schedule.computations, strict=True):
+        kept = [(a.kind is ActionKind.F) - (a.kind in (ActionKind.B, ActionKind.W)) for a in row]
+        peaks.append(max(itertools.accumulate(kept)) / stages)
+    return Timeline(times, step, 1 - work / (schedule.ranks * step), tuple(peaks))
