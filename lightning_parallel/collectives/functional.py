@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,8 @@ import torch.distributed._functional_collectives as traceable
 from torch import Tensor
 
 from lightning_parallel.collectives import messages
+
+T = TypeVar("T")
 
 # torch 2.13 gave these two new names and deprecated the old ones, which are all that torch 2.11 has.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -328,6 +332,35 @@ def notes_at(name: str, address: str, port: int, keeps: bool, seconds: float) ->
     )
     store.set_timeout(timedelta(seconds=60))  # of one note
     return notes_under(name, store)
+
+
+class Unanswered(dist.DistNetworkError):
+    """The process that keeps a store does not answer."""
+
+    def __str__(self) -> str:
+        return (
+            "the process that keeps the store, rank 0 or torchrun, does not answer: it is stopped, or its host is gone"
+        )
+
+
+def answer_of(ask: Callable[[], T], seconds: float) -> T:
+    """Return what a function gets that asks a store. A store itself waits forever for a process that is stopped.
+
+    Raises:
+        Unanswered: within so many seconds.
+    """
+    answer = Future[T]()
+
+    def run() -> None:
+        try:
+            answer.set_result(ask())
+        except Exception as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    if not wait([answer], seconds).done:
+        raise Unanswered
+    return answer.result()
 
 
 def hang_up(kept: dist.ProcessGroup | None = None) -> None:

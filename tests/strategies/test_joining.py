@@ -22,7 +22,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_parallel import DataParallelStrategy
 from lightning_parallel.strategies import rank_strategy
-from lightning_parallel.strategies.ranks import roll_call
+from lightning_parallel.strategies.ranks import failures, roll_call
 from tests.ranks import POOL, free_port
 from tests.strategies.joining import dies, nothing, raises
 from tests.tiers import sampled
@@ -63,6 +63,25 @@ def dies_when_all_have_come() -> None:
     rank_strategy._init_dist_connection = lambda *_, **__: dies()
 
 
+def stops_while_it_joins() -> None:
+    looks = roll_call.RollCall._look
+
+    def look(self: roll_call.RollCall) -> Sequence[int]:
+        missing = looks(self)
+        if len(self._seen) == RANKS - 1 and all(beats for beats, _ in self._seen.values()):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return missing
+
+    roll_call.RollCall._look = look
+
+
+def stops_in_a_step() -> None:
+    def stop(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    BoringModel.training_step = stop
+
+
 def comes_late() -> None:
     """Once rank 0 has said for whom it waits."""
     said = Path(os.environ["SAID_BY_RANKS"], "0")
@@ -93,6 +112,10 @@ def runs(
     roll_call.TELLS_SECONDS = 1.0
     if event in (dies_when_it_has_come, dies_when_all_have_come):
         roll_call.SILENT_SECONDS = SILENT_SECONDS
+    if event is stops_in_a_step:
+        wait = roll_call.RollCall.wait
+        roll_call.RollCall.wait = lambda self, _: wait(self, timedelta(seconds=TIMEOUT_SECONDS))
+        failures.PATIENCE_SECONDS = 0.5
     if event is raises_or_comes_late:
         roll_call.PATIENCE_SECONDS = 0.5
     said = os.open(folder / str(rank), os.O_WRONLY | os.O_CREAT)
@@ -170,9 +193,7 @@ def test_a_rank_that_is_killed_while_it_waits_is_named(chosen: int, tmp_path: Pa
     said = ended(ranks, tmp_path)
     assert ranks[chosen].exitcode == -signal.SIGKILL
     told = (
-        r"RuntimeError: rank 1 came to .*, and has been silent for"
-        if chosen
-        else "ended while ranks joined: that is rank 0"
+        r"RuntimeError: rank 1 came to .*, and has been silent for" if chosen else "while ranks joined: that is rank 0"
     )
     assert re.search(told, said[1 - chosen]), said
 
@@ -186,6 +207,28 @@ def test_a_rank_that_is_killed_while_the_group_is_formed_is_named(tmp_path: Path
             time.sleep(0.1)
     finally:
         for each in ranks:
+            each.kill()
+
+
+@sampled(1, ("event", "within"), [(stops_in_a_step, 4.0), (stops_while_it_joins, TIMEOUT_SECONDS)])
+def test_all_others_end_when_rank_0_is_stopped_which_keeps_the_store(
+    event: Callable[[], Any], within: float, tmp_path: Path
+) -> None:
+    first, *others = started(event, 0, tmp_path, within=within)
+    try:
+        for each in others:
+            each.join(TIMEOUT_SECONDS - 10)
+        said = said_in(tmp_path)
+        assert [each.exitcode for each in others] == [1, 1], said
+        assert first.exitcode is None
+        told = (
+            "rank 0 or torchrun, does not answer: it is stopped"
+            if event is stops_in_a_step
+            else ", or is stopped, while"
+        )
+        assert all(told in each for each in said[1:]), said
+    finally:
+        for each in (first, *others):
             each.kill()
 
 

@@ -104,6 +104,35 @@ def test_all_ranks_stop_before_the_step(layout: str, fault: str) -> None:
             assert f"{where}the loss is {'nan' if fault == 'loss' else 'inf'}" in said
 
 
+class FaultyStage(Regression):
+    """The step of one stage makes nan, in what it passes on or in the loss, in one batch."""
+
+    def __init__(self, rank: int, number: int) -> None:
+        super().__init__()
+        self.rank, self.number = rank, number
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        fault = torch.nan if batch_idx == self.number and self.global_rank == self.rank else 1.0
+        hidden = batch * fault if self.rank == 0 else batch
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return hidden.square().mean() * fault
+
+
+def stopped_by_stage(rank: int, number: int) -> tuple[str, int]:
+    fitting = trainer(LAYOUTS["pipeline"](), max_epochs=1)
+    with pytest.raises(FloatingPointError) as error:
+        fitting.fit(FaultyStage(rank, number), data_of("pipeline", bad=False))
+    return str(error.value), fitting.global_step
+
+
+@covering(keep=2, rank=[0, 1], number=[0, BAD_STEP])
+def test_all_stages_of_a_pipeline_stop_by_what_one_of_them_makes(rank: int, number: int) -> None:
+    for said, step in run_on_ranks(2, stopped_by_stage, rank, number):
+        assert step == number
+        assert said.startswith(f"in step {number}, rank 0: the loss is nan; rank 1: the loss is nan")
+
+
 @covering(keep=1, layout=LAYOUTS, fault=FAULTS)
 def test_a_step_is_left_out(layout: str, fault: str) -> None:
     """As if the batch had not been there."""

@@ -10,9 +10,10 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
-from lightning_parallel.collectives.functional import notes_under
+from lightning_parallel.collectives.functional import answer_of, notes_under
 
 PATIENCE_SECONDS = 3.0
 TOGETHER = "_lightning_parallel_together"  # noted on exceptions: to keep one keeps memory
@@ -49,7 +50,7 @@ class Failures:
     def __init__(self, rank: int, ranks: int) -> None:
         notes = notes_under("lightning_parallel")
         run = notes.add(f"runs_of_{rank}", 1)  # every rank begins the same runs
-        self._store = notes_under(f"run_{run}", notes)
+        self._store: Any = notes_under(f"run_{run}", notes)
         self._rank, self._ranks = rank, ranks
         self._meetings = 0
         #: whether this rank failed and others did not: nobody will come any more
@@ -100,10 +101,11 @@ class Failures:
         return Failure(*json.loads(found))
 
     def _safely(self, ask: Callable[[], Any], otherwise: Any) -> Any:
-        try:
-            return ask()
-        except (RuntimeError, ValueError):  # the process that keeps the store has ended
-            return otherwise
+        if self._store is not None:
+            with suppress(RuntimeError, ValueError):
+                return answer_of(ask, 2 * PATIENCE_SECONDS)
+            self._store = None  # the process that keeps it has ended, or is stopped
+        return otherwise
 
     def _meet(self, what: str, begun: Begun | None) -> bool:
         """All ranks come to the same decision, made by the last one to come or by one that waited in vain."""

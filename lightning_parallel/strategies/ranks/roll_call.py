@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from lightning_parallel.collectives.functional import notes_at
+from lightning_parallel.collectives.functional import answer_of, notes_at
 from lightning_parallel.strategies.lightning_package import ClusterEnvironment, SLURMEnvironment
 from lightning_parallel.strategies.ranks.failures import named, said_of
 
@@ -138,11 +138,11 @@ class RollCall:
                     raise
                 return [0]
         try:
-            return self._looked()
+            return answer_of(self._looked, 2 * self._silent)
         except dist.DistNetworkError:
             raise RuntimeError(
-                f"the process at {self._where} ended while ranks joined: that is rank 0, or the launcher of the first "
-                "node; look at what it printed last"
+                f"the process at {self._where} ended, or is stopped, while ranks joined: that is rank 0, or the "
+                "launcher of the first node; look at what it printed last"
             ) from None
 
     def _looked(self) -> Sequence[int]:

@@ -11,14 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from lightning_parallel.collectives.functional import notes_under
+from lightning_parallel.collectives.functional import Unanswered, answer_of, notes_under
 from lightning_parallel.strategies.ranks.failures import SHOWN, named
 from lightning_parallel.strategies.ranks.frames import frames_of
 from lightning_parallel.strategies.ranks.tracebacks import LIBRARIES, PACKAGE
@@ -105,18 +105,20 @@ class Watchdog:
 
     def _watch(self) -> None:
         place, since, number = self._place(), time.monotonic(), 0
-        with suppress(RuntimeError):  # the process that keeps the store has ended, and the run with it
+        try:
             while not self._stopped.wait(self._period) and not self.told:
                 now = self._place()
                 if now != place:
                     place, since = now, time.monotonic()
                 seconds = time.monotonic() - since
                 round_ = notes_under(f"round_{number}", self._notes)
-                if seconds > self._patience:
-                    round_.set("asked", "")
-                if round_.check(["asked"]):
+                if answer_of(partial(_is_asked, round_, seconds > self._patience), self._answering):
                     self.told = self._tell(self._answers(round_, place._replace(seconds=seconds)))
                     since, number = time.monotonic(), number + 1
+        except Unanswered as error:
+            self.told = self._say(f"ranks wait; {error}", str(error), place)
+        except RuntimeError:  # that process has ended, and the run with it
+            return
 
     def _place(self) -> Place:
         frames = frames_of(self._watched)
@@ -147,9 +149,18 @@ class Watchdog:
         lines = [f"rank {rank} {places.get(rank, 'says nothing: it is stopped, or has ended')}" for rank in listed]
         mine = f"rank {self._rank} {places[self._rank]}"
         told = "\n  ".join([f"ranks wait, and not all have come; {shown}", *lines, mine])
+        return self._say(told, in_one_line(places, behind), places[self._rank])
+
+    def _say(self, told: str, line: str, place: Place) -> str:
         print(f"[rank{self._rank}] {told}", file=sys.stderr, flush=True)
-        self._line, self._stood = in_one_line(places, behind), (places[self._rank].step, places[self._rank].begun)
+        self._line, self._stood = line, (place.step, place.begun)
         return told
+
+
+def _is_asked(round_: Any, asks: bool) -> bool:
+    if asks:
+        round_.set("asked", "")
+    return bool(round_.check(["asked"]))
 
 
 def ranks_behind(places: Mapping[int, Place], ranks: int) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Set
-from math import prod
+from math import isfinite, prod
 
 from lightning_parallel.techniques.observed.samples.operations import PRODUCTS, Look, Operation
 
@@ -135,7 +135,7 @@ def _counted(once: Look, twice: Look, samples: int, later: bool) -> tuple[dict[i
 def _divides(one: Operation, two: Operation, samples: int) -> bool:
     """Whether it divides by a number that depends on the samples, unless by one of Python's that is of each as much."""
     each = 1 / one.factor / samples if one.factor else 0.0
-    evenly = not one.by_tensor and abs(each - round(each)) < CLOSE
+    evenly = not one.by_tensor and isfinite(each) and abs(each - round(each)) < CLOSE
     by_all = two.of_all and one.name in ("mul", "div")
     return by_all or (abs(two.factor) < abs(one.factor) and not evenly)
 
