@@ -3,7 +3,7 @@
 Importing the package registers its strategies with Lightning, so that `Trainer(strategy="lp_zero3")` works.
 """
 
-from lightning.pytorch.strategies import StrategyRegistry
+from typing import Any
 
 from lightning_parallel.mesh import AXES, ParallelMesh
 from lightning_parallel.plan import ParallelPlan
@@ -12,6 +12,8 @@ from lightning_parallel.strategies.data_parallel import DataParallelStrategy
 from lightning_parallel.strategies.expert_parallel import ExpertParallelStrategy
 from lightning_parallel.strategies.hybrid import HybridStrategy
 from lightning_parallel.strategies.layer_parallel import LayerParallelStrategy
+from lightning_parallel.strategies.lightning_package import StrategyRegistry, refuse_in_other
+from lightning_parallel.strategies.mesh_strategy import MeshStrategy
 from lightning_parallel.strategies.pipeline_parallel import PipelineParallelStrategy
 from lightning_parallel.strategies.tensor_parallel import TensorParallelStrategy
 from lightning_parallel.strategies.zero import ZeroStrategy
@@ -49,11 +51,15 @@ __all__ = [
     "__version__",
 ]
 
-StrategyRegistry.register("lp_layer_parallel", LayerParallelStrategy, "Layers on different ranks, run in turn")
-StrategyRegistry.register("lp_pipeline_parallel", PipelineParallelStrategy, "Layers on different ranks, 1F1B")
-StrategyRegistry.register("lp_context_parallel", ContextParallelStrategy, "Positions of each sequence on all ranks")
-StrategyRegistry.register("lp_expert_parallel", ExpertParallelStrategy, "Experts on all ranks, data parallel")
-StrategyRegistry.register("lp_data_parallel", DataParallelStrategy, "Data parallel on all ranks")
-StrategyRegistry.register("lp_tensor_parallel", TensorParallelStrategy, "Tensor parallel on all ranks")
-for _stage in (1, 2, 3):
-    StrategyRegistry.register(f"lp_zero{_stage}", ZeroStrategy, f"ZeRO stage {_stage} on all ranks", stage=_stage)
+_NAMED: list[tuple[str, type[MeshStrategy], str, dict[str, Any]]] = [
+    ("lp_layer_parallel", LayerParallelStrategy, "Layers on different ranks, run in turn", {}),
+    ("lp_pipeline_parallel", PipelineParallelStrategy, "Layers on different ranks, 1F1B", {}),
+    ("lp_context_parallel", ContextParallelStrategy, "Positions of each sequence on all ranks", {}),
+    ("lp_expert_parallel", ExpertParallelStrategy, "Experts on all ranks, data parallel", {}),
+    ("lp_data_parallel", DataParallelStrategy, "Data parallel on all ranks", {}),
+    ("lp_tensor_parallel", TensorParallelStrategy, "Tensor parallel on all ranks", {}),
+    *((f"lp_zero{stage}", ZeroStrategy, f"ZeRO stage {stage} on all ranks", {"stage": stage}) for stage in (1, 2, 3)),
+]
+for _name, _strategy, _description, _arguments in _NAMED:
+    StrategyRegistry.register(_name, _strategy, _description, **_arguments)
+    refuse_in_other(_name)

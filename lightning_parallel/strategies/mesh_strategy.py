@@ -8,8 +8,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -23,6 +21,7 @@ from lightning_parallel.strategies.data.loaders import compared, divide
 from lightning_parallel.strategies.data.randomness import decorrelate
 from lightning_parallel.strategies.hooks.shown_hooks import ShownHooks
 from lightning_parallel.strategies.hooks.whole_gradients import AFTER_BACKWARD
+from lightning_parallel.strategies.lightning_package import LightningModule, Trainer, TrainerFn
 from lightning_parallel.strategies.logged.logging import StepLog
 from lightning_parallel.strategies.logged.parts import PartsRun, SeenRun
 from lightning_parallel.strategies.model import start_table
@@ -127,6 +126,7 @@ class MeshStrategy(RankStrategy):
             self._buffers = Buffers(module, self._whole.readers, self._host_group())
         if fitting:
             self.setup_optimizers(trainer)
+        self._whole.beside.tell_of_others()
         self.setup_precision_plugin()
         self._stored.reach_wrappers()
         decorrelate(self.root_device, self._readers().rank, self._host_group())
@@ -169,6 +169,7 @@ class MeshStrategy(RankStrategy):
         """Makes the user's optimizers; where parameters are stored in shards, they step the shards."""
         with self._whole.read():
             super().setup_optimizers(trainer)
+            self._whole.follow_in(self.optimizers)
         refusals.refuse_old_parameters(self.optimizers, self._whole, self._host_group())
         self._stored.take(self._whole.steppable())
 

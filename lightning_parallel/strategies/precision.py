@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.plugins.precision import DoublePrecision, MixedPrecision, Precision
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_parallel.strategies.hooks.whole_gradients import BEFORE_STEP, WholeGradients
+from lightning_parallel.strategies.lightning_package import DoublePrecision, MixedPrecision, Precision
 from lightning_parallel.strategies.model.nonfinite import NonFinite
 from lightning_parallel.techniques.gradients.clipping import clip_by_norm, clip_by_value
 from lightning_parallel.techniques.tools.shards import local

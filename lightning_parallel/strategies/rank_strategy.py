@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
 from datetime import timedelta
@@ -10,22 +9,12 @@ from typing import Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.fabric.utilities import rank_zero as fabric_rank_zero
-from lightning.fabric.utilities.distributed import _init_dist_connection
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerStatus
-from lightning.pytorch.utilities import rank_zero
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from lightning_parallel.arguments import one_of
 from lightning_parallel.collectives.functional import begun_in, hang_up, within_reach
-from lightning_parallel.collectives.samples import of_all
+from lightning_parallel.collectives.samples import rows_of_all
 from lightning_parallel.mesh import Axis, ParallelMesh, resolve_sizes
 from lightning_parallel.strategies.checkpoint.files import AtomicCheckpointIO
 from lightning_parallel.strategies.checkpoint.loader import load
@@ -33,6 +22,20 @@ from lightning_parallel.strategies.checkpoint.options import CheckpointOptions, 
 from lightning_parallel.strategies.checkpoint.saver import Saver
 from lightning_parallel.strategies.data.randomness import RandomState
 from lightning_parallel.strategies.data.shares import Readers
+from lightning_parallel.strategies.lightning_package import (
+    Accelerator,
+    Callback,
+    CheckpointIO,
+    ClusterEnvironment,
+    LightningEnvironment,
+    LightningModule,
+    Precision,
+    StrategyOfPackage,
+    TrainerStatus,
+    _init_dist_connection,
+    fabric_rank_zero,
+    rank_zero,
+)
 from lightning_parallel.strategies.logged.sums import reduce_tensor
 from lightning_parallel.strategies.model.nonfinite import Policy
 from lightning_parallel.strategies.ranks.agreement import gather_objects
@@ -52,12 +55,11 @@ from lightning_parallel.strategies.trainer import lightnings
 from lightning_parallel.techniques.technique import Technique
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
 
 StartMethod = Literal["popen", "spawn", "fork"]
 
 
-class RankStrategy(ParallelStrategy):
+class RankStrategy(StrategyOfPackage):
     """The processes of a run and the mesh that they form.
 
     Args:
@@ -114,10 +116,8 @@ class RankStrategy(ParallelStrategy):
         self._meets_in_forward = any(technique.traits.meets_in_forward for technique in self.techniques)
         self._divides_batches = any(technique.traits.divides_batches for technique in self.techniques)
         self.num_nodes = 1
-        self._backend = process_group_backend
-        self._timeout = timeout
-        self._policy: Policy = nonfinite
-        self._start_method: StartMethod = start_method
+        self._backend, self._timeout = process_group_backend, timeout
+        self._policy, self._start_method = nonfinite, start_method
         self.mesh: ParallelMesh | None = None
         self._world: dist.ProcessGroup | None = None
         self._control: dist.ProcessGroup | None = None
@@ -250,13 +250,13 @@ class RankStrategy(ParallelStrategy):
         return sum(said) == len(said) if all else any(said)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """The tensors of the ranks that hold different samples, unless a smaller group is given."""
+        """The tensors of the ranks that hold different samples, unless a smaller group is given; see `rows_of_all`."""
         if not dist.is_initialized():
             return tensor
         everybody = (None, dist.group.WORLD, self._mesh().world)
         chosen = self._mesh().data.get_group() if group in everybody else group
         with nullcontext() if sync_grads else torch.no_grad():
-            return of_all(within_reach(tensor, chosen), chosen).to(tensor.device)
+            return rows_of_all(within_reach(tensor, chosen), chosen).to(tensor.device)
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         """An object of one rank, on all ranks."""
@@ -371,8 +371,7 @@ class RankStrategy(ParallelStrategy):
     # ---------------------------------------------------------------- what is there
 
     def _callbacks(self) -> list[Callback]:
-        callbacks: list[Callback] = self._module().trainer.callbacks  # type: ignore[attr-defined]
-        return callbacks
+        return lightnings.callbacks_of(self._module().trainer)
 
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None

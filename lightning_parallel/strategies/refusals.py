@@ -11,20 +11,21 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import (
-    Checkpoint,
-    ModelCheckpoint,
-    ModelPruning,
-    OnExceptionCheckpoint,
-)
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_parallel.mesh import Axis, ParallelMesh
+from lightning_parallel.strategies.lightning_package import (
+    Callback,
+    Checkpoint,
+    LightningModule,
+    ModelCheckpoint,
+    ModelPruning,
+    OnExceptionCheckpoint,
+    is_param_in_hook_signature,
+)
 from lightning_parallel.strategies.ranks.agreement import gather_objects, together
 from lightning_parallel.techniques.gradients.coupled import couples
 from lightning_parallel.techniques.technique import Technique
@@ -283,16 +284,33 @@ def refuse_old_parameters(optimizers: Sequence[Optimizer], divided: DividedModel
     """Raises on all ranks for an optimizer made before the module was divided: it steps what is no part of it now."""
     if not divided.in_parts:
         return
-    known = set(map(id, divided.known()))
+    known, names = set(map(id, divided.known())), {id(old): name for name, old in divided.beside.before().items()}
     found = [
-        f"{type(optimizer).__name__} has a parameter of shape {list(parameter.shape)}"
+        _said_of_old(optimizer, parameter, names.get(id(parameter)))
         for optimizer in optimizers
         for parameter in (each for group in optimizer.param_groups for each in group["params"])
         if id(parameter) not in known
     ]
     for said in gather_objects(found, host):
         if said:
-            raise ValueError(
-                f"{said[0]} that is none of the module's: it was made before ranks divided these among them, or of "
-                "parameters that are not registered; make the optimizer in configure_optimizers, of the module's"
-            )
+            raise ValueError(said[0])
+
+
+def has_states(optimizer: Optimizer) -> bool:
+    """Whether the optimizer has a state for any parameter, as after its first step."""
+    return any(optimizer.state.values())
+
+
+def _said_of_old(optimizer: Optimizer, parameter: torch.Tensor, name: str | None) -> str:
+    kind = type(optimizer).__name__
+    if name is not None:
+        return (
+            f"{kind} was made before ranks divided the module's parameters and has states already, which cannot be "
+            f"divided with them ({name}); make {kind} in configure_optimizers, and load its states from a checkpoint "
+            "(ckpt_path=)"
+        )
+    return (
+        f"{kind} has a parameter of shape {list(parameter.shape)} that is none of the module's: it is not registered "
+        f"in the module, or an earlier run left it in {kind}; make the optimizer in configure_optimizers, of "
+        "self.parameters()"
+    )

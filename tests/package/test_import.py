@@ -8,6 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 NEEDED = {"torch", "lightning", "torchmetrics", "numpy", "typing_extensions", "lightning_parallel"}
+INSTEAD_OF_LIGHTNING = {"pytorch_lightning", "lightning_fabric"}
 
 # Lightning imports matplotlib and transformers by itself where they are installed, so it comes first.
 LOADED = """
@@ -39,7 +40,7 @@ def for_types_only(node: ast.AST) -> bool:
 
 
 def test_no_file_imports_what_an_extra_installs() -> None:
-    allowed = NEEDED | sys.stdlib_module_names
+    allowed = NEEDED | sys.stdlib_module_names | INSTEAD_OF_LIGHTNING
     found = {
         str(file.relative_to(ROOT)): others
         for file in (ROOT / "lightning_parallel").rglob("*.py")

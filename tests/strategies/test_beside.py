@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.strategies.build import beside, within
-from tests.strategies.test_orders_of_steps import Chain, check
+from tests.ranks import run_on_ranks
+from tests.strategies.test_orders_of_steps import LAYOUTS, LENGTH, WIDTH, Chain, check, trained
 from tests.tiers import sampled
 
 
@@ -104,6 +105,69 @@ CASES = [
 @sampled(1, ("kind", "layout"), CASES)
 def test_they_are_those_that_ranks_compute_with(kind: type[Chain], layout: str) -> None:
     check(kind, layout)
+
+
+class Halves(torch.optim.SGD):
+    """Scales the gradients of the parameters that it keeps in a list of its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.halved = self.param_groups[0]["params"][::2]
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        for parameter in self.halved:
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+        super().step()
+        return loss
+
+
+class MadeEarly(Chain):
+    """Makes its optimizer in `__init__`, before ranks divide the parameters."""
+
+    make: Any = partial(torch.optim.Adam, lr=0.01)
+
+    def __init__(self) -> None:
+        super().__init__()
+        last = self.layers[-1].parameters()
+        self.optimizer = self.make([*self.layers[:-1].parameters()])
+        self.optimizer.add_param_group({"params": [*last], "lr": 0.02})
+
+    def configure_optimizers(self) -> Any:
+        return [self.optimizer], [torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)]
+
+
+class OwnMadeEarly(MadeEarly):
+    make = Halves
+
+
+EARLY = [*((MadeEarly, layout) for layout in ("zero 3", "tensor parallel", "pipeline")), (OwnMadeEarly, "pipeline")]
+
+
+@pytest.mark.parametrize(("kind", "layout"), EARLY)
+def test_an_optimizer_made_before_the_module_is_divided_steps_what_replaced_its_parameters(
+    kind: type[Chain], layout: str
+) -> None:
+    check(kind, layout)
+
+
+class Stepped(MadeEarly):
+    def __init__(self) -> None:
+        super().__init__()
+        self(torch.ones(1, LENGTH, WIDTH)).sum().backward()
+        self.optimizer.step()
+
+
+def refused(strategy: Any) -> None:
+    message = r"Adam was made before .* has states already.*layers\.0\.up\.weight\); make Adam in configure_optimizers"
+    with pytest.raises(ValueError, match=message):
+        trained(Stepped, strategy, 4, 24)
+
+
+@pytest.mark.parametrize("layout", ["zero 3", "tensor parallel", "pipeline"])
+def test_an_optimizer_that_stepped_before_the_module_is_divided_is_refused(layout: str) -> None:
+    run_on_ranks(2, refused, LAYOUTS[layout][2])
 
 
 class Node:

@@ -135,3 +135,29 @@ def test_buffers_of_all_ranks_are_brought_together(strategy, tmp_path: Path):
     assert torch.allclose(saved["samples"], everything.sum(0) / 2)  # the mean of what the two ranks counted
     assert saved["layer.0.num_batches_tracked"] == 4
     assert torch.equal(saved["constant"], torch.full((2,), 1 / 3))
+
+
+class Keeps(Watched):
+    """Gathers what it kept of all batches when the evaluation is over."""
+
+    def on_validation_epoch_start(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        self.kept.append(batch[0])
+
+    def on_validation_epoch_end(self) -> None:
+        self.gathered = self.all_gather(torch.cat(self.kept))
+
+
+def gathered(strategy: Any, size: int) -> list[int]:
+    module = Keeps()
+    trainer(strategy).validate(module, loader(size, 4), verbose=False)
+    assert module.gathered.shape[0] == (2 if size == 20 else 1)
+    return module.gathered.flatten(0, 1).tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("size", [20, 21])
+def test_kept_outputs_are_gathered_where_samples_do_not_divide_evenly(size: int) -> None:
+    for found in on_ranks(2, gathered, DataParallelStrategy, size):
+        assert sorted(found) == list(range(size))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
@@ -339,22 +338,3 @@ def test_values_of_an_uneven_last_batch_of_adversaries(layout: str) -> None:
     expected = begun_on_one(trained, Adversaries, None, 8, 13)
     for found in run_on_ranks(ranks, trained, Adversaries, strategy, 8 // readers, 13):
         require_like(expected.result(), found)
-
-
-class MadeEarly(Chain):
-    def __init__(self) -> None:
-        super().__init__()
-        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-
-    def configure_optimizers(self) -> Any:
-        return self.optimizer
-
-
-def refused(strategy: Any) -> None:
-    with pytest.raises(ValueError, match=r"none of the module's: it was made before.*configure_optimizers"):
-        trained(MadeEarly, strategy, 4, 24)
-
-
-@pytest.mark.parametrize("layout", ["zero 3", "tensor parallel", "pipeline"])
-def test_an_optimizer_made_before_the_module_was_divided_is_refused(layout: str) -> None:
-    run_on_ranks(2, refused, LAYOUTS[layout][2])

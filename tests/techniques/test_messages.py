@@ -25,6 +25,7 @@ from lightning_parallel.collectives.functional import (
 from lightning_parallel.collectives.overlap import reaches_memory
 from lightning_parallel.collectives.point_to_point import IN_FLIGHT, Lane, share_object
 from lightning_parallel.collectives.rows import exchanged, told
+from lightning_parallel.collectives.samples import rows_of_all
 from lightning_parallel.strategies.ranks.backends import backend_for
 from tests.pretended import WRONG, pretended_device
 from tests.ranks import ranks, run_on_ranks
@@ -286,3 +287,36 @@ def test_ranks_that_share_a_gpu_talk_through_the_host(
 def test_nccl_does_not_talk_between_ranks_that_share_a_gpu(chosen: str) -> None:
     with pytest.raises(ValueError, match=r"nccl' does not talk .* 3 ranks have 2; leave it out, or pass 'gloo'"):
         backend_for([GPU, GPU, OTHER], chosen)
+
+
+# ---------------------------------------------------------------- samples of all ranks
+
+
+@ranks(3)
+def test_unlike_numbers_of_rows_are_gathered_with_their_gradients():
+    sizes = [2, 0, 3]
+    rank = group().rank()
+    own = values(sizes[rank], 4).requires_grad_()
+    factor = values(sum(sizes), 4, of=9)
+    found = rows_of_all(own, group())
+    assert found.shape == (1, 5, 4)
+    torch.testing.assert_close(found[0], torch.cat([values(size, 4, of=of) for of, size in enumerate(sizes)]))
+    (found.flatten(0, 1) * factor * (rank + 1)).sum().backward()
+    torch.testing.assert_close(own.grad, 6 * factor.split(sizes)[rank])  # 1 + 2 + 3: each rank uses the rows
+
+
+@ranks(2)
+def test_like_tensors_are_gathered_as_rows_of_ranks():
+    for shape in ((0,), (3,), (2, 3)):
+        found = rows_of_all(values(*shape), group())
+        torch.testing.assert_close(found, torch.stack([values(*shape, of=rank) for rank in range(2)]))
+    assert rows_of_all(torch.tensor(group().rank()), group()).tolist() == [0, 1]
+
+
+@ranks(2)
+def test_tensors_that_are_unlike_in_more_than_rows_are_refused():
+    said = r"float32 of shape \[2, 3\]; torch.float32 of shape \[2, 4\]; pad"
+    with pytest.raises(ValueError, match=said):
+        rows_of_all(torch.ones(2, 3 + group().rank()), group())
+    with pytest.raises(ValueError, match=r"int64 of shape \[2\]; torch.float32 of shape \[2\]; pad"):
+        rows_of_all(torch.ones(2, dtype=torch.float32 if group().rank() else torch.int64), group())

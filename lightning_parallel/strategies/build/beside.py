@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from lightning.pytorch import LightningModule
 from torch import nn
 from torch.jit import ScriptModule
 
 from lightning_parallel.strategies.build.within import MOST_WITHIN, Exchanged, holds, replaced
+from lightning_parallel.strategies.lightning_package import LightningModule
 from lightning_parallel.techniques.step import Run, WrappedRun
 from lightning_parallel.techniques.tools.telling import warn
 
@@ -68,6 +68,10 @@ class Beside:
                     self._places.append((vars(part), attribute))
         self.attributes = {attribute for _, attribute in self._places}
 
+    def before(self) -> dict[str, nn.Parameter]:
+        """The module's parameters as they were at first, by FQN, of which something else still holds a reference."""
+        return {name: parameter for name, first in self._first.items() if (parameter := first()) is not None}
+
     def follow(self) -> Exchanged:
         """Puts there what the tree has now; returns what takes that back."""
         there, back = dict[int, Any](), dict[int, Any]()
@@ -94,8 +98,8 @@ class Beside:
     def _held_by_others(self) -> list[str]:
         """The names of those parameters; not of those of other stages, where they are what they were."""
         here = {name for name, parameter in self._module.named_parameters(remove_duplicate=False)}
-        held = ((name, first()) for name, first in self._first.items() if name in here)
-        return [name for name, parameter in held if parameter is not None and parameter is not self._stand[name]]
+        held = ((name, parameter) for name, parameter in self.before().items() if name in here)
+        return [name for name, parameter in held if parameter is not self._stand[name]]
 
     def leave(self) -> None:
         """Holds no parameters any longer, of which another run would tell that somebody holds them."""

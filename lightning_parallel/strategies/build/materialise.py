@@ -10,13 +10,13 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_parallel.strategies.build.deferred_init import DeferredInit
 from lightning_parallel.strategies.build.kept_tensors import kept_tensors, replace_kept_tensors
 from lightning_parallel.strategies.build.orphan_modules import OrphanModules
+from lightning_parallel.strategies.lightning_package import _update_properties
 from lightning_parallel.techniques.tools import elsewhere
 from lightning_parallel.techniques.tools.shards import as_shard, bear, is_sharded, shard_of, whole_tensor
 

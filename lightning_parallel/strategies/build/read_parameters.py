@@ -16,12 +16,12 @@ from types import FrameType
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from lightning_parallel.strategies.lightning_package import LightningModule
 from lightning_parallel.techniques.tools.shards import shard_of, whole_tensor
 
 ABOUT = frozenset(

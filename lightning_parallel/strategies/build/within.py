@@ -12,11 +12,12 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_parallel.values import ATOMS, LEAVES
 
-LIBRARIES = ("_thread", "torch", "lightning", "lightning_parallel", "torchmetrics", "builtins", "collections",
-             "transformers")  # fmt: skip
+LIBRARIES = ("_thread", "torch", "lightning", "pytorch_lightning", "lightning_fabric", "lightning_parallel",
+             "torchmetrics", "builtins", "collections", "transformers")  # fmt: skip
 MOST = 10_000
 """How many members a container has at most that is looked into: longer ones are data."""
 
@@ -58,7 +59,7 @@ def holds(value: Any, ids: set[int], without: dict[int, Any]) -> bool | None:
 
 def _members(value: Any) -> list[Any]:
     """What a value holds, in an order that `_filled` knows."""
-    if isinstance(value, (nn.Module, type, str, bytes)):
+    if isinstance(value, (nn.Module, Optimizer, type, str, bytes)):
         return []
     if isinstance(value, MethodType):
         return [value.__self__]

@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_parallel.checkpoint import commit, folder
 from lightning_parallel.checkpoint.damage import Damaged, reading
@@ -23,6 +20,7 @@ from lightning_parallel.checkpoint.sealed import require_unchanged
 from lightning_parallel.strategies.checkpoint import stock
 from lightning_parallel.strategies.checkpoint.files import AtomicCheckpointIO
 from lightning_parallel.strategies.checkpoint.options import CheckpointOptions
+from lightning_parallel.strategies.lightning_package import ModelCheckpoint, Trainer, TrainerFn
 from lightning_parallel.strategies.ranks.agreement import gather_objects, together
 from lightning_parallel.strategies.trainer import lightnings
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
-from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from lightning_parallel.checkpoint import commit
 from lightning_parallel.checkpoint.sealed import SealedFile, load, require_unchanged
+from lightning_parallel.strategies.lightning_package import TorchCheckpointIO
 
 log = logging.getLogger(__name__)
 

@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import lightning
 from torch import Tensor, nn
 
 from lightning_parallel.checkpoint.damage import Damaged, shortened
 from lightning_parallel.checkpoint.hub import wrapped
 from lightning_parallel.checkpoint.hub.folder import HubState
+from lightning_parallel.strategies.lightning_package import VERSION as LIGHTNING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,7 +27,7 @@ def as_checkpoint(state: HubState) -> dict[str, Any]:
     """Weights alone, in the form of a checkpoint: a run that loads it begins at its first step."""
     return {
         "state_dict": state,
-        "pytorch-lightning_version": lightning.__version__,
+        "pytorch-lightning_version": LIGHTNING,
         "epoch": 0,
         "global_step": 0,
         "optimizer_states": [],

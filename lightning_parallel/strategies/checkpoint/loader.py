@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO
 
 from lightning_parallel.checkpoint import folder
 from lightning_parallel.checkpoint.damage import REMEDY, Damaged, reading
@@ -20,6 +19,7 @@ from lightning_parallel.strategies.checkpoint import stock
 from lightning_parallel.strategies.checkpoint.hub import as_checkpoint
 from lightning_parallel.strategies.checkpoint.options import CheckpointOptions
 from lightning_parallel.strategies.checkpoint.sharded import is_divided
+from lightning_parallel.strategies.lightning_package import CheckpointIO
 from lightning_parallel.strategies.ranks.agreement import gather_objects
 
 T = TypeVar("T")

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning.fabric.plugins import CheckpointIO
-
 from lightning_parallel.arguments import one_of, true_or_false
+from lightning_parallel.strategies.lightning_package import CheckpointIO
 
 Form = Literal["full", "sharded"]
 Resume = Literal["auto"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch import Trainer
 
 from lightning_parallel.checkpoint.damage import reading
 from lightning_parallel.strategies.checkpoint.whole import put_positions_back, set_positions_aside
@@ -18,6 +17,7 @@ from lightning_parallel.strategies.data.randomness import (
     keep_randomness,
     kept_randomness,
 )
+from lightning_parallel.strategies.lightning_package import Trainer
 from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.strategies.trainer.lightnings import count_as_saved, loaders_left_to_validate
 from lightning_parallel.techniques.step import Step

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
-from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_parallel.checkpoint import commit
 from lightning_parallel.strategies.checkpoint.background import Background
 from lightning_parallel.strategies.checkpoint.options import CheckpointOptions
 from lightning_parallel.strategies.checkpoint.sharded import Source, prepared
+from lightning_parallel.strategies.lightning_package import CheckpointIO, ModelCheckpoint
 from lightning_parallel.strategies.ranks.agreement import gather_objects, together
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -23,6 +22,7 @@ from lightning_parallel.checkpoint.shares import Offer, Shares, shared_out
 from lightning_parallel.checkpoint.tensors_file import name_of
 from lightning_parallel.mesh import Axis
 from lightning_parallel.strategies.checkpoint.held import HeldTensor, itself
+from lightning_parallel.strategies.lightning_package import VERSION as LIGHTNING
 from lightning_parallel.strategies.ranks.agreement import gather_objects, together
 from lightning_parallel.techniques.tools.shards import boxes, local
 
@@ -128,7 +128,7 @@ def prepared(
     own = folder.share_of(rank, shares, lambda name, offset, shape: _within(held[name], offset, shape))
     if copies:
         own = {name: box.to("cpu", copy=True) for name, box in own.items()}
-    versions = {"torch": str(torch.__version__), "lightning": str(lightning.__version__)}
+    versions = {"torch": str(torch.__version__), "lightning": LIGHTNING}
     step, holds = int(checkpoint.get("global_step", 0)), tuple(checkpoint)
     head = Manifest(step, dict[str, int](source.layout.items()), versions, shares.tensors, shares.same, {}, holds)
     return Save(target, rank, own, shares, values, head)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -16,6 +15,7 @@ from lightning_parallel.strategies.data.layouts import Layouts
 from lightning_parallel.strategies.data.loaders import DividedIterable, watched
 from lightning_parallel.strategies.data.randomness import RandomState, generators_of
 from lightning_parallel.strategies.data.shares import PassNotes, Readers
+from lightning_parallel.strategies.lightning_package import Trainer
 from lightning_parallel.strategies.ranks.agreement import (
     EVENLY,
     GIVEN,

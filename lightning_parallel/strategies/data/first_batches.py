@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
@@ -22,6 +21,7 @@ from lightning_parallel.strategies.data.loaders import DividedLoader, undivided
 from lightning_parallel.strategies.data.randomness import RandomState, RankRandomness
 from lightning_parallel.strategies.data.samplers import DealtBatches, DividedSampler, checksum
 from lightning_parallel.strategies.data.unmoved import unmoved
+from lightning_parallel.strategies.lightning_package import Trainer
 from lightning_parallel.strategies.logged.kept.values import KeptValues
 from lightning_parallel.strategies.ranks.agreement import gather_objects, together
 from lightning_parallel.strategies.trainer import lightnings

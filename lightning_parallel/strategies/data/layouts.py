@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from lightning_parallel.strategies.data.first_batches import agreed, read_together, seen, tell_unseen, versions_of
 from lightning_parallel.strategies.data.loaders import DividedLoader, undivided
+from lightning_parallel.strategies.lightning_package import Trainer
 from lightning_parallel.strategies.trainer import lightnings
 from lightning_parallel.techniques.tools.microbatches import Layout
 

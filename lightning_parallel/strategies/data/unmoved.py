@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
+
+from lightning_parallel.strategies.lightning_package import LightningDataModule
 
 DEEP, MOST = 5, 100
 """How far within objects is looked, and how many members a container has at most that is looked into."""

@@ -33,7 +33,7 @@ KEYS = {"params"}
 MOVES = {"to", "cpu", "cuda", "type", "half", "float", "double", "bfloat16", "apply"}
 """Methods of a module that act on its tensors; tensors have them too."""
 
-LIBRARIES = {"lightning", "torch", "torchmetrics", "lightning_parallel"}
+LIBRARIES = {"lightning", "pytorch_lightning", "torch", "torchmetrics", "lightning_parallel"}
 
 SILENT = {
     *("no_grad", "enable_grad", "set_grad_enabled", "is_grad_enabled", "requires_grad", "requires_grad_", "zero_grad"),

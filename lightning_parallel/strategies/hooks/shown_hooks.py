@@ -8,8 +8,6 @@ from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_parallel.strategies.hooks.looking import (
@@ -22,6 +20,7 @@ from lightning_parallel.strategies.hooks.looking import (
 )
 from lightning_parallel.strategies.hooks.whole_gradients import WholeGradients
 from lightning_parallel.strategies.hooks.whole_parameters import WholeParameters, Wholes
+from lightning_parallel.strategies.lightning_package import Callback, StochasticWeightAveraging, WeightAveraging
 from lightning_parallel.strategies.model.divided_model import DividedModel
 from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.strategies.trainer import lightnings

@@ -8,13 +8,13 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from lightning.pytorch import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_parallel.strategies.hooks.foreign_hooks import before_steps
 from lightning_parallel.strategies.hooks.looking import HOOKS, SILENT, names_gradients
 from lightning_parallel.strategies.hooks.showing import Showing
+from lightning_parallel.strategies.lightning_package import Callback
 from lightning_parallel.strategies.model.divided_model import DividedModel
 from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.strategies.trainer.lightnings import sets_to_zero, somebody_overrides

@@ -16,14 +16,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchmetrics import MeanMetric, Metric
 
 from lightning_parallel.collectives.functional import Pending, packed
+from lightning_parallel.strategies.lightning_package import LightningModule, _ResultMetric, is_overridden
 from lightning_parallel.strategies.logged.averages import Shared
 from lightning_parallel.strategies.logged.first_losses import FirstLosses
 from lightning_parallel.strategies.logged.kept.values import KeptValues

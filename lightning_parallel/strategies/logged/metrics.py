@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torchmetrics import Metric, MetricCollection
@@ -17,6 +16,7 @@ from torchmetrics.utilities.data import dim_zero_mean
 
 from lightning_parallel.collectives.functional import within_reach
 from lightning_parallel.collectives.point_to_point import share_object
+from lightning_parallel.strategies.lightning_package import _ResultMetric
 
 
 class MetricsOfRun:

@@ -14,11 +14,11 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 from typing_extensions import Self
 
+from lightning_parallel.strategies.lightning_package import LightningModule
 from lightning_parallel.strategies.logged.averages import WeightedUpdates, averages
 from lightning_parallel.strategies.logged.kept.buffers import BufferName, KeptBuffers
 from lightning_parallel.strategies.logged.kept.merged import Merging, Part

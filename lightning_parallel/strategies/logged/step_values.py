@@ -8,11 +8,10 @@ from inspect import signature
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_parallel.strategies.lightning_package import LightningModule, _ResultMetric
 from lightning_parallel.strategies.logged.functions import taken, undone
 from lightning_parallel.strategies.logged.reductions import SeenKind, name_of
 from lightning_parallel.strategies.logged.sums import OfMean, Summed, as_many

@@ -76,4 +76,3 @@ class Building:
         if self._waiting is not None:
             self.load(module, *self._waiting)
         materialise.move_whole_tensors(module, device)
-        divided.beside.tell_of_others()

@@ -10,8 +10,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -33,14 +31,16 @@ from lightning_parallel.strategies.hooks.foreign_hooks import (
     hooked,
 )
 from lightning_parallel.strategies.hooks.shown_groups import divided_in_groups
+from lightning_parallel.strategies.lightning_package import LightningModule, is_overridden
 from lightning_parallel.strategies.model.pipeline_group import PipelineGroup
 from lightning_parallel.strategies.model.sample import take_sample
 from lightning_parallel.strategies.ranks.agreement import described, gather_objects, require_same
-from lightning_parallel.strategies.refusals import refuse_own_states
+from lightning_parallel.strategies.refusals import has_states, refuse_own_states
+from lightning_parallel.strategies.trainer.kept_parameters import KeptParameters
 from lightning_parallel.techniques.data_parallel import DataParallel
 from lightning_parallel.techniques.divided.whole_batch import WholeBatch
 from lightning_parallel.techniques.division import Division, Ground
-from lightning_parallel.techniques.gradients.groups import Pair
+from lightning_parallel.techniques.gradients.groups import Pair, exchange
 from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer
 from lightning_parallel.techniques.manual_optimization import Differentiate, ManualOptimizationStep, OwnBackwardStep
 from lightning_parallel.techniques.step import Run, Step
@@ -233,6 +233,20 @@ class DividedModel:
         with self.shown(looks=True), read_whole(self.module):
             yield
         self.beside.look()
+
+    def follow_in(self, optimizers: Iterable[Optimizer]) -> None:
+        """Lets optimizers made before the module was divided step the parameters that it has now, by FQN.
+
+        Optimizers that have states are left as they are, and refused by `refuse_old_parameters`.
+        """
+        with self.shown():
+            now = dict(self.module.named_parameters(remove_duplicate=False))
+        pairs: list[Pair] = [(before, now[name]) for name, before in self.beside.before().items()]
+        for optimizer in optimizers:
+            if not has_states(optimizer):
+                kept = KeptParameters(optimizer)
+                exchange(optimizer, pairs)
+                kept.exchange(pairs)
 
     def stand_ins(self) -> set[nn.Parameter]:
         """Parameters without memory by which those that other ranks hold are shown, always the same ones."""

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import BaseFinetuning
 from torch.optim import Optimizer
+
+from lightning_parallel.strategies.lightning_package import BaseFinetuning, Callback
 
 
 def adds_parameters(callbacks: Iterable[Callback]) -> bool:

@@ -8,10 +8,10 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_parallel.strategies.hooks.looking import names_read
+from lightning_parallel.strategies.lightning_package import LightningModule
 from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.techniques.tools.telling import warn
 

@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_parallel.collectives.functional import by_kind, within_reach
+from lightning_parallel.strategies.lightning_package import LightningModule
 from lightning_parallel.strategies.ranks.agreement import gather_objects
 
 log = logging.getLogger(__name__)

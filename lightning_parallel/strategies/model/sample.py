@@ -9,11 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.nn import Module
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import Metric, MetricCollection
@@ -22,6 +17,14 @@ from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.strategies.data.batches import length_of
 from lightning_parallel.strategies.data.first_batches import HOST, first_batch, of_rank_zero, untouched
 from lightning_parallel.strategies.data.layouts import Layouts
+from lightning_parallel.strategies.lightning_package import (
+    DummyLogger,
+    LightningModule,
+    MisconfigurationException,
+    Trainer,
+    TrainerFn,
+    is_param_in_hook_signature,
+)
 from lightning_parallel.strategies.logged.kept.values import KeptValues
 from lightning_parallel.strategies.logged.step_values import options_of
 from lightning_parallel.strategies.ranks.agreement import gather_objects, together

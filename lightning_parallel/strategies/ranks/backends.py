@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from lightning.fabric.utilities.distributed import _get_default_process_group_backend_for_device
+
+from lightning_parallel.strategies.lightning_package import _get_default_process_group_backend_for_device
 
 
 def backend_for(devices: Sequence[torch.device], chosen: str | None) -> str:

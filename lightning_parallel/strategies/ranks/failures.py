@@ -12,9 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lightning.pytorch.utilities.exceptions import SIGTERMException
-
 from lightning_parallel.collectives.functional import notes_under
+from lightning_parallel.strategies.lightning_package import SIGTERMException
 
 PATIENCE_SECONDS = 3.0
 TOGETHER = "_lightning_parallel_together"  # noted on exceptions: to keep one keeps memory

@@ -12,14 +12,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.plugins import ClusterEnvironment
-from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
-from lightning.fabric.utilities.imports import _IS_INTERACTIVE
-from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
-
+from lightning_parallel.strategies.lightning_package import (
+    _IS_INTERACTIVE,
+    ClusterEnvironment,
+    ParallelStrategy,
+    Trainer,
+    _ChildProcessObserver,
+    _MultiProcessingLauncher,
+    _set_num_threads_if_needed,
+    _SubprocessScriptLauncher,
+)
 from lightning_parallel.strategies.ranks.tracebacks import note
 
 KEYWORDS = ("last", "best", "hpc", "registry")  # which Lightning finds a file for

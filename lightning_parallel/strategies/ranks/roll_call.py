@@ -18,9 +18,9 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 import torch.distributed as dist
-from lightning.fabric.plugins import ClusterEnvironment
 
 from lightning_parallel.collectives.functional import notes_at
+from lightning_parallel.strategies.lightning_package import ClusterEnvironment
 from lightning_parallel.strategies.ranks.failures import named, said_of
 
 LOOKS_SECONDS, CONNECTS_SECONDS = 0.2, 10.0

@@ -20,9 +20,7 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Any, NamedTuple
 
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning_parallel.strategies.lightning_package import SIGTERMException, SLURMEnvironment, Trainer
 
 EXIT_CODE = 128 + signal.SIGTERM
 GRACE_SECONDS = CAUSE_SECONDS = 5.0

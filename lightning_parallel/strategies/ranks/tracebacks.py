@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
-import lightning
 import torch
+
+from lightning_parallel.strategies.lightning_package import lightning, lightning_fabric
 
 PACKAGE = Path(__file__).parents[2]
 LIBRARIES = (
-    *(f"{Path(str(module.__file__)).parent}{os.sep}" for module in (lightning, torch)),
+    *(f"{Path(str(module.__file__)).parent}{os.sep}" for module in (lightning, lightning_fabric, torch)),
     f"{PACKAGE}{os.sep}",
     contextlib.__file__,
 )

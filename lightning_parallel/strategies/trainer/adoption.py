@@ -7,14 +7,13 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any
 
-import lightning
 import torch.distributed as dist
-from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lightning_parallel.strategies.checkpoint.saver import Saver
 from lightning_parallel.strategies.data.randomness import RandomState
+from lightning_parallel.strategies.lightning_package import VERSION as LIGHTNING
+from lightning_parallel.strategies.lightning_package import Callback, ModelCheckpoint, Trainer
 from lightning_parallel.strategies.ranks.signals import Signals
 from lightning_parallel.strategies.trainer import lightnings
 
@@ -96,7 +95,7 @@ class Adoption:
         """
         if self.stepped and not self._begun:
             raise RuntimeError(
-                f"Lightning {lightning.__version__} does not call strategy.barrier('run-stage') before a run, by which "
+                f"Lightning {LIGHTNING} does not call strategy.barrier('run-stage') before a run, by which "
                 "signals are taken over and loaders resumed; install the version that lightning_parallel requires"
             )
 

@@ -6,10 +6,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import BasePredictionWriter
-
 from lightning_parallel.strategies.data.batches import Batches
+from lightning_parallel.strategies.lightning_package import BasePredictionWriter, Callback, LightningModule, Trainer
 from lightning_parallel.strategies.model.finetuning import adds_parameters, known_by_identity
 from lightning_parallel.strategies.trainer import lightnings
 

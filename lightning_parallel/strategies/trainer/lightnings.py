@@ -13,18 +13,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, WeightAveraging
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
-from lightning.pytorch.strategies import Strategy
-from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata
-from lightning.pytorch.utilities import CombinedLoader
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader
 
+from lightning_parallel.strategies.lightning_package import (
+    Callback,
+    CombinedLoader,
+    LightningModule,
+    LightningOptimizer,
+    ModelCheckpoint,
+    Strategy,
+    Trainer,
+    WeightAveraging,
+    _IndexBatchSamplerWrapper,
+    _Metadata,
+    is_overridden,
+)
 from lightning_parallel.strategies.ranks.agreement import together
 
 # ---------------------------------------------------------------- a trainer

@@ -6,12 +6,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from lightning.pytorch import LightningModule
-from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_parallel.strategies.lightning_package import LightningModule, LightningOptimizer, Strategy
 from lightning_parallel.strategies.trainer import lightnings
 from lightning_parallel.strategies.trainer.kept_parameters import KeptParameters
 from lightning_parallel.strategies.trainer.own_methods import run_on_stored

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_parallel.collectives.made_of import Version, version
+from lightning_parallel.strategies.lightning_package import LightningModule
 from lightning_parallel.strategies.logged.kept.values import Change, Path, Sent
 
 

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from lightning_parallel.strategies.lightning_package import LightningModule
 from lightning_parallel.values import children_of, map_leaves
 
 Path = tuple[Any, ...]
