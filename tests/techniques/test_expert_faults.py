@@ -63,6 +63,21 @@ def test_kernels_beside_a_linear_map_are_no_experts() -> None:
     assert find_experts(block, ParallelPlan()) == []
 
 
+class ScaledHeads(nn.Module):
+    """Attention with a scale for each head, as Swinv2's: called with three values, and no mixture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4, 1, 1))
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.scale * (query @ key.transpose(-1, -2) + mask)
+
+
+def test_scales_of_heads_are_no_experts() -> None:
+    assert find_experts(nn.ModuleDict({"attention": ScaledHeads()}), ParallelPlan()) == []
+
+
 @ranks(2)
 def test_a_call_with_numbers_alone() -> None:
     module = nn.Module()
