@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import logging.handlers
 import re
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.compatibility.architectures import architectures
 from tests.compatibility.sweep import References, first_difference
@@ -104,7 +106,7 @@ class LowRank(Encoder):
         self.encoder = nn.Sequential(Block(), Block())
 
 
-def trained(kind: type[Encoder], strategy: Any) -> list[Tensor]:
+def trained(kind: type[Optimized], strategy: Any) -> list[Tensor]:
     torch.manual_seed(0)
     module = kind().double()
     data = TensorDataset(torch.randn(16, 6, 24, dtype=torch.float64), torch.arange(16) % 5)
@@ -119,3 +121,39 @@ def test_layers_of_torch_and_adapters(kind: type[Encoder]) -> None:
     for found in run_on_ranks(2, trained, kind, TP2()):
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-10)
+
+
+class Saved(nn.Module):
+    """A module and a copy of it that learns in its place, as peft's `modules_to_save` wraps it."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        self.original_module, self.modules_to_save = original, nn.ModuleDict({"default": deepcopy(original)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.modules_to_save["default"](x)
+
+
+class SavedHead(Optimized):
+    """A Hugging Face model whose own plan names what is in wrappers now."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.make_optimizer = partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
+        sizes = {"vocab_size": 32, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
+        self.net = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=3))
+        self.net.requires_grad_(False)
+        self.net.lm_head, self.net.model.embed_tokens = Saved(self.net.lm_head), Saved(self.net.model.embed_tokens)
+        for wrapper in (self.net.lm_head, self.net.model.embed_tokens):
+            wrapper.modules_to_save.requires_grad_(True)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        ids = (batch[0].abs() * 10).long()[..., 0] % 32
+        return self.net(input_ids=ids, labels=ids).loss
+
+
+def test_a_models_own_plan_may_name_what_a_wrapper_has_taken_the_place_of() -> None:
+    (expected,) = run_on_ranks(1, trained, SavedHead, "auto")
+    for found in run_on_ranks(2, trained, SavedHead, TP2()):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)  # its norms are single

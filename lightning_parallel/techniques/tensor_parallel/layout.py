@@ -114,18 +114,23 @@ def _dim(module: nn.Module, style: Style) -> int:
     return int(style.kind.startswith("rowwise") != is_transposed(module))
 
 
-def find_divided(model: nn.Module, styles: Mapping[str, str]) -> list[DividedModule]:
+def find_divided(model: nn.Module, styles: Mapping[str, str], given: bool = True) -> list[DividedModule]:
     """The modules of a whole model that the styles name.
 
+    Args:
+        model: in which they are.
+        styles: by pattern.
+        given: by the user. Others, of a model's own metadata, may name what a wrapper has taken the place of since.
+
     Raises:
-        ValueError: a style that is unknown, or a module that is no linear map or embedding.
+        ValueError: a style that is unknown, or was given for a module that is no linear map or embedding.
     """
     named: dict[str, DividedModule] = {}
     for pattern, text in styles.items():
         style = Style.parse(text)
         for name, module in matching(model, pattern):
             if _is_undivided(module):
-                named.update((each.name, each) for each in _as_divided(name, module, style))
+                named.update((each.name, each) for each in _as_divided(name, module, style, given))
     heads = _find_heads(model, named)
     return [replace(each, heads=heads.get(each.name)) for each in named.values()]
 
@@ -147,7 +152,7 @@ def _is_undivided(module: nn.Module) -> bool:
     return bool(parameters) and not any(isinstance(parameter, DTensor) for parameter in parameters)
 
 
-def _as_divided(name: str, module: nn.Module, style: Style) -> Iterator[DividedModule]:
+def _as_divided(name: str, module: nn.Module, style: Style, given: bool) -> Iterator[DividedModule]:
     """The module, or the linear map that it wraps, with the halves of adapters that meet the divided features."""
     weight = module._parameters.get("weight")
     if isinstance(module, nn.MultiheadAttention) and style.kind == "colwise":
@@ -160,7 +165,7 @@ def _as_divided(name: str, module: nn.Module, style: Style) -> Iterator[DividedM
         for own in linear_maps(module):
             if own.name == base.name or features == (own.inputs if rows else own.outputs):
                 yield DividedModule(f"{name}.{own.name}", module.get_submodule(own.name), style, features)
-    else:
+    elif given:
         names = [own for own, _ in module.named_parameters(recurse=False)]
         raise ValueError(
             f"{name} is to be divided {style.told}, but a {type(module).__name__} with the parameters {names} is no "

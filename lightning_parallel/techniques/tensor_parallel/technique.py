@@ -93,7 +93,7 @@ class TensorParallel(Technique):
         if ranks == 1:
             return []
         styles = ground.plan.styles or find_styles(model, ground.plan)
-        divided = find_divided(model, styles)
+        divided = find_divided(model, styles, bool(ground.plan.styles))
         if not divided:
             raise ValueError(_nothing_to_divide(self, model, ground.plan))
         for each in divided:
