@@ -22,7 +22,19 @@ from tests.further.built import (
 )
 from tests.further.changing import CastsItself, LendsWeights, ReplacesBuffers
 from tests.further.hooked import Collected, CollectedInTheStep
-from tests.further.passing import Dataclasses, Dicts, Gated, InPlace, Losses, Masked, Skip, Tuples, Unet, Views
+from tests.further.passing import (
+    Dataclasses,
+    Dicts,
+    Gated,
+    InPlace,
+    Losses,
+    Masked,
+    Referred,
+    Skip,
+    Tuples,
+    Unet,
+    Views,
+)
 from tests.further.points import Handwritten
 
 MODELS: dict[str, Callable[..., Handwritten]] = {
@@ -61,6 +73,7 @@ MODELS: dict[str, Callable[..., Handwritten]] = {
         CastsItself,
         ReplacesBuffers,
         LendsWeights,
+        Referred,
     )
 }
 

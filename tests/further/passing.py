@@ -213,3 +213,46 @@ class Masked(Handwritten):
         assert (masks[0] >= 1).all()
         weights = torch.stack(masks).sum(0) + given
         return F.cross_entropy(self.head(x * weights), classes)
+
+
+# ---------------------------------------------------------------- objects with tensors
+
+
+class Memory:
+    """Tensors in an object that says nothing of them, as a cache of keys and values."""
+
+    def __init__(self, *states: Tensor) -> None:
+        self.states = states
+
+
+class Reference(nn.Module):
+    """Returns a memory beside what counts, as models that can generate do unless told otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(13, WIDTH)
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        y = self.line(x)
+        return {"y": y, "memory": Memory(x.sum(), y), "make": lambda: y}
+
+
+class Referred(Handwritten):
+    """What a frozen reference returned before the blocks counts after them."""
+
+    reads_memory = False
+
+    def make(self) -> None:
+        super().make()
+        self.reference = Reference().requires_grad_(False)
+
+    def loss(self, batch: Any) -> Tensor:
+        old = self.reference(batch[0])
+        x = self.body(self.stem(batch[0]))
+        if self.reads_memory:
+            x = x + old["memory"].states[1]
+        return F.cross_entropy(self.head(x), batch[1]) + (x - old["y"]).square().mean()
+
+
+class ReadsMemory(Referred):
+    reads_memory = True

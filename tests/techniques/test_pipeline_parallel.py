@@ -20,9 +20,11 @@ from lightning_parallel import (
 )
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import SCHEDULES
 from tests.curves import check_parity
-from tests.further import handwritten, hooked, libraries
-from tests.models import COLUMNS, adamw
+from tests.further import handwritten, hooked, libraries, passing
+from tests.models import COLUMNS, adamw, loaders
+from tests.ranks import run_on_ranks
 from tests.tiers import covering, sampled
+from tests.trainers import trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 
@@ -84,6 +86,17 @@ def test_losses_of_routers_on_other_stages(name):
 
 def test_blocks_of_which_a_hook_casts_a_part() -> None:
     check_parity("CastsItself", 2, partial(PipelineParallelStrategy, 2, microbatches=4), **SHORT)
+
+
+def read_memory() -> None:
+    run = trainer(PipelineParallelStrategy(2, microbatches=4), max_epochs=1)
+    with pytest.raises(RuntimeError, match=r"states of a Memory is used on another stage .* return these tensors"):
+        run.fit(passing.ReadsMemory(), *loaders("plain", 8, samples=24, val_samples=8))
+
+
+def test_objects_with_tensors_stay_where_they_were_made() -> None:
+    check_parity("Referred", 2, partial(PipelineParallelStrategy, 2, microbatches=4), **SHORT)
+    run_on_ranks(2, read_memory)
 
 
 @sampled(1, "name", handwritten.MODELS)

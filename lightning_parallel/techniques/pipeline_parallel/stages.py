@@ -29,7 +29,12 @@ from lightning_parallel.techniques.pipeline_parallel.absent import AbsentReads, 
 from lightning_parallel.techniques.pipeline_parallel.cut import Cut
 from lightning_parallel.techniques.pipeline_parallel.exchange import Unsent
 from lightning_parallel.techniques.pipeline_parallel.stage.changes import StepsChanges
-from lightning_parallel.techniques.pipeline_parallel.stage.hooks import Hooks, PassingHooks, Taken
+from lightning_parallel.techniques.pipeline_parallel.stage.hooks import (
+    Hooks,
+    PassingHooks,
+    Taken,
+    without_objects_with_tensors,
+)
 from lightning_parallel.techniques.pipeline_parallel.ties import CopiedBuffers
 from lightning_parallel.techniques.tools.elsewhere import is_elsewhere
 from lightning_parallel.techniques.tools.losses import unwatched
@@ -291,7 +296,8 @@ class Stages:
     def _keep(self, now: _Now, call: Call, output: Any) -> None:
         """Keeps what later stages will use, as it is now: what follows may change it in place."""
         wanted, number = self.cut.carried[call].numbers, count()
-        now.carried[call] = map_tensors(lambda t: t.clone() if next(number) in wanted else Unsent.of(t), output)
+        kept = map_tensors(lambda t: t.clone() if next(number) in wanted else Unsent.of(t), output)
+        now.carried[call] = without_objects_with_tensors(kept)
 
     def _carried(self, now: _Now, call: Call) -> Any:
         """What a module returned on an earlier stage, with zeros for what nobody will use."""

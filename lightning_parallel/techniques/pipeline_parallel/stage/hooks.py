@@ -5,6 +5,8 @@ So what a model collects of all its layers, in a list, a context or an attribute
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -181,11 +183,46 @@ def _is_of_a_technique(hook: Callable[..., Any]) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("lightning_parallel.techniques.")
 
 
+@dataclass(frozen=True)
 class Withheld:
     """In the place of an object that stays on its stage."""
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    kind: str
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copying and pickling ask
+            raise AttributeError(name)
+        raise RuntimeError(
+            f"{name} of a {self.kind} is used on another stage than the one that made it, where no object goes that "
+            "holds tensors or cannot be pickled; return these tensors from the module (of Hugging Face models, a cache "
+            "is left out by use_cache=False)"
+        )
+
+
+class _Finder(pickle.Pickler):
+    """Goes through an object as pickle does, and looks for tensors."""
+
+    found = False
+
+    def persistent_id(self, value: Any) -> str | None:
+        self.found |= isinstance(value, Tensor)
+        return "tensor" if isinstance(value, Tensor) else None
+
+
+def without_objects_with_tensors(value: Any) -> Any:
+    """A value in which `Withheld` is in the place of objects that hold tensors, as caches of keys and values."""
+
+    def kept(leaf: Any) -> Any:
+        if isinstance(leaf, (*PLAIN, Unsent, Tensor)):
+            return leaf
+        finder = _Finder(io.BytesIO())
+        try:
+            finder.dump(leaf)
+        except Exception:  # it cannot be sent at all
+            finder.found = True
+        return Withheld(type(leaf).__name__) if finder.found else leaf
+
+    return map_leaves(kept, value)
 
 
 def _sendable(leaf: Any) -> Any:
