@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_parallel import DataParallel, ExpertParallelStrategy, ParallelPlan, TensorParallel
@@ -60,6 +60,26 @@ def test_a_whole_weight_of_experts_beside_tensor_parallel() -> None:
 
 def test_kernels_beside_a_linear_map_are_no_experts() -> None:
     block = nn.ModuleDict({"mix": nn.Conv1d(8, 8, 3), "out": nn.Linear(8, 8)})
+    assert find_experts(block, ParallelPlan()) == []
+
+
+class ScaledHeads(nn.Module):
+    """Attention with a scale for each head, (heads, 1, 1); its forward takes as many values as experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.out = nn.Parameter(torch.ones(4, 1, 1)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor, bias: Tensor) -> Tensor:
+        return self.out(x * self.scale + bias) * mask
+
+
+class Head(nn.Conv1d):
+    """A head that is a convolution of size 1."""
+
+
+def test_scales_of_heads_and_kernels_of_size_1_are_no_experts() -> None:
+    block = nn.ModuleDict({"attention": ScaledHeads(), "head": Head(8, 4, 1), "out": nn.Linear(8, 4)})
     assert find_experts(block, ParallelPlan()) == []
 
 
