@@ -57,7 +57,7 @@ def _found(model: nn.Module, plan: ParallelPlan) -> list[Experts]:
     marked = set(_marked(model))
     found = list(_beside_routers(model, plan))
     for name, module in model.named_modules():
-        if starred(name) in marked or _takes_routes(module):
+        if starred(name) in marked or (_has_matrices(module) and _takes_routes(module)):
             found += _stacked(name, module)
     return found or list(_stacked_beside_routers(model))
 
@@ -94,6 +94,11 @@ def _stacked(name: str, module: nn.Module) -> list[Experts]:
         return []
     count = counts.pop()
     return [Experts(name, "stacked", count)] if count > 1 else []
+
+
+def _has_matrices(module: nn.Module) -> bool:
+    """Whether a parameter has a matrix in each row; scales of heads, (heads, 1, 1), and kernels of size 1 have none."""
+    return any(each.dim() > 2 and min(each.shape[1:]) > 1 for each in module.parameters(recurse=False))
 
 
 def _takes_routes(module: nn.Module) -> bool:
@@ -140,7 +145,8 @@ def _stacked_beside_routers(model: nn.Module) -> Iterator[Experts]:
     for name, owner in model.named_modules():
         for own, child in owner.named_children():
             found = _stacked(f"{name}.{own}" if name else own, child)
-            if found and not type(child).__module__.startswith("torch.") and _routes(owner, child, found[0].count):
+            is_own = _has_matrices(child) and not type(child).__module__.startswith("torch.")
+            if found and is_own and _routes(owner, child, found[0].count):
                 yield from found
 
 

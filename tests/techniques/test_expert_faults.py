@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_parallel import DataParallel, ExpertParallelStrategy, ParallelPlan, TensorParallel
@@ -64,18 +64,23 @@ def test_kernels_beside_a_linear_map_are_no_experts() -> None:
 
 
 class ScaledHeads(nn.Module):
-    """Attention with a scale for each head, as Swinv2's: called with three values, and no mixture."""
+    """Attention with a scale for each head, (heads, 1, 1); its forward takes as many values as experts do."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(4, 1, 1))
+        self.scale, self.out = nn.Parameter(torch.ones(4, 1, 1)), nn.Linear(4, 4)
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return self.scale * (query @ key.transpose(-1, -2) + mask)
+    def forward(self, x: Tensor, mask: Tensor, bias: Tensor) -> Tensor:
+        return self.out(x * self.scale + bias) * mask
 
 
-def test_scales_of_heads_are_no_experts() -> None:
-    assert find_experts(nn.ModuleDict({"attention": ScaledHeads()}), ParallelPlan()) == []
+class Head(nn.Conv1d):
+    """A head that is a convolution of size 1."""
+
+
+def test_scales_of_heads_and_kernels_of_size_1_are_no_experts() -> None:
+    block = nn.ModuleDict({"attention": ScaledHeads(), "head": Head(8, 4, 1), "out": nn.Linear(8, 4)})
+    assert find_experts(block, ParallelPlan()) == []
 
 
 @ranks(2)
