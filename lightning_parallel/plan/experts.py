@@ -84,13 +84,10 @@ def _marked(model: nn.Module) -> Iterator[str]:
 
 
 def _stacked(name: str, module: nn.Module) -> list[Experts]:
-    """The module, if each of its own parameters has one row for each expert, and one has a matrix for each.
-
-    Scales of attention heads, as Swinv2's (heads, 1, 1), are no matrices.
-    """
+    """The module, if each of its own parameters has one row for each expert, and one has a matrix."""
     own = list(module.parameters(recurse=False))
     counts = {parameter.shape[0] for parameter in own if parameter.dim() > 1}
-    if len(counts) != 1 or not any(parameter.dim() > 2 and min(parameter.shape[1:]) > 1 for parameter in own):
+    if len(counts) != 1 or not any(parameter.dim() > 2 for parameter in own):
         return []
     count = counts.pop()
     return [Experts(name, "stacked", count)] if count > 1 else []
