@@ -180,6 +180,8 @@ class ParallelMesh:
         self.world: dist.ProcessGroup = dist.group.WORLD
         #: ranks that read different samples
         self.data = self._view("dp_replicate", "dp_shard")
+        #: whether some ranks read the same samples, so that the data-parallel ranks are fewer than all ranks
+        self.shares_samples = self.data.size() < self.world_size
         #: ranks over which ZeRO shards states, gradients and parameters
         self.fsdp = self._view("dp_shard", "cp")
         #: ranks whose gradients are averaged: they see other samples, or other parts of a sequence
@@ -209,11 +211,6 @@ class ParallelMesh:
         """The number of all ranks."""
         return prod(self.sizes.values())
 
-    @property
-    def shares_samples(self) -> bool:
-        """Whether some ranks read the same samples, so that the data-parallel ranks are fewer than all ranks."""
-        return self.data.size() < self.world_size
-
     def user_world(self) -> AbstractContextManager[None]:
         """Make the data-parallel ranks the default group of `torch.distributed` while user code runs.
 
@@ -226,6 +223,10 @@ class ParallelMesh:
     def as_user(self, call: Callable[..., T]) -> Callable[..., T]:
         """Return the call with `user_world` around it."""
         return _default_group(self.data.get_group())(call) if self.shares_samples else call
+
+    def as_library(self, call: Callable[..., T]) -> Callable[..., T]:
+        """Return the call with `full_world` around it."""
+        return _default_group(self.world)(call) if self.shares_samples else call
 
     def full_world(self) -> AbstractContextManager[None]:
         """Make all ranks the default group again, for what user code calls of the trainer inside `user_world`."""

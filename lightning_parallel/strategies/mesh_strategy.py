@@ -257,7 +257,8 @@ class MeshStrategy(RankStrategy):
         self._adoption.stepped = self._within_step = True
         if self._batches is None and self._saves().failed:
             self._saves().wait()
-        output = self._run_step(context, self._mesh().as_user(run), self._whole.batch(args[0]), args[1:], kwargs)
+        whole = self._whole
+        output = self._run_step(context, whole.mesh.as_user(run), whole.batch(args[0]), args[1:], kwargs)
         self._within_step = False  # not where it raised
         return output
 
@@ -290,10 +291,8 @@ class MeshStrategy(RankStrategy):
         """Lightning's backward inside the techniques' step."""
         module, plugin = self._module(), self.precision_plugin
         scaled = plugin.pre_backward(closure_loss, module)
-        with self._mesh().full_world():  # a manual backward comes from the user's step
-            self._differentiate(
-                closure_loss, scaled, lambda loss: plugin.backward(loss, module, optimizer, *args, **kwargs)
-            )
+        differentiate = self._mesh().as_library(self._differentiate)  # a manual backward comes from the user's step
+        differentiate(closure_loss, scaled, lambda loss: plugin.backward(loss, module, optimizer, *args, **kwargs))
         with self._gradients.shown(AFTER_BACKWARD):
             return plugin.post_backward(scaled, module)
 
@@ -306,8 +305,8 @@ class MeshStrategy(RankStrategy):
 
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Lightning's, of an optimizer that a hook may have put in the place of another."""
-        with self._mesh().full_world():  # Lightning calls it within the hook `optimizer_step`
-            return self._stored.step(optimizer, super().optimizer_step, *args, **kwargs)
+        step = self._mesh().as_library(self._stored.step)  # Lightning calls this within the hook `optimizer_step`
+        return step(optimizer, super().optimizer_step, *args, **kwargs)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """See `RankStrategy.reduce`; the values of a step that is being logged wait for each other."""

@@ -143,7 +143,8 @@ class RankStrategy(StrategyOfPackage):
     @property
     def world_size(self) -> int:
         """The number of ranks that user code sees: in steps and hooks the data-parallel ranks, elsewhere all ranks."""
-        return super().world_size if self.mesh is None else dist.get_world_size()
+        shares = self.mesh is not None and self.mesh.shares_samples and dist.is_initialized()
+        return dist.get_world_size() if shares else super().world_size
 
     @property
     def data_parallel_size(self) -> int:

@@ -251,16 +251,23 @@ class StepLog:
             Comparison((-4, 0, 0, 0), NOTHING, self._host, self._content).finish(lambda: BEGUN, str)
         self._inside_step = True
         self.means, self._sums = Means() if self._ranks > 1 else None, None
+        counted = None if share == 1.0 else self._counted_by(share)
         try:
-            with ExitStack() as counted:
-                for metric in self._metrics.all if share != 1.0 else ():
-                    if share == 0.0:
-                        counted.enter_context(self._metrics.uncounted(metric))
-                    elif isinstance(metric, MeanMetric):
-                        counted.callback(Shared(metric, share).close)
-                yield
+            yield
         finally:
             self._inside_step = False
+            if counted is not None:
+                counted.close()
+
+    def _counted_by(self, share: float) -> ExitStack:
+        """Metrics count this rank's samples by their share until the stack is closed."""
+        counted = ExitStack()
+        for metric in self._metrics.all:
+            if share == 0.0:
+                counted.enter_context(self._metrics.uncounted(metric))
+            elif isinstance(metric, MeanMetric):
+                counted.callback(Shared(metric, share).close)
+        return counted
 
     def reduce_step(self, share: float, output: Any) -> None:
         """Starts to reduce the step values that the user's step logged; `settle` puts them in place.
