@@ -233,12 +233,13 @@ def test_all_others_end_when_rank_0_is_stopped_which_keeps_the_store(
 
 
 def test_a_rank_that_does_not_come_is_named_when_the_time_is_up(tmp_path: Path) -> None:
-    ranks = started(nothing, 0, tmp_path, without=2, within=3.0)
-    for rank, said in enumerate(ended(ranks, tmp_path)[:2]):
-        assert f"[rank{rank}] rank 2 of 3 did not come to 127.0.0.1:" in said
-        assert re.search(
-            r"RuntimeError: rank 2 of 3 did not come .* within \d+ s, the strategy's timeout; look at", said
-        )
+    """Rank 0 ends with it. Its end may be what rank 1 hears first, whose line has named the rank by then."""
+    said = ended(started(nothing, 0, tmp_path, without=2, within=8.0), tmp_path)[:2]
+    for rank, each in enumerate(said):
+        assert f"[rank{rank}] rank 2 of 3 did not come to 127.0.0.1:" in each
+    in_time = r"RuntimeError: rank 2 of 3 did not come .* within \d+ s, the strategy's timeout; look at"
+    assert re.search(in_time, said[0]), said
+    assert re.search(in_time, said[1]) or "while ranks joined: that is rank 0" in said[1], said
 
 
 @pytest.mark.parametrize("started_by_srun", [False, True])
