@@ -24,6 +24,7 @@ from lightning_parallel.techniques.data_parallel import DataParallel
 from lightning_parallel.techniques.expert_parallel import ExpertParallel
 from lightning_parallel.techniques.pipeline_parallel.technique import PipelineParallel
 from lightning_parallel.techniques.tensor_parallel import TensorParallel
+from lightning_parallel.techniques.tools.means import mean
 from lightning_parallel.techniques.zero import Zero
 
 __version__ = "0.1.0"
@@ -49,6 +50,7 @@ __all__ = [
     "Zero",
     "ZeroStrategy",
     "__version__",
+    "mean",
 ]
 
 _NAMED: list[tuple[str, type[MeshStrategy], str, dict[str, Any]]] = [

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ContextDecorator, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Literal, TypeAlias, TypeVar
 
@@ -135,13 +136,18 @@ def _grid(sizes: Mapping[Axis, int], device_type: str) -> DeviceMesh:
     return DeviceMesh.from_group(of_axes, device_type, mesh=ranks, mesh_dim_names=AXES)
 
 
-@contextmanager
-def _default_group(group: dist.ProcessGroup) -> Iterator[None]:
-    before, dist.GroupMember.WORLD = dist.group.WORLD, group
-    try:
-        yield
-    finally:
-        dist.GroupMember.WORLD = before
+class DefaultGroup(ContextDecorator):
+    """Make a group the default one of torch.distributed; may be entered again inside."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self._before = group, list[dist.ProcessGroup | None]()
+
+    def __enter__(self) -> None:
+        self._before.append(dist.group.WORLD)
+        dist.GroupMember.WORLD = self.group
+
+    def __exit__(self, *_: object) -> None:
+        dist.GroupMember.WORLD = self._before.pop()
 
 
 def rank_in_world() -> int:
@@ -218,19 +224,29 @@ class ParallelMesh:
         ranks that read different samples. With dp=4 x tp=2 each of the 8 processes sees a world of 4, and its rank
         among these. Code of the library always names its group, and asks a group, not torch, for its rank in it.
         """
-        return _default_group(self.data.get_group()) if self.shares_samples else nullcontext()
+        return self.users if self.shares_samples else nullcontext()
+
+    @cached_property
+    def users(self) -> DefaultGroup:
+        """The ranks that read different samples, as the default group."""
+        return DefaultGroup(self.data.get_group())
+
+    @cached_property
+    def everybody(self) -> DefaultGroup:
+        """All ranks, as the default group."""
+        return DefaultGroup(self.world)
 
     def as_user(self, call: Callable[..., T]) -> Callable[..., T]:
         """Return the call with `user_world` around it."""
-        return _default_group(self.data.get_group())(call) if self.shares_samples else call
+        return self.users(call) if self.shares_samples else call
 
     def as_library(self, call: Callable[..., T]) -> Callable[..., T]:
         """Return the call with `full_world` around it."""
-        return _default_group(self.world)(call) if self.shares_samples else call
+        return self.everybody(call) if self.shares_samples else call
 
     def full_world(self) -> AbstractContextManager[None]:
         """Make all ranks the default group again, for what user code calls of the trainer inside `user_world`."""
-        return _default_group(self.world) if self.shares_samples else nullcontext()
+        return self.everybody if self.shares_samples else nullcontext()
 
     @property
     def sharded_and_replicated(self) -> DeviceMesh:

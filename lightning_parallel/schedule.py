@@ -8,12 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_parallel.arguments import run_command
-from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import (
-    SCHEDULES,
-    file_sizes,
-    is_file,
-    make_schedule,
-)
+from lightning_parallel.techniques.pipeline_parallel.schedule import schedules
 from lightning_parallel.techniques.pipeline_parallel.schedule.simulate import simulate
 
 PROGRAM = "python -m lightning_parallel.schedule"
@@ -24,18 +19,12 @@ def parser(prog: str = PROGRAM) -> argparse.ArgumentParser:
     line = argparse.ArgumentParser(
         prog=prog, description="Prints a pipeline schedule as a grid, with its bubble and its peak activations."
     )
-    line.add_argument("schedule", help=f"one of {', '.join(SCHEDULES)}, or the path of a .csv file")
+    line.add_argument("schedule", help=f"one of {', '.join(schedules.SCHEDULES)}, or the path of a .csv file")
     line.add_argument("--ranks", type=int, help="ranks of the pipeline")
     line.add_argument("--microbatches", type=int, help="microbatches of a batch")
     line.add_argument("--stages-per-rank", type=int, help="stages that each rank holds; default: the schedule's own")
-    line.add_argument(
-        "--costs",
-        type=costs,
-        default=(1.0, 1.0, 1.0),
-        metavar="F,I,W",
-        help="time of forward, input gradient and weight gradient of one rank's layers for one microbatch "
-        "(default: 1,1,1; a full backward takes I + W)",
-    )
+    times = "times of F, I and W of one rank's layers for one microbatch (default: 1,1,1; B takes I + W)"
+    line.add_argument("--costs", type=costs, default=(1.0, 1.0, 1.0), metavar="F,I,W", help=times)
     line.add_argument("--latency", type=float, default=0.0, help="time of a message between two ranks (default: 0)")
     line.add_argument("--csv", type=Path, help="write the schedule to this file")
     return line
@@ -57,12 +46,12 @@ def show(line: argparse.Namespace) -> None:
         ValueError: A size is missing, or the schedule does not accept it.
     """
     name, ranks, microbatches = line.schedule, line.ranks, line.microbatches
-    if is_file(name):
-        found = file_sizes(name)
+    if schedules.is_file(name):
+        found = schedules.file_sizes(name)
         ranks, microbatches = ranks or found[0], microbatches or found[1]
     if ranks is None or microbatches is None:
         raise ValueError(f"the size of {name} is missing; give --ranks and --microbatches")
-    schedule = make_schedule(name, ranks, microbatches, line.stages_per_rank)
+    schedule = schedules.make_schedule(name, ranks, microbatches, line.stages_per_rank)
     timeline = simulate(schedule, line.costs, line.latency)
     split = ", backward split into I and W" if schedule.splits_backward else ""
     peaks = " ".join(f"{peak:g}" for peak in timeline.peak_activations)

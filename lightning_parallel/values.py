@@ -22,15 +22,17 @@ ATOMS = (int, float, complex, str, bytes, type(None))
 LEAVES = (Tensor, *ATOMS)
 
 
-def tensors_of(value: Any) -> Iterator[Tensor]:
+def tensors_of(value: Any) -> list[Tensor]:
     """The tensors in a value, from the first to the last."""
+    found: list[Tensor] = []
     ahead = [value]  # no recursion: a step asks this of all that its stages send, and each level would cost a call
     while ahead:
         each = ahead.pop()
         if isinstance(each, Tensor):
-            yield each
+            found.append(each)
         elif not isinstance(each, ATOMS):
             ahead.extend(reversed(children_of(each)))
+    return found
 
 
 def held_by_objects(value: Any, depth: int = 3) -> Iterator[tuple[Any, Tensor]]:
@@ -99,12 +101,6 @@ def _set_fields(value: Any, names: Sequence[str]) -> list[Any]:
 def field_names(kind: Any) -> tuple[str, ...]:
     """The names of the fields of a dataclass; none of any other class."""
     return tuple(field.name for field in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else ()
-
-
-def has_numbers(value: Any) -> bool:
-    """Whether a value is a number of Python's, or holds one."""
-    children = children_of(value)
-    return any(map(has_numbers, children)) if children else isinstance(value, (int, float))
 
 
 def batch_size(batch: Any) -> int | None:

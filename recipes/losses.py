@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import lightning_parallel as lp
+
 IGNORED = -100  # the label of a position that has no target
 
 
@@ -27,7 +29,7 @@ def cross_entropy(x: Tensor, head: nn.Module, labels: Tensor, chunks: int = 1) -
         return _loss(head, rows, targets, "mean")
     parts = zip(rows.chunk(chunks), targets.chunk(chunks), strict=True)
     sums = [checkpoint(_loss, head, *part, "sum", use_reentrant=False, preserve_rng_state=False) for part in parts]
-    return torch.stack(sums).sum() / (targets != IGNORED).sum()
+    return lp.mean(torch.stack(sums).sum(), (targets != IGNORED).sum())
 
 
 def _loss(head: nn.Module, rows: Tensor, targets: Tensor, reduction: str) -> Tensor:

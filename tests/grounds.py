@@ -9,9 +9,9 @@ from torch import nn
 
 from lightning_parallel.plan.find import find_plan
 from lightning_parallel.plan.plan import ParallelPlan
-from lightning_parallel.techniques.division import Ground
+from lightning_parallel.techniques.division import PartitionContext
 
 
-def ground(model: nn.Module, mesh: Any = None, plan: ParallelPlan | None = None) -> Ground:
+def ground(model: nn.Module, mesh: Any = None, plan: ParallelPlan | None = None) -> PartitionContext:
     """A ground for techniques that take no sample."""
-    return Ground(mesh, plan or find_plan(model), lambda: pytest.fail("no sample is needed"))
+    return PartitionContext(mesh, plan or find_plan(model), lambda: pytest.fail("no sample is needed"))

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_parallel.techniques.tools.elsewhere import StandIn
+from lightning_parallel.techniques.tools.absent import Absent
 
 LEFT = attrgetter("grad")
 """Reads a gradient by another name: where the code of a hook names them, they are reduced in every batch."""
@@ -48,7 +48,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _follow(self, tensor: Tensor) -> None:
         own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if not own.is_meta and not isinstance(own, StandIn):  # of which the storage is as large, but no memory
+        if not own.is_meta and not isinstance(own, Absent):  # of which the storage is as large, but no memory
             storage = own.untyped_storage()
             self._live[storage._cdata] = StorageWeakRef(storage)
 

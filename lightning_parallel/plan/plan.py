@@ -26,6 +26,8 @@ class ParallelPlan:
         experts: patterns of the modules that hold experts.
         whole_batch: patterns of modules that compare samples with each other, as a contrastive loss or the balance of
             routers does: they get the samples of all ranks, along the first dimension of their tensors.
+        batch_dims: path into the batch -> the dimension that runs over samples, where it is not the first one, or None
+            for what all microbatches get, e.g. {"mask": 1, "table": None}.
         source: where the plan came from, for messages.
         inferred: whether nobody named the blocks, so that others may be taken if these do not run.
 
@@ -38,6 +40,7 @@ class ParallelPlan:
     sequence_dim: int = 1
     experts: tuple[str, ...] | str = ()
     whole_batch: tuple[str, ...] | str = ()
+    batch_dims: Mapping[str, int | None] = field(default_factory=dict)
     source: str = "the plan given"
     inferred: bool = False
 
@@ -53,6 +56,14 @@ class ParallelPlan:
         if type(self.sequence_dim) is not int or self.sequence_dim < 0:
             raise ValueError(
                 f"ParallelPlan(sequence_dim={self.sequence_dim!r}): sequence_dim is a dimension, counted from 0"
+            )
+        if not isinstance(self.batch_dims, Mapping) or not all(
+            isinstance(path, str) and (dim is None or (type(dim) is int and dim >= 0))
+            for path, dim in self.batch_dims.items()
+        ):
+            raise ValueError(
+                f"ParallelPlan(batch_dims={self.batch_dims!r}): batch_dims maps paths into the batch to the dimension "
+                "of samples, or None, as in {'mask': 1, 'table': None}"
             )
 
     def find_blocks(self, model: nn.Module) -> dict[str, nn.Module]:
@@ -79,8 +90,8 @@ class ParallelPlan:
         return replace(self, **{name: getattr(other, name) for name in left_out}, source=source)
 
     def __repr__(self) -> str:
-        shown = {"blocks": self.blocks, "styles": dict(self.styles), "experts": self.experts}
-        shown["whole_batch"] = self.whole_batch
+        shown: dict[str, object] = {"blocks": self.blocks, "styles": dict(self.styles), "experts": self.experts}
+        shown |= {"whole_batch": self.whole_batch, "batch_dims": dict(self.batch_dims)}
         return f"ParallelPlan({', '.join(f'{key}={value!r}' for key, value in shown.items() if value)})"
 
 

@@ -6,9 +6,11 @@ import logging
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor
+from torch.nn import SyncBatchNorm
 from torch.optim import Optimizer
 
 from lightning_parallel.plan.find import check_plan, find_plan
@@ -24,20 +26,24 @@ from lightning_parallel.strategies.hooks.whole_gradients import AFTER_BACKWARD
 from lightning_parallel.strategies.lightning_package import LightningModule, Trainer, TrainerFn
 from lightning_parallel.strategies.logged.logging import StepLog
 from lightning_parallel.strategies.logged.parts import PartsRun, SeenRun
+from lightning_parallel.strategies.logged.probing import ProbingRun, silent
 from lightning_parallel.strategies.model import start_table
 from lightning_parallel.strategies.model.buffers import Buffers
 from lightning_parallel.strategies.model.building import Building
-from lightning_parallel.strategies.model.divided_model import DividedModel
+from lightning_parallel.strategies.model.divided_model import DividedModel, no_sample, readers_of
 from lightning_parallel.strategies.model.nonfinite import NonFinite
+from lightning_parallel.strategies.model.postponed import Postponed
 from lightning_parallel.strategies.precision import adapt_precision, convert_before_loading, restore_precision, scale_of
 from lightning_parallel.strategies.rank_strategy import RankStrategy
 from lightning_parallel.strategies.trainer import lightnings
 from lightning_parallel.strategies.trainer.adoption import Adoption
 from lightning_parallel.strategies.trainer.callback import MeshCallback
 from lightning_parallel.strategies.trainer.optimizers import StoredOptimizers
+from lightning_parallel.techniques.division import Sample
 from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer
-from lightning_parallel.techniques.step import Run, Step
+from lightning_parallel.techniques.step import BatchInfo, BatchRecords, Silent, Step, StepFn
 from lightning_parallel.techniques.technique import Technique
+from lightning_parallel.techniques.tools.microbatches import Dims
 
 T = TypeVar("T")
 
@@ -64,6 +70,9 @@ class MeshStrategy(RankStrategy):
 
     def _begin(self) -> None:
         self._ready = self._within_step = self._over = False
+        #: the division of the model, where it waits for the first batch
+        self._postponed: Postponed | None = None
+        self._probes = True
         self._step = Step()
         self._stored = StoredOptimizers(self, self._store)
         self._log: StepLog | None = None
@@ -85,7 +94,7 @@ class MeshStrategy(RankStrategy):
         super().setup_environment()
         mesh, trainer = self._mesh(), self._module().trainer
         if mesh.shares_samples:
-            self._detached.callback(lightnings.switch_worlds(trainer, mesh.user_world, mesh.full_world))
+            self._detached.callback(lightnings.switch_worlds(trainer, mesh.users, mesh.everybody))
         auto.offer(self._checkpoints, trainer, self._host_group())
 
     @contextmanager
@@ -97,7 +106,13 @@ class MeshStrategy(RankStrategy):
     # ---------------------------------------------------------------- the model
 
     def setup(self, trainer: Trainer) -> None:
-        """Divides the model, then makes optimizers for what this rank keeps."""
+        """Divides the model, then makes optimizers for what this rank keeps.
+
+        A pipeline analyzes a step before it divides the model, and the step may read what optimizers, schedulers and
+        the hooks up to `on_train_batch_start` make. So its optimizers are made for the undivided model, and the model
+        is divided at the first batch. Until then every rank has the whole module, on the host; what `configure_model`
+        built has no values yet.
+        """
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self._adopt_trainer(trainer)
@@ -107,7 +122,31 @@ class MeshStrategy(RankStrategy):
         self._adoption.normalise_over(self._mesh().data.get_group())
         with self._building.converting():
             self.precision_plugin.convert_module(module)
-        self._parallelize(module)
+        refusals.refuse_module(module, self._mesh(), self.techniques)
+        if self.is_distributed:
+            self._log = StepLog(
+                module, readers_of(self._mesh(), self.techniques), self._host_group(), lambda: self._weight
+            )
+            self._detached.callback(self._log.close)
+        if self._mesh().sizes["pp"] == 1:
+            self._divide_model(no_sample)
+        else:
+            self._postponed = Postponed(trainer, self._mesh(), self._host_group(), self._divide_model)
+            self._building.draw(self._host_group())
+            if fitting:
+                self.setup_optimizers(trainer)
+            self.setup_precision_plugin()
+        decorrelate(self.root_device, self._readers().rank, self._host_group())
+
+    def _divide_model(self, sample: Callable[[], Sample]) -> None:
+        """Divides the model, attaches what acts on this rank's part, and lets optimizers step that. Collective.
+
+        Args:
+            sample: takes the step that a pipeline analyzes.
+        """
+        module, trainer = self._module(), self._module().trainer
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        self._parallelize(module, sample)
         sharded = self._whole.in_parts or self._whole.steps_parts(self._step)
         refusals.refuse_callbacks(self._callbacks(), self._whole.in_parts)
         if fitting:
@@ -122,16 +161,27 @@ class MeshStrategy(RankStrategy):
         world = self._mesh().world
         adapt_precision(self.precision_plugin, world, sharded, holding, reduced, self._gradients, self._nonfinite)
         if self.is_distributed:
-            self._log = StepLog(module, self._whole.readers, self._host_group(), lambda: self._weight)
-            self._detached.callback(self._log.close)
             self._buffers = Buffers(module, self._whole.readers, self._host_group())
-        if fitting:
+        postponed, self._postponed = self._postponed, None
+        if fitting and postponed is None:
             self.setup_optimizers(trainer)
+        elif fitting:
+            self._take_optimizers(with_states=True)
         self._whole.beside.tell_of_others()
-        self.setup_precision_plugin()
+        if postponed is None:
+            self.setup_precision_plugin()
         self._stored.reach_wrappers()
-        decorrelate(self.root_device, self._readers().rank, self._host_group())
+        self._resumption.recall(self._step)
+        for optimizer, state in [] if postponed is None else postponed.states():
+            self._whole.load_optimizer_state(self._stored.of(optimizer), state)
         self._ready = True
+
+    def _divide_early(self, why: str) -> None:
+        if self._postponed is None:
+            return
+        self._postponed.divide_early(why)
+        if self._callback is not None and not self._adoption.begun:
+            self._callback.show_whole()
 
     def _adopt_trainer(self, trainer: Trainer) -> None:
         adopted = self._adopted = Adoption(trainer)
@@ -140,29 +190,32 @@ class MeshStrategy(RankStrategy):
             adopted.be_silent_on_syncing()
             return
         signals, acts = lambda: adopted.signals, (self._others_come, self._unite_buffers, self._unite_metrics)
-        divided, saver = trainer if self._divides_batches and self._mesh().sizes["pp"] > 1 else None, self._saves()
-        self._batches = Batches(self._readers(), self._host_group(), signals, saver, self._stored.settings, divided)
-        self._callback = MeshCallback(self._batches, *acts, lambda: self._whole.shown(looks=True))
+        self._batches = Batches(self._readers(), self._host_group(), signals, self._saves(), self._stored.settings)
+        early = partial(self._divide_early, "a validation comes first; Trainer(num_sanity_val_steps=0) runs none then")
+        self._callback = MeshCallback(self._batches, *acts, self._shown, early)
         adopted.call_first(self._callback)
         adopted.show_full_to_loggers(
             lambda: self._within_step and sys.exc_info()[0] is None, lambda *given: self._whole.full(*given)
         )
         adopted.keep_ranks_together(self.broadcast, self._batches.compare_loaders)
 
-    def _parallelize(self, module: LightningModule) -> None:
-        mesh = self._mesh()
-        refusals.refuse_module(module, mesh, self.techniques)
+    def _parallelize(self, module: LightningModule, sample: Callable[[], Sample]) -> None:
         plan = find_plan(module, self._given_plan)
         check_plan(plan, module)
         if self.is_global_zero and plan != self._plan:
             log.info("Parallel plan from %s: %r", plan.source, plan)
-        host, layouts = self._host_group(), None if self._batches is None else self._batches.layouts
-        divided = self._divided = DividedModel(module, mesh, host, layouts)
-        self._building.divide(divided, plan, self.root_device, host)
-        self.model, self._plan, self._step = divided.model, plan, divided.step(self._differentiate)
+        if self._batches is not None:
+            self._batches.batch_dims = plan.batch_dims
+        divided = self._divided = DividedModel(module, self._mesh(), self._host_group())
+        self._building.divide(divided, plan, sample, self.root_device, self._host_group())
+        self.model, self._plan, self._step = divided.model, plan, divided.step()
 
     def model_to_device(self) -> None:
         """Nothing: `setup` moves what this rank keeps."""
+
+    def _shown(self) -> AbstractContextManager[None]:
+        """Inside, the module's tree is whole, as it is anyway before the model is divided."""
+        return nullcontext() if self._divided is None else self._divided.shown(looks=True)
 
     @property
     def _whole(self) -> DividedModel:
@@ -171,9 +224,16 @@ class MeshStrategy(RankStrategy):
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """Makes the user's optimizers; where parameters are stored in shards, they step the shards."""
+        if self._postponed is not None:
+            super().setup_optimizers(trainer)
+            refusals.refuse_states_without_values(self.optimizers)
+            return
         with self._whole.read():
             super().setup_optimizers(trainer)
-            self._whole.follow_in(self.optimizers)
+        self._take_optimizers(with_states=False)
+
+    def _take_optimizers(self, with_states: bool) -> None:
+        self._whole.follow_in(self.optimizers, with_states)
         refusals.refuse_old_parameters(self.optimizers, self._whole, self._host_group())
         self._stored.take(self._whole.steppable())
 
@@ -204,23 +264,34 @@ class MeshStrategy(RankStrategy):
             dataloader = divide(dataloader, self._readers(), lambda: int(progress.current.processed))
         elif self._adopted is not None:
             dataloader = compared(dataloader, self._readers())
-        return dataloader if self._batches is None else self._batches.watched(dataloader)
+        return dataloader
 
     def barrier(self, name: str | None = None) -> None:
         """See `RankStrategy.barrier`."""
         if name == "run-stage" and self._adopted is not None:  # Lightning has just installed its signal handlers
             self._adopted.begin(self.is_distributed)
-            self._resumption.begin(self._module().trainer, self._step, self._readers().rank, self._host_group())
+            self._resumption.begin(self._module().trainer, self._readers().rank, self._host_group())
         super().barrier(name)
 
     def on_train_start(self) -> None:
         """The loops run from here."""
         trainer = self._module().trainer
-        self._gradients.meet_foreign_hooks(self.optimizers)
         if self._callback is not None:
             self._callback.join(trainer)
-            start_table.tell(trainer, self._whole, self._step, self._host_group())
+        if self._ready:
+            self._begin_training(trainer)
         self._resumption.begin_training(trainer, self._readers().rank, self._host_group())
+
+    def _begin_training(self, trainer: Trainer) -> None:
+        self._gradients.meet_foreign_hooks(self.optimizers)
+        if self._callback is not None:
+            start_table.tell(trainer, self._whole, self._step, self._host_group())
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """All hooks that start training have run: the model is divided now, where it is not yet."""
+        if self._postponed is not None:
+            self._postponed.divide_to_train(batch, batch_idx)
+            self._begin_training(self._module().trainer)
 
     # ---------------------------------------------------------------- one batch
 
@@ -237,18 +308,20 @@ class MeshStrategy(RankStrategy):
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's own, on this rank's part of the batch."""
-        return self._evaluate(self.precision_plugin.val_step_context(), self._module().validation_step, args, kwargs)
+        return self._evaluate(self.precision_plugin.val_step_context(), "validation_step", args, kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's own, on this rank's part of the batch."""
-        return self._evaluate(self.precision_plugin.test_step_context(), self._module().test_step, args, kwargs)
+        return self._evaluate(self.precision_plugin.test_step_context(), "test_step", args, kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's own, on this rank's part of the batch."""
-        return self._evaluate(self.precision_plugin.predict_step_context(), self._module().predict_step, args, kwargs)
+        return self._evaluate(self.precision_plugin.predict_step_context(), "predict_step", args, kwargs)
 
-    def _evaluate(self, context: AbstractContextManager[None], run: Callable[..., T], args: Any, kwargs: Any) -> T:
-        output = self._run(context, run, args, kwargs)
+    def _evaluate(self, context: AbstractContextManager[None], name: str, args: Any, kwargs: Any) -> Any:
+        if self._postponed is not None:
+            self._postponed.divide_at_step(name, args)
+        output = self._run(context, getattr(self._module(), name), args, kwargs)
         if self._log is not None:
             self._log.settle()
         return output
@@ -267,21 +340,38 @@ class MeshStrategy(RankStrategy):
     ) -> T:
         whole, batches, log, seen = self._whole, self._batches, self._log, self._gradients
         if log is None or batches is None:
-            self._step.expect(seen.coming())
+            self._step.begin_batch(BatchInfo(may_read_grads=seen.in_steps))
             with context:
-                return whole.outputs(self._step.forward(whole.run(Run(run)), batch, *rest, **kwargs))
+                return whole.outputs(self._step.forward(whole.run(run), batch, *rest, **kwargs))
         weight, fewest = self._weight, batches.fewest_samples if self._meets_in_forward else None
-        with context, log.counting(weight), whole.run(self._noted(run, log, batches.layout)) as steps:
-            self._step.expect(seen.coming(scale_of(self.precision_plugin), weight, batches.layout, fewest, log.alone))
-            output = whole.outputs(self._step.forward(steps, batch, *rest, **kwargs))
+        parts = None if whole.pipeline.ranks == 1 else self._in_parts(run, log, batches.batch_dims)
+        noted: SeenRun[T] | PartsRun[T] = parts or SeenRun(run, log)
+        quiet = partial(silent, self._module(), noted, self.root_device)
+        info = BatchInfo(
+            scale_of(self.precision_plugin), weight, fewest, log.alone, seen.in_steps, parts or BatchRecords(), quiet
+        )
+        with context, log.counting(weight), parts or nullcontext():
+            self._step.begin_batch(info)
+            output = whole.outputs(self._step.forward(self._probing(whole.run(noted), quiet), batch, *rest, **kwargs))
         log.reduce_step(weight, output)
         return output
 
-    def _noted(self, run: Callable[..., T], log: StepLog, layout: Any) -> Run[T]:
-        if self._whole.pipeline.ranks == 1:
-            return SeenRun(run, log)
-        self._latest = PartsRun(run, self._module(), log, self._whole.pipeline.rank, layout)
-        return self._latest
+    def _in_parts(self, run: Callable[..., T], log: StepLog, dims: Dims) -> PartsRun[T]:
+        self._latest = parts = PartsRun(run, self._module(), log, self._whole.pipeline.rank, dims)
+        return parts
+
+    def _probing(self, steps: StepFn[T], quiet: Silent) -> StepFn[T]:
+        """The step, which measures its loss in the first batch of training; a pipeline does so by itself."""
+        module, batches = self._module(), self._batches
+        if not (self._probes and module.trainer.training) or batches is None:
+            return steps
+        self._probes, samples = False, batches.fewest_samples or 1
+        alone = self._readers().ranks == 1 or self._whole.pipeline.ranks > 1
+        synced = any(isinstance(each, SyncBatchNorm) for each in module.modules()) or self._whole.compares_samples
+        if alone or synced or samples < 2 or not module.automatic_optimization:
+            return steps
+        self.has_gathered = False
+        return ProbingRun(steps, module, samples, batches.batch_dims, quiet, lambda: self.has_gathered)
 
     @property
     def _weight(self) -> float:
@@ -301,7 +391,9 @@ class MeshStrategy(RankStrategy):
         weight, log = self._weight, self._log
         scaled = self._nonfinite.seen(loss, scaled)
         with nullcontext() if log is None else log.around_backward(weight, loss, self._stored.look_at_loss):
-            self._step.backward(lambda: backward(scaled if weight == 1.0 or self._step.weighs else scaled * weight))
+            self._step.backward(
+                lambda: backward(scaled if weight == 1.0 or self._step.applies_sample_weight else scaled * weight)
+            )
 
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Lightning's, of an optimizer that a hook may have put in the place of another."""
@@ -322,9 +414,8 @@ class MeshStrategy(RankStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Tensors under the user's names: of a full checkpoint on rank 0, of a sharded one where they are."""
-        if not self._others_come("state_dict"):
+        if not self._can_save("state_dict"):
             return {}
-        refusals.refuse_saving_in_a_step(self._ready and self._within_step, self._mesh())
         self._unite_buffers()
         state = self._whole.state_dict(self._checkpoints.in_parts)
         self._saves().model = dict(state)
@@ -332,13 +423,13 @@ class MeshStrategy(RankStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state that one device would have."""
-        if not self._others_come("optimizer_state"):
+        if not self._can_save("optimizer_state"):
             return {}
         return self._whole.optimizer_state(self._stored.of(optimizer), self._checkpoints.in_parts)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Rank 0 writes, or all ranks do; the path is rank 0's on all ranks."""
-        if not self._others_come("save_checkpoint"):
+        if not self._can_save("save_checkpoint"):
             if self.mesh is not None:
                 log.warning(
                     "No checkpoint at %s: the parts of other ranks are missing, for not all came to it", filepath
@@ -347,6 +438,19 @@ class MeshStrategy(RankStrategy):
         self._resumption.keep(checkpoint, self._module().trainer, self._step, self._host_group())
         self._saves().save(checkpoint, filepath, self._whole.source(), storage_options, waits=not self._ready)
         self._resumption.wrote = True
+
+    def _can_save(self, what: str) -> bool:
+        """Whether all ranks are there to save, and what they save exists. Divides the model where it is not yet.
+
+        A run that failed before its first batch saves nothing: the analysis may be what failed.
+        """
+        if not self._others_come(what):
+            return False
+        analyzes = self._postponed is not None and self._postponed.analyzes
+        refusals.refuse_saving_in_a_step(analyzes or (self._ready and self._within_step), self._mesh())
+        if sys.exc_info()[0] is None:
+            self._divide_early("a checkpoint is saved before it; save after the first batch")
+        return self._postponed is None
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """See `RankStrategy.load_checkpoint`; there is no module where a file is read without a run."""
@@ -365,7 +469,10 @@ class MeshStrategy(RankStrategy):
         """Each rank takes its part of the states of one device."""
         states = checkpoint["optimizer_states"]  # none where a run starts from weights alone
         for optimizer, state in zip(self.optimizers, states, strict=bool(states)):
-            self._whole.load_optimizer_state(self._stored.of(optimizer), state)
+            if self._postponed is not None:
+                self._postponed.load(optimizer, state)
+            else:
+                self._whole.load_optimizer_state(self._stored.of(optimizer), state)
 
     # ---------------------------------------------------------------- the end
 
@@ -377,7 +484,8 @@ class MeshStrategy(RankStrategy):
         if module is not None and self.mesh is not None and not self._over:  # it is, if a hook after this one fails
             self._detach(module)
         if module is not None and any(each.is_meta for each in (*module.parameters(), *module.buffers())):
-            self._lightning_module = None  # it failed before it had values: Lightning must not move it to the host
+            # it failed before it had values: Lightning must not move it to the host, nor states of optimizers
+            self._lightning_module, self.optimizers = None, []
         super().teardown()
         self._lightning_module = module
         if self._adopted is not None and not failing:
@@ -393,18 +501,22 @@ class MeshStrategy(RankStrategy):
         if self._adopted is not None:
             self._adopted.close()
         restore_precision(self.precision_plugin)
+        if self._postponed is not None and sys.exc_info()[0] is None:
+            self._building.make_whole(module, self._host_group())
         divided, together = self._divided, self._ready and not self._is_alone
         if divided is not None and (not divided.in_parts or (together and divided.make_whole(self.num_processes))):
             divided.leave()
         if self._layer_sync is not None and module.trainer.state.fn == TrainerFn.FITTING:
             self._layer_sync.revert(module)
-        self.model, self._ready, self._over = module, False, True
+        self.model, self._ready, self._over, self._postponed = module, False, True, None
 
     def _unite_buffers(self) -> None:
         if self._buffers is not None:
             self._buffers.unite()
 
     def _unite_metrics(self) -> None:
+        if self._divided is None:  # there was no batch
+            return
         self._whole.pipeline.share_metrics(self._module(), None if self._latest is None else self._latest.origin)
 
     def _begun(self) -> dict[str, int] | None:

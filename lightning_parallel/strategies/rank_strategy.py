@@ -113,6 +113,8 @@ class RankStrategy(StrategyOfPackage):
             raise TypeError(f"timeout={timeout!r} is no time; pass datetime.timedelta(minutes=10), or None")
         one_of("strategy", "nonfinite", nonfinite, get_args(Policy))
         self.techniques = tuple(sorted(techniques, key=lambda technique: technique.order))
+        #: whether the user's code has gathered tensors of other ranks
+        self.has_gathered = False
         self._meets_in_forward = any(technique.traits.meets_in_forward for technique in self.techniques)
         self._divides_batches = any(technique.traits.divides_batches for technique in self.techniques)
         self.num_nodes = 1
@@ -256,6 +258,7 @@ class RankStrategy(StrategyOfPackage):
             return tensor
         everybody = (None, dist.group.WORLD, self._mesh().world)
         chosen = self._mesh().data.get_group() if group in everybody else group
+        self.has_gathered = True
         with nullcontext() if sync_grads else torch.no_grad():
             return rows_of_all(within_reach(tensor, chosen), chosen).to(tensor.device)
 

@@ -311,6 +311,19 @@ def has_states(optimizer: Optimizer) -> bool:
     return any(optimizer.state.values())
 
 
+def refuse_states_without_values(optimizers: Sequence[Optimizer]) -> None:
+    """Raises for states made for parameters that `configure_model` built, which have no values before the division."""
+    for optimizer in optimizers:
+        tables = [values for values in optimizer.state.values() if isinstance(values, dict)]
+        states = [state for table in tables for state in table.values()]
+        if any(isinstance(state, torch.Tensor) and state.is_meta for state in states):
+            raise ValueError(
+                f"{type(optimizer).__name__} makes states when it is made, but what configure_model built in a "
+                "pipeline has no values before the first batch, so neither would these; build the model in __init__, "
+                "or use an optimizer that makes states when it steps, as AdamW does"
+            )
+
+
 def _said_of_old(optimizer: Optimizer, parameter: torch.Tensor, name: str | None) -> str:
     kind = type(optimizer).__name__
     if name is not None:

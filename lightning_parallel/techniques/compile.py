@@ -16,7 +16,7 @@ from torch import nn
 from lightning_parallel.arguments import one_of, true_or_false
 from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.techniques.divided.boundary import CompiledForward, Graphs
-from lightning_parallel.techniques.division import Division, Ground
+from lightning_parallel.techniques.division import Division, PartitionContext
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools.redirect import Forward, Redirected, redirect_forward
 
@@ -63,7 +63,7 @@ class Compile(Technique):
         """See `Technique.axes`: none."""
         return {}
 
-    def divide(self, model: nn.Module, ground: Ground, seen: None) -> Division:
+    def divide(self, model: nn.Module, ground: PartitionContext, seen: None) -> Division:
         """Leads the forward of every block through its compiled form."""
         graphs = Graphs(self._compile, ground.mesh)
         for block in ground.plan.require_blocks(model, repr(self)).values():

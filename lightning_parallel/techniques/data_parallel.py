@@ -15,7 +15,7 @@ from torch import nn
 
 from lightning_parallel.arguments import one_of
 from lightning_parallel.mesh import Axis, ParallelMesh, Size
-from lightning_parallel.techniques.division import Division, Ground
+from lightning_parallel.techniques.division import Division, PartitionContext
 from lightning_parallel.techniques.gradients.average import Compression, average_gradients
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
@@ -59,7 +59,7 @@ class DataParallel(Technique):
         """See `Technique.traits`."""
         return Traits(averages_gradients=True)
 
-    def divide(self, model: nn.Module, ground: Ground, seen: None) -> Division:
+    def divide(self, model: nn.Module, ground: PartitionContext, seen: None) -> Division:
         """Leaves the model as it is; the division's step averages all gradients."""
         return Averaged(model, ground.mesh, self)
 

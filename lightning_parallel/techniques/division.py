@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -12,8 +12,7 @@ from torch import nn
 
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.plan import ParallelPlan
-from lightning_parallel.techniques.step import Run, Step
-from lightning_parallel.techniques.tools.microbatches import Layout, samples_in
+from lightning_parallel.techniques.step import Step, StepFn
 
 T = TypeVar("T")
 
@@ -24,37 +23,29 @@ class Sample:
 
     Attributes:
         run: runs the step on the batch, or on another one like it, without effect on logs and metrics.
-        batch: the batch.
         device: where the batch and the module are at that time.
-        layout: where samples are in the batch.
         unchanged: makes a context; after it the module's parts keep in their attributes what they kept before.
     """
 
     run: Callable[..., Any]
     batch: Any
     device: torch.device
-    layout: Layout = None
     unchanged: Callable[[], AbstractContextManager[object]] = nullcontext
-
-    @property
-    def size(self) -> int | None:
-        """The number of samples in the batch, None where nothing in it tells."""
-        return samples_in(self.batch, self.layout)
 
 
 @dataclass(frozen=True)
-class Ground:
+class PartitionContext:
     """The mesh, the plan and the sample step with which a model is divided.
 
     Attributes:
-        mesh: all ranks.
-        plan: what the model's parts are.
         sample: takes a sample step; only techniques that must see one call it.
+        divisions: those of all techniques, in their order; complete when `Division.step` is called.
     """
 
     mesh: ParallelMesh
     plan: ParallelPlan
     sample: Callable[[], Sample]
+    divisions: Sequence[Division] = ()
 
 
 @dataclass(eq=False)
@@ -80,9 +71,20 @@ class Division:
         """Outputs -> outputs: what the user's step returned on this rank's part, as it would be for the batch."""
         return outputs
 
-    def run(self, run: Run[T]) -> Run[T]:
+    def run(self, run: StepFn[T]) -> StepFn[T]:
         """Run -> run: around every call of the user's step, be it for a microbatch and one stage of it."""
         return run
+
+    def show(self) -> None:
+        """Within a call of the user's step: shows as full also parameters that were gathered since it began."""
+
+    def encode_activation(self, value: Any) -> Any:
+        """What a stage of a pipeline sends to the next one, as plain tensors and plain values."""
+        return value
+
+    def decode_activation(self, value: Any) -> Any:
+        """What was received from the stage before, as it was there. Opposite of `encode_activation`."""
+        return value
 
     def step(self, step: Step) -> Step:
         """Step -> step: around a batch. Called when parameters are real and in place."""

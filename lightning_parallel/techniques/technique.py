@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from lightning_parallel.mesh import AXES, Axis, Claim, Size
-from lightning_parallel.techniques.division import Division, Ground
+from lightning_parallel.techniques.division import Division, PartitionContext
 
 
 class Phase(IntEnum):
@@ -83,16 +83,10 @@ class Technique(ABC):
     def check(self, sizes: Mapping[Axis, int]) -> None:  # noqa: B027
         """Raises ValueError where this technique does not fit a mesh of these sizes, before any process is started."""
 
-    def look(self, model: nn.Module, ground: Ground) -> Any:
-        """Sees the whole model before it is divided; returns plain data, which is compared by value on all ranks."""
+    def analyze(self, model: nn.Module, ground: PartitionContext) -> Any:
+        """Analyze the unpartitioned model. Returns plain data; ranks compare it and raise if it differs."""
         return None
 
-    def divide(self, model: nn.Module, ground: Ground, seen: Any) -> Division:
-        """Divides the network that the plan points to, keeping every parameter's name.
-
-        Args:
-            model: what the technique before this one made of the user's module.
-            ground: what it is divided on.
-            seen: what `look` returned.
-        """
+    def divide(self, model: nn.Module, ground: PartitionContext, seen: Any) -> Division:
+        """Divides the model that earlier techniques left, keeping every parameter's name; `analyze` returned `seen`."""
         return Division(model)

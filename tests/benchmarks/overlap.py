@@ -17,9 +17,8 @@ from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_parallel.techniques.pipeline_parallel.executor import Work
+from lightning_parallel.techniques.pipeline_parallel.batch_work import BatchWork
 from lightning_parallel.techniques.pipeline_parallel.step import LastStage, PipelineStep
-from lightning_parallel.techniques.step import Run
 from lightning_parallel.techniques.zero import states
 from tests.benchmarks.delaying import Pace, pretended
 from tests.benchmarks.interleaved import Repeated
@@ -64,13 +63,6 @@ class Sleeper(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1e-3)
-
-
-class Late(Sleeper):
-    """Does what may differ between ranks after the step, so that a pipeline leaves all gradients to backward."""
-
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        super().backward(loss, *args, **kwargs)
 
 
 @dataclass
@@ -134,8 +126,8 @@ def fit(
 def first_stage() -> Iterator[None]:
     """Inside, what other stages would tell rank 0 is what it would tell: it computes its own stage, and never waits."""
 
-    def shared(_: PipelineStep, work: Work, run: Run[Any]) -> LastStage:
-        return LastStage(torch.zeros(()), run.notes(), None, None, False)
+    def shared(_: PipelineStep, work: BatchWork) -> LastStage:
+        return LastStage(torch.zeros(()), work.info.records.collect(), None, None, None, {})
 
     with (
         mock.patch.object(PipelineStep, "_shared", shared),

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lightning_parallel import DataParallel, ExpertParallel, ParallelPlan
 from lightning_parallel.mesh import ParallelMesh, resolve_sizes
-from lightning_parallel.techniques.division import Ground
-from lightning_parallel.techniques.step import Run, Step
+from lightning_parallel.techniques.division import PartitionContext
+from lightning_parallel.techniques.step import Step
 from tests.ranks import ranks
 
 pytestmark = pytest.mark.benchmark
@@ -38,11 +38,11 @@ def test_a_mixture_on_two_ranks_costs_little_more_than_its_share() -> None:
     config = MoEConfig(**sizes, hidden_dim=1024, n_experts=8, top_k=2, expert_dim=512)
     whole, part = MixtureOfExperts(config), MixtureOfExperts(config)
     mesh = ParallelMesh(resolve_sizes([DataParallel(2).claim], 2), "cpu")
-    ground = Ground(mesh, ParallelPlan(experts="experts"), lambda: None)  # type: ignore[arg-type, return-value]
+    ground = PartitionContext(mesh, ParallelPlan(experts="experts"), lambda: None)  # type: ignore[arg-type, return-value]
     technique = ExpertParallel(2)
-    step = technique.divide(part, ground, technique.look(part, ground)).step(Step())
+    step = technique.divide(part, ground, technique.analyze(part, ground)).step(Step())
     tokens = torch.randn(4, 256, 256, generator=torch.Generator().manual_seed(dist.get_rank()))
-    variants = {"one": whole, "two": lambda x: step.forward(Run(part), x), "one again": whole}
+    variants = {"one": whole, "two": lambda x: step.forward(part, x), "one again": whole}
     costs: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(ROUNDS):
         for name, forward in variants.items():

@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 from lightning_parallel import Compile, ParallelMesh, ParallelPlan, TensorParallel
 from lightning_parallel.mesh import AXES
 from lightning_parallel.techniques.division import Division
-from lightning_parallel.techniques.step import Run, Step
+from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.technique import Technique
 from tests.grounds import ground
 from tests.ranks import run_on_ranks
@@ -223,7 +223,7 @@ def divided(mesh: ParallelMesh, blocks: list[Block], *further: Technique, **opti
     model.blocks = nn.ModuleList(blocks)
     on = ground(model, mesh, ParallelPlan(blocks="blocks.*"))
     techniques = [TensorParallel(RANKS, **options), *further]
-    return Stepped(model, [technique.divide(model, on, technique.look(model, on)) for technique in techniques])
+    return Stepped(model, [technique.divide(model, on, technique.analyze(model, on)) for technique in techniques])
 
 
 class Stepped(nn.Module):
@@ -238,11 +238,10 @@ class Stepped(nn.Module):
             self.step = division.settle(self.step)
 
     def forward(self, x: Tensor) -> Tensor:
-        run = Run(self.through)
+        run = self.through
         for division in self.divisions:
             run = division.run(run)
-        with run as steps:
-            return self.step.forward(steps, x)
+        return self.step.forward(run, x)
 
     def through(self, x: Tensor) -> Tensor:
         for block in self.model.blocks:

@@ -91,24 +91,16 @@ class SharesReplaced(SharesAModule):
         return Replaces()
 
 
-class ChangedLater(ReadsBuffersOfBlocks):
-    """Changes a buffer that several stages read, but not in the first step."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        if batch_idx:
-            self.blocks[0].table.mul_(0.5)
-        return loss
-
-
 class ReadLater(Handwritten):
     """An evaluation reads a buffer of another stage's block, training does not."""
 
     def make_blocks(self) -> nn.Module:
-        return nn.ModuleList(Tabled() for _ in range(self.count))
+        blocks = nn.ModuleList(Tabled() for _ in range(self.count))
+        blocks[0].register_buffer("mask", torch.ones(512, 512))
+        return blocks
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch) * self.blocks[0].table.sum())
+        self.log("val_loss", self.loss(batch) * self.blocks[0].mask.sum())
 
 
 def fitted(strategy: MakeStrategy | None, make: Any) -> tuple[list[float], dict[str, Tensor]]:
@@ -147,19 +139,14 @@ def test_so_they_have_where_a_rank_has_two_stages(make: Any) -> None:
 )
 def test_a_buffer_that_changes_and_that_several_stages_use(make: Any, name: str) -> None:
     for message in run_on_ranks(2, error_of, make):
-        assert re.search(rf"changes the buffer blocks\.\d\.shared\.({name}), which stages \[0, 1\] use: .*", message)
+        assert re.search(
+            rf"the buffer blocks\.\d\.shared\.({name}) is changed in block .* stages \[0, 1\] have it", message
+        )
 
 
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (ChangedLater, r"blocks\.0\.table was changed in a step, on stage 1, but stages \[0, 1\] have copies of it"),
-        (ReadLater, r"blocks\.0\.table is used on stage 1, but another one has it: .* use it at the same places"),
-    ],
-)
-def test_what_the_observed_step_did_not_show(make: Any, said: str) -> None:
-    with pytest.raises(RanksFailed, match=said):
-        run_on_ranks(2, fitted, PP2, make)
+def test_a_large_buffer_that_the_analyzed_step_did_not_read() -> None:
+    with pytest.raises(RanksFailed, match=r"blocks\.0\.mask is read, but another stage .* use it at the same places"):
+        run_on_ranks(2, fitted, PP2, ReadLater)
 
 
 class Centered(nn.Module):
@@ -196,7 +183,7 @@ class ChangesItsOwn(Handwritten):
         y = super().body((x + self.mean + self.centered.center) * self.rate)
         if self.training:
             self.mean = self.mean * 0.9 + y.detach().mean(0) * 0.1
-        return self.centered(y) - self.first
+        return self.centered(y)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step((batch[0] + self.given, *batch[1:]), batch_idx)
@@ -252,14 +239,16 @@ class ChangedByBlocks(Handwritten):
 
 def test_blocks_that_change_a_buffer_of_the_module() -> None:
     for message in run_on_ranks(2, error_of, ChangedByBlocks):
-        assert re.search(r"stage 0 changes the buffer calls in a block .* register it on what changes it", message)
+        assert re.search(
+            r"the buffer calls is changed in block .*, on stage 0, .* register it on the one module", message
+        )
 
 
 @pytest.mark.filterwarnings("ignore:The step computes with buffers that it changes")
 def test_buffers_of_the_module_itself_change_once_a_batch() -> None:
-    require_as_on_one(ChangesItsOwn)
+    require_as_on_one(ChangesItsOwn, partial(PP2, loss_over="batch"))
 
 
 @pytest.mark.exhaustive
 def test_so_they_do_where_a_rank_has_two_stages() -> None:
-    require_as_on_one(ChangesItsOwn, ZBV)
+    require_as_on_one(ChangesItsOwn, partial(ZBV, loss_over="batch"))

@@ -8,7 +8,6 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
@@ -24,7 +23,7 @@ from lightning_parallel import (
     ZeroStrategy,
 )
 from lightning_parallel.techniques.tools.redirect import Surrounded, redirect_forward
-from tests.ranks import RanksFailed, begun_on_one, run_on_ranks
+from tests.ranks import begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import made, require_like
 from tests.strategies.test_unusual_models import WIDTH, Layer
 from tests.tiers import sampled
@@ -123,10 +122,9 @@ LAYOUTS: dict[str, Any] = {
     "pipeline": (1, partial(PipelineParallelStrategy, 2, microbatches=2)),
 }
 PLACES = "on_train_start", "on_train_batch_start", "on_train_epoch_end", "training_step"
-OF_A_STAGE = "pipeline", "training_step"  # where ranks have their stages only
 
 
-@sampled(1, ("layout", "copied_in"), (cell for cell in product(LAYOUTS, PLACES) if cell != OF_A_STAGE))
+@sampled(1, ("layout", "copied_in"), product(LAYOUTS, PLACES))
 def test_a_copy_computes_with_its_own_weights(layout: str, copied_in: str) -> None:
     data_ranks, strategy = LAYOUTS[layout]
     expected = begun_on_one(taught, copied_in, None, 4)
@@ -135,8 +133,3 @@ def test_a_copy_computes_with_its_own_weights(layout: str, copied_in: str) -> No
     require_like(expected.result()[0], losses)
     for _, answer in found:
         require_like(expected.result()[1], answer)
-
-
-def test_a_copy_that_is_made_of_a_stage_is_refused() -> None:
-    with pytest.raises(RanksFailed, match="is used on stage 1, but another one has it"):
-        run_on_ranks(2, taught, "training_step", LAYOUTS["pipeline"][1], 4)

@@ -264,7 +264,7 @@ def makes_loaders() -> list[str]:
     return []
 
 
-def test_loaders_that_one_rank_cannot_make_are_an_error_on_all_that_look_at_a_batch() -> None:
+def test_loaders_that_one_rank_cannot_make_are_an_error_on_all_ranks_of_a_pipeline() -> None:
     others, own = run_on_ranks(2, makes_loaders, timeout=20.0)
     assert own == ["ValueError", "a user's mistake"]
-    assert others == ["RuntimeError", "rank 1 could not make its data loaders: ValueError: a user's mistake"]
+    assert others == ["RuntimeError", "rank 1 failed first: ValueError: a user's mistake"]

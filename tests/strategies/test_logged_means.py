@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
+import lightning_parallel as lp
 from lightning_parallel import (
     DataParallel,
     DataParallelStrategy,
@@ -39,7 +40,7 @@ class Words(LightningModule):
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
         self.heads = nn.ModuleList(nn.Linear(WIDTH, CLASSES) for _ in range(2))
-        self.average, self.floored = MeanMetric(), torch.zeros(())
+        self.average = MeanMetric()
         self.returned: list[Tensor] = []
 
     def losses(self, batch: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -48,8 +49,7 @@ class Words(LightningModule):
             x = x + layer(x)
         logits = [head(x).transpose(1, 2) for head in self.heads]
         hits, known = ((logits[0].argmax(1) == first) & (first != IGNORED)).sum(), (first != IGNORED).sum()
-        self.floored = hits / known.clamp(min=1)
-        return F.cross_entropy(logits[0], first), F.cross_entropy(logits[1], second), hits / known
+        return F.cross_entropy(logits[0], first), F.cross_entropy(logits[1], second), lp.mean(hits, known)
 
     def step(self, stage: str, batch: list[Tensor]) -> Tensor:
         loss, other, hits = self.losses(batch)
@@ -69,14 +69,13 @@ class Words(LightningModule):
             "hits": hits,
             "misses": hits * -1,
             "rest": 1 - hits,
-            "floored": self.floored,
-            "percent": 100 * self.floored,
+            "percent": 100 * hits,
             "perplexity": loss.exp(),
             "perplexity_detached": loss.detach().exp().clone(),
             "perplexity_of_number": math.exp(loss.item()),
             "perplexity_of_bits": bits.exp2(),
             "logarithm": math.log(2 * other.detach()),
-            "misses_root": torch.sqrt(1 - self.floored),
+            "misses_root": torch.sqrt(1 - hits),
             "deviation": error.sqrt(),
             "deviation_of_number": math.sqrt(error),
             "deviation_by_power": (4 * error) ** 0.5,
@@ -90,11 +89,10 @@ class Words(LightningModule):
         return loss
 
     def by_means(self, batch: list[Tensor]) -> dict[str, Tensor]:
-        """A masked mean as the mean of what counts over that of the mask, and as one of numbers."""
+        """A masked mean with a gradient, and what is made of it without one."""
         known, size = batch[1] != IGNORED, self.heads[0](batch[0]).square().mean(-1)
-        ratio = (size * known).mean() / known.double().mean()
-        numbers = size.masked_fill(~known, torch.nan).nanmean()
-        return {"ratio": ratio, "ratio_root": ratio.detach().sqrt(), "half": 0.5 * ratio.detach(), "numbers": numbers}
+        masked = lp.mean((size * known).sum(), known.sum())
+        return {"masked": masked, "masked_root": masked.detach().sqrt(), "half": 0.5 * masked.detach()}
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> dict[str, Tensor]:
         loss = self.step("train", batch)

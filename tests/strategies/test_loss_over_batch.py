@@ -1,8 +1,7 @@
-"""Losses that compare samples of a batch, in a pipeline: what follows the blocks sees all microbatches at once."""
+"""Losses that compare samples of a batch, in a pipeline: refused, or computed once for all microbatches."""
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable
 from functools import partial
@@ -23,10 +22,7 @@ from lightning_parallel import (
     TensorParallel,
     Zero,
 )
-from lightning_parallel.techniques.observed.samples.apart import Meeting
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import SCHEDULES
-from lightning_parallel.techniques.pipeline_parallel.technique import solved_by_batch
-from tests.heard import heard
 from tests.ranks import on_one, run_on_ranks
 from tests.strategies.one_and_two import MakeStrategy, made
 from tests.tiers import covering, sampled
@@ -180,7 +176,7 @@ class Sums(Compares):
 
 
 MODELS: dict[str, type[Compares]] = {
-    each.__name__: each for each in (Contrasts, Balances, Normalises, Hooked, TimeFirst, Tells, Masks, Bends, Sums)
+    each.__name__: each for each in (Contrasts, Balances, Normalises, Hooked, Masks, Bends, Sums)
 }
 
 
@@ -216,11 +212,6 @@ def test_a_loss_over_all_microbatches_is_that_of_one_process(model: str, schedul
     require_equal(model, 2, pipeline(schedule))
 
 
-@sampled(1, "model", ["Contrasts", "Balances", "Normalises", "Tells", "Bends", "Sums"])
-def test_where_samples_meet_it_is_so_unless_told_otherwise(model: str) -> None:
-    require_equal(model, 2, partial(PipelineParallelStrategy, 2, microbatches=4))
-
-
 # ---------------------------------------------------------------- beside other techniques
 
 
@@ -250,7 +241,7 @@ class Comparison(nn.Module):
 
 
 MODELS["Named"] = Named
-PP2 = PipelineParallel(2, microbatches=2)
+PP2 = PipelineParallel(2, microbatches=2, loss_over="batch")
 
 
 @covering(
@@ -260,7 +251,7 @@ def test_samples_of_ranks_meet_too(layout: list[Any]) -> None:
     require_equal("Named", 8 if len(layout) > 2 else 4, partial(HybridStrategy, *layout), batch=4)
 
 
-# ---------------------------------------------------------------- told and refused
+# ---------------------------------------------------------------- refused
 
 
 class InBlocks(Named):
@@ -271,22 +262,6 @@ class InBlocks(Named):
         return x
 
 
-class FlatBlock(Block):
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
-        return x + self.inner(x.flatten(0, 1)).view_as(x).tanh()
-
-
-class FlatTimeFirst(Hooked):
-    """Tokens of all samples follow each other: which is whose cannot be told from shapes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(FlatBlock() for _ in range(4))
-
-    def body(self, x: Tensor) -> Tensor:
-        return super().body(x.transpose(0, 1)).transpose(0, 1)
-
-
 class TwoViews(Contrasts):
     """Two views of each sample run together, those of all samples one after the other."""
 
@@ -295,44 +270,60 @@ class TwoViews(Contrasts):
         return F.cross_entropy(one @ other.t(), torch.arange(len(x)))
 
 
-MODELS |= {"InBlocks": InBlocks, "FlatTimeFirst": FlatTimeFirst, "TwoViews": TwoViews}
+MODELS |= {"InBlocks": InBlocks, "TwoViews": TwoViews, "TimeFirst": TimeFirst, "Tells": Tells}
 
 
-def test_where_samples_meet_in_blocks_too_only_what_is_wrong_is_mended() -> None:
-    inside, close = Meeting("", "", False, True), Meeting("", "", False, False)
-    wrong = Meeting("", "", True, False)
-    assert solved_by_batch([close, wrong]) == [close, wrong]
-    assert solved_by_batch([inside, close, wrong]) == [wrong]
+class PerSample(Compares):
+    """An L1 loss whose mean is written as a norm."""
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.head(self.body(x))
+        return torch.linalg.vector_norm(hidden, ord=1) / hidden.numel()
 
 
-def said(model: str, strategy: MakeStrategy) -> str:
-    """What a run refuses, or what it says of its loss."""
-    with heard(logging.INFO) as lines:
-        try:
-            trained(model, strategy)
-        except ValueError as error:
-            return str(error)
-    return "\n".join(lines)
+MODELS["PerSample"] = PerSample
+
+
+def refusal(model: str, strategy: MakeStrategy) -> str:
+    """The error by which a run is refused; nothing for one that trains."""
+    try:
+        trained(model, strategy)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return ""
+
+
+NUMBERS = r"the loss of (\d) samples is (-?[\d.e+]+), but those of \d and \d of them together make (-?[\d.e+]+)"
+MEASURED = NUMBERS + r": samples interact, .*loss_over='batch'.*microbatches=1.*loss_over='microbatches'"
+IN_BLOCKS = NUMBERS + r": though what follows the blocks ran once .*microbatches=1.*loss_over='microbatches'"
 
 
 @sampled(
-    1,
+    4,
     ("model", "options", "expected"),
     [
-        ("Named", {}, "computed once for the batch"),
-        ("Masks", {}, ""),
-        ("Balances", {"loss_over": "microbatches"}, "such a loss is that of each microbatch"),
-        ("InBlocks", {}, r"names compare, which is called before the last block has returned"),
-        ("FlatTimeFirst", {"loss_over": "batch"}, r"cannot be: blocks\.\d.* whose they are cannot be told"),
-        ("TwoViews", {}, "samples of a batch meet each other"),
-        ("TwoViews", {"loss_over": "batch"}, "cannot be: blocks.3 .* views or tokens in a dimension of their own"),
-        ("FlatTimeFirst", {}, "such a loss is that of each microbatch"),
+        ("Contrasts", {}, MEASURED),
+        ("PerSample", {}, "^$"),
+        ("Normalises", {}, MEASURED),
+        ("Balances", {}, MEASURED),
+        ("Bends", {}, MEASURED),
+        ("Sums", {}, MEASURED),
+        ("Balances", {"loss_over": "microbatches"}, "^$"),
+        ("Named", {}, r"whole_batch=\('compare',\)\) names compare, .*loss_over='batch'"),
+        ("InBlocks", {"loss_over": "batch"}, IN_BLOCKS),
+        ("TwoViews", {"loss_over": "batch"}, IN_BLOCKS),
+        ("TimeFirst", {"loss_over": "batch"}, r"blocks\.3, .* shape \(5, 2, 6\) for 2 samples that differs"),
+        ("Tells", {"loss_over": "batch"}, r"blocks\.3, .* differs between microbatches|together make"),
     ],
 )
-def test_what_is_told(model: str, options: dict[str, Any], expected: str) -> None:
-    first, second = run_on_ranks(2, said, model, partial(PipelineParallelStrategy, 2, microbatches=4, **options))
-    assert re.search(expected, first), first
-    assert "computed once for the batch" in expected or "computed once for the batch" not in first + second
+def test_what_a_pipeline_refuses_in_the_first_batch(model: str, options: dict[str, Any], expected: str) -> None:
+    """On every rank; a mean over samples trains, however it is written."""
+    for said in run_on_ranks(2, refusal, model, partial(PipelineParallelStrategy, 2, microbatches=4, **options)):
+        assert re.search(expected, said), said
+
+
+def test_a_mean_over_samples_keeps_its_schedule_however_it_is_written() -> None:
+    require_equal("PerSample", 2, partial(PipelineParallelStrategy, 2, microbatches=4))
 
 
 class TwoMeans(LightningModule):
@@ -356,25 +347,33 @@ class TwoMeans(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def two_means(strategy: MakeStrategy | None, parts: str, ignored: bool) -> tuple[dict[str, Tensor], bool]:
+def two_means(strategy: MakeStrategy | None, parts: str, ignored: range) -> dict[str, Tensor] | str:
     generator, model = torch.Generator().manual_seed(1), TwoMeans(parts)
-    targets = torch.randint(3, (16, 2), generator=generator)
-    if ignored:
-        targets = targets.masked_fill(torch.rand(16, 2, generator=generator) < 0.4, -100)
-    with heard() as lines:
-        data = TensorDataset(torch.randn(16, WIDTH, generator=generator).double(), targets)
+    targets = torch.randint(3, (24, 2), generator=generator)
+    missing = torch.rand(24, 2, generator=generator) < 0.4
+    targets[ignored] = targets.masked_fill(missing, -100)[ignored]
+    data = TensorDataset(torch.randn(24, WIDTH, generator=generator).double(), targets)
+    try:
         trainer(made(strategy), max_epochs=1, precision="64-true").fit(model, DataLoader(data, 8))
-    return dict(model.state_dict()), any("means over other numbers of targets" in line for line in lines)
+    except (ValueError, RuntimeError) as error:
+        return f"{error} in batch {model.trainer.global_step}"
+    return dict(model.state_dict())
 
 
-@covering(keep=1, parts=["two", "one", "beside"], ignored=[True, False])
-def test_means_that_microbatches_mix_are_told(parts: str, ignored: bool) -> None:
-    (expected, _), mixes = on_one(two_means, None, parts, ignored), ignored and parts != "one"
-    for over, exact in (("microbatches", not mixes), ("batch", True)):
-        strategy = partial(PipelineParallelStrategy, 2, microbatches=4, loss_over=over)
-        found = run_on_ranks(2, two_means, strategy, parts, ignored)
-        assert [told for _, told in found] == [not exact, False]
-        for weights, _ in found:
-            assert (
-                all(torch.allclose(weights[name], each, rtol=0, atol=1e-9) for name, each in expected.items()) == exact
-            )
+@covering(
+    keep=2,
+    parts=["two", "one", "beside"],
+    ignored=[range(24), range(0), range(16, 24)],
+    over=["auto", "microbatches", "batch"],
+)
+def test_means_over_other_targets_are_exact_or_refused(parts: str, ignored: range, over: Any) -> None:
+    """In the first batch in which their shares are unlike."""
+    expected, mixes = on_one(two_means, None, parts, ignored), len(ignored) > 0 and parts != "one"
+    for found in run_on_ranks(
+        2, two_means, partial(PipelineParallelStrategy, 2, microbatches=4, loss_over=over), parts, ignored
+    ):
+        if mixes and over == "auto":
+            assert re.search(f"together make .* in batch {ignored[0] // 8}$", found), found
+            continue
+        exact = [torch.allclose(found[name], each, rtol=0, atol=1e-9) for name, each in expected.items()]
+        assert all(exact) == (not mixes or over == "batch")

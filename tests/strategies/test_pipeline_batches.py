@@ -162,28 +162,20 @@ def test_a_stream_that_knows_its_length_begins_after_the_look(tmp_path: Path, di
         assert trained == [[float(number), number + 1.0] for number in range(0, 8, 2)] * 2
 
 
-class Prepared(Seeing):
-    """Loaders are made anew after this hook, so what has been read for them is not there in the pass."""
-
-    validation_step = LightningModule.validation_step
-
-    def on_fit_start(self) -> None:
-        pass
-
-
 def refused(path: Path) -> list[list[float]]:
-    with path.open() as file:
-        model, run = Prepared(), trainer(PipelineParallelStrategy(2, microbatches=2), max_epochs=1)
-        run.fit(model, DataLoader(Lines(file, True), 2))
-        with pytest.raises(ValueError, match="a Lines yields nothing, but a pipeline looks at one batch before"):
-            run.fit(Prepared(), DataLoader(Lines(file, False), 2))
+    model, run = Seeing(), trainer(PipelineParallelStrategy(2, microbatches=2), max_epochs=1)
+    with path.open() as file, path.open() as other:
+        run.fit(model, DataLoader(Lines(file, True), 2), DataLoader(Lines(other, True), 2))
+        with pytest.raises(ValueError, match="a Lines yields nothing, but a pipeline analyzes a step before") as caught:
+            run.fit(Seeing(), DataLoader(Lines(file, False), 2), DataLoader(Lines(other, True), 2))
         file.seek(0)
         with pytest.raises(TypeError, match=r"a Lines can be read only once, .* whose __iter__ starts anew"):
-            run.fit(Prepared(), DataLoader(Lines(file, False), 2))
+            run.fit(Seeing(), DataLoader(Lines(file, False), 2), DataLoader(Lines(other, True), 2))
+    assert "num_sanity_val_steps=0" in caught.value.__notes__[0]  # type: ignore[attr-defined]
     return model.trained
 
 
-def test_data_that_would_be_missing_in_the_pass_is_refused(tmp_path: Path) -> None:
+def test_data_that_would_be_missing_in_the_pass_is_refused_before_a_sanity_check(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_text("".join(f"{number}\n" for number in range(8)))
     assert run_on_ranks(2, refused, path) == [[[0, 1], [2, 3], [4, 5], [6, 7]]] * 2

@@ -1,4 +1,4 @@
-"""Steps that use, or log, what the step that was looked at did not use on their stage."""
+"""Steps that use, or log, what the analyzed step did not use on their stage."""
 
 from functools import partial
 from typing import Any
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_parallel import PipelineParallelStrategy
 from tests.models import PlainBlock, points
@@ -78,15 +78,39 @@ def run(evaluation: str, strategy: MakeStrategy | None) -> dict[str, float]:
     2,
     ("evaluation", "what"),
     [
-        ("scales again", "scale is used on stage 1"),
-        ("skips", "what stem returned is used on stage 1"),
-        ("reads a weight", "stem.weight is used on stage 1"),
-        ("asks", "what stem returned is used on stage 1"),
+        ("scales again", r"scale \(of stage 0\) is read"),
+        ("skips", r"stem.bias \(of stage 0\) is read"),
+        ("reads a weight", r"stem.weight \(of stage 0\) is read"),
+        ("asks", r"stem.bias \(of stage 0\) is read"),
     ],
 )
 def test_an_evaluation_that_uses_what_its_stage_does_not_have(evaluation: str, what: str) -> None:
-    with pytest.raises(RanksFailed, match=f"{what}, but another one has it: .* or use ZeroStrategy"):
+    with pytest.raises(RanksFailed, match=f"{what}, but another stage of the pipeline has it: .* or use ZeroStrategy"):
         run_on_ranks(2, run, evaluation, PP2)
+
+
+class Penalizes(Steps):
+    """Adds a penalty on a weight of the first stage for some samples of the second batch, in its second half."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        marked = batch[2] > 0
+        return loss + marked.float().mean() * self.stem.weight.square().sum() if marked.any() else loss
+
+
+def penalized() -> None:
+    inputs, targets, _ = points(8, seed=3).tensors
+    marked = torch.tensor([0, 0, 0, 0, 0, 0, 1, 1])
+    loader = DataLoader(TensorDataset(inputs, targets, marked), 4)
+    trainer(PP2(), max_epochs=1).fit(Penalizes(""), loader, loader)
+
+
+def test_a_weight_of_another_stage_that_a_later_microbatch_reads() -> None:
+    """It was zeros there, and the loss another one, without a word."""
+    with pytest.raises(
+        RanksFailed, match=r"stem\.weight \(of stage 0\) is .*, but another stage of the pipeline has it"
+    ):
+        run_on_ranks(2, penalized)
 
 
 class Explains(Steps):

@@ -144,7 +144,24 @@ def stem_around(module: Any, batch_idx: int) -> Any:
     yield
 
 
-IN_TRAINING = flag, frozen, frozen_block, stays_frozen, between, head_after, clamped, stem_around, mode_stays
+def frozen_early(module: Any, batch_idx: int) -> Any:
+    blocks = module.net.blocks[:2].requires_grad_(False)
+    yield
+    blocks.requires_grad_(True)
+
+
+IN_TRAINING = (
+    flag,
+    frozen,
+    frozen_block,
+    frozen_early,
+    stays_frozen,
+    between,
+    head_after,
+    clamped,
+    stem_around,
+    mode_stays,
+)
 
 
 def noise(module: Any, batch_idx: int) -> Any:
@@ -180,15 +197,9 @@ def clamped_after(module: Any, batch_idx: int) -> Any:
         parameter.data.clamp_(-0.2, 0.2)
 
 
-def frozen_early(module: Any, batch_idx: int) -> Any:
-    blocks = module.net.blocks[:2].requires_grad_(False)
-    yield
-    blocks.requires_grad_(True)
-
-
-KEPT = mode, mode_stays, flag, flag_stays, frozen, frozen_block, stays_frozen, clamped, between, stem_around
-REFUSED = noise, noise_in_early_blocks, swapped, clamped_after
-ACTS: dict[str, Callable[[Any, int], Any]] = {act.__name__: act for act in (*KEPT, *REFUSED, head_after, frozen_early)}
+KEPT = mode, flag, flag_stays, frozen, frozen_block, frozen_early, clamped, between, stem_around
+REFUSED = noise, noise_in_early_blocks, swapped, clamped_after, mode_stays, stays_frozen
+ACTS: dict[str, Callable[[Any, int], Any]] = {act.__name__: act for act in (*KEPT, *REFUSED, head_after)}
 PIPELINES: dict[str, tuple[int, int, Callable[[], Any]]] = {
     "1f1b": (2, 1, partial(PipelineParallelStrategy, 2, microbatches=2)),
     "zbv": (2, 1, partial(PipelineParallelStrategy, 2, schedule="zbv", microbatches=4)),
@@ -221,16 +232,15 @@ def test_so_is_a_head_that_changes_when_the_loss_of_the_batch_is_known() -> None
         require_like(expected.result(), found)
 
 
-SAYS = r"net\.blocks.* changed in a step, .* do it in hooks, as on_train_batch_start"
+SAYS = (
+    r"is written into a tensor of this stage|"
+    r"(net\.blocks|modes or requires_grad).* changed in a step, .* do it in hooks, as on_train_batch_start"
+)
 
 
 @covering(keep=2, act=[act.__name__ for act in REFUSED], layout=PIPELINES)
 def test_what_earlier_stages_would_miss_is_refused(act: str, layout: str) -> None:
     refused(act, layout)
-
-
-def test_so_is_freezing_of_what_the_last_stage_has_nothing_of() -> None:
-    refused("frozen_early", "1f1b")
 
 
 def refused(act: str, layout: str) -> None:

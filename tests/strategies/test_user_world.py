@@ -95,7 +95,7 @@ def fitted(strategy: MakeStrategy | None, readers: int) -> Any:
 
 LAYOUTS: list[tuple[int, int, Any]] = [
     (2, 1, partial(TensorParallelStrategy, 2)),
-    (2, 1, partial(PipelineParallelStrategy, 2)),
+    (2, 1, partial(PipelineParallelStrategy, 2, loss_over="batch")),
     (4, 2, partial(HybridStrategy, PipelineParallel(2, microbatches=1), Zero(2, stage=1))),
     (4, 2, partial(HybridStrategy, TensorParallel(2), Zero(2, stage=3))),
 ]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.techniques.test_observed import WIDTH, Model, look, plain
+from tests.techniques.test_trace import WIDTH, Model, look, plain
 
 
 class Does(nn.Linear):

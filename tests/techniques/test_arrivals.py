@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from lightning_parallel.mesh import ParallelMesh, resolve_sizes
-from lightning_parallel.techniques.step import Run, Step
+from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.zero import Zero
 from lightning_parallel.techniques.zero.arrivals import Arrival, Arrivals, Arriving
 from lightning_parallel.techniques.zero.states import ShardedStatesStep
@@ -58,7 +58,7 @@ class Sharded:
 
     def train(self, forward: Callable[..., Tensor] | None = None) -> None:
         """A batch, after which the optimizer adds one to every element; rank 1 is late."""
-        loss = self.step.forward(Run(forward or self.net), torch.ones(()))
+        loss = self.step.forward(forward or self.net, torch.ones(()))
         self.step.backward(loss.backward)
         self.add_one()
 

@@ -32,8 +32,8 @@ from lightning_parallel import (
     Zero,
 )
 from lightning_parallel.mesh import Axis, Size, resolve_sizes
-from lightning_parallel.techniques.division import Division, Ground
-from lightning_parallel.techniques.step import Coming, Run, Step, WrappedRun, WrappedStep
+from lightning_parallel.techniques.division import Division, PartitionContext
+from lightning_parallel.techniques.step import BatchInfo, Step, StepFn, WrappedStep
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from tests.curves import SMALL, compare, curve
 from tests.grounds import ground
@@ -63,10 +63,10 @@ class OwnPositions(Technique):
     def traits(self) -> Traits:
         return Traits(meets_in_forward=self.meets)
 
-    def look(self, model: nn.Module, ground: Ground) -> int:
+    def analyze(self, model: nn.Module, ground: PartitionContext) -> int:
         return sum(1 for _ in model.parameters())
 
-    def divide(self, model: nn.Module, ground: Ground, seen: int) -> Division:
+    def divide(self, model: nn.Module, ground: PartitionContext, seen: int) -> Division:
         assert seen
         return Positions(model, ground.mesh)
 
@@ -89,24 +89,18 @@ class Positions(Division):
         dist.all_gather(parts, outputs.contiguous(), group=self.mesh["cp"].get_group())
         return torch.cat(parts, 1)
 
-    def run(self, run: Run[T]) -> Run[T]:
-        return Told("run", self, run)
+    def run(self, run: StepFn[T]) -> StepFn[T]:
+        def told(*args: Any, **kwargs: Any) -> T:
+            self.happened.append("run")
+            return run(*args, **kwargs)
+
+        return told
 
     def step(self, step: Step) -> Step:
         return ToldStep("step", self, step)
 
     def settle(self, step: Step) -> Step:
         return ToldStep("settle", self, step)
-
-
-class Told(WrappedRun[T]):
-    def __init__(self, name: str, division: Positions, inner: Run[T]) -> None:
-        super().__init__(inner)
-        self.name, self.division = name, division
-
-    def __call__(self, *args: Any, **kwargs: Any) -> T:
-        self.division.happened.append(self.name)
-        return super().__call__(*args, **kwargs)
 
 
 class ToldStep(WrappedStep):
@@ -117,11 +111,11 @@ class ToldStep(WrappedStep):
         self.name, self.division = name, division
         self.latest[name] = self
 
-    def expect(self, coming: Coming) -> None:
-        self.latest["coming"] = coming
-        super().expect(coming)
+    def begin_batch(self, info: BatchInfo) -> None:
+        self.latest["info"] = info
+        super().begin_batch(info)
 
-    def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
+    def forward(self, run: StepFn[T], *args: Any, **kwargs: Any) -> T:
         self.division.happened.append(self.name)
         return super().forward(run, *args, **kwargs)
 
@@ -213,7 +207,7 @@ def test_a_technique_that_nothing_knows_trains_as_one_process(
 
 @ranks(4)
 def test_maps_happen_where_they_belong() -> None:
-    techniques = OwnPositions(2), PipelineParallel(2, microbatches=2)
+    techniques = OwnPositions(2), PipelineParallel(2, microbatches=2, loss_over="microbatches")
     fit_once(HybridStrategy(*techniques), samples=8)
     division = ToldStep.latest["step"].division
     calls = division.happened.count("run")
@@ -225,7 +219,7 @@ def coming_samples(meets: bool) -> list[int | None]:
     """What steps were told of the last batch, of which one reader has 4 samples and the other one 3."""
     strategy = HybridStrategy(DataParallel(2), OwnPositions(1, meets=meets))
     fit_once(strategy, samples=7, batch_size=4)
-    return ToldStep.latest["coming"].samples
+    return ToldStep.latest["info"].samples
 
 
 def test_ranks_that_meet_in_a_forward_know_the_least_number_of_samples() -> None:
@@ -234,12 +228,12 @@ def test_ranks_that_meet_in_a_forward_know_the_least_number_of_samples() -> None
 
 
 class Disagreeing(OwnPositions):
-    def look(self, model: nn.Module, ground: Ground) -> int:
+    def analyze(self, model: nn.Module, ground: PartitionContext) -> int:
         return dist.get_rank()
 
 
 class FailingOnOne(OwnPositions):
-    def look(self, model: nn.Module, ground: Ground) -> int:
+    def analyze(self, model: nn.Module, ground: PartitionContext) -> int:
         if dist.get_rank() == 1:
             raise ValueError("this rank cannot see it")
         return 1
@@ -298,7 +292,7 @@ def divided(given: tuple[Technique, ...], mesh: ParallelMesh) -> list[str]:
     model: nn.Module = build("llama")
     on = ground(model, mesh)
     techniques = HybridStrategy(*given).techniques
-    looks = [technique.look(model, on) for technique in techniques]
+    looks = [technique.analyze(model, on) for technique in techniques]
     divisions = []
     for technique, look in zip(techniques, looks, strict=True):
         divisions.append(technique.divide(model, on, look))

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from lightning_parallel import DataParallel, ExpertParallel, ParallelPlan
 from lightning_parallel.collectives.functional import Pending
 from lightning_parallel.mesh import ParallelMesh, resolve_sizes
-from lightning_parallel.techniques.division import Ground
+from lightning_parallel.techniques.division import PartitionContext
 from lightning_parallel.techniques.expert_parallel import travel
 from lightning_parallel.techniques.expert_parallel.travel import start_exchange
-from lightning_parallel.techniques.step import Run, Step
+from lightning_parallel.techniques.step import Step
 from tests.further.experts import WIDTH, Bank, Router
 from tests.ranks import ranks
 
@@ -65,14 +65,14 @@ def divided() -> tuple[nn.Module, Step, nn.Module]:
     model, whole = Shared().double(), Shared().double()
     whole.load_state_dict(model.state_dict())
     mesh = ParallelMesh(resolve_sizes([DataParallel(2).claim], 2), "cpu")
-    ground = Ground(mesh, ParallelPlan(experts="experts"), lambda: None)  # type: ignore[arg-type, return-value]
+    ground = PartitionContext(mesh, ParallelPlan(experts="experts"), lambda: None)  # type: ignore[arg-type, return-value]
     technique = ExpertParallel(2)
-    division = technique.divide(model, ground, technique.look(model, ground))
+    division = technique.divide(model, ground, technique.analyze(model, ground))
     return model, division.step(Step()), whole
 
 
 def batch(step: Step, model: nn.Module, x: Tensor) -> Tensor:
-    return step.forward(Run(model), x)
+    return step.forward(model, x)
 
 
 @ranks(2)

@@ -50,7 +50,7 @@ def divided(experts: nn.Module, technique: ExpertParallel) -> nn.Module:
     model = nn.ModuleDict({"experts": experts})
     mesh = ParallelMesh(dict.fromkeys(AXES, 1) | {"dp_replicate": torch.distributed.get_world_size()}, "cpu")
     on = ground(model, mesh, ParallelPlan(experts="experts"))
-    technique.divide(model, on, technique.look(model, on))
+    technique.divide(model, on, technique.analyze(model, on))
     return experts
 
 

@@ -96,14 +96,14 @@ class Asks(Plain):
 
 
 class GoesBack(Plain):
-    """Optimizes by hand, with `loss.backward()`."""
+    """Optimizes by hand."""
 
     automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer, loss = self.optimizers(), self.loss(batch)
         optimizer.zero_grad()
-        loss.backward()
+        self.manual_backward(loss)
         optimizer.step()
         self.log("train_loss", loss)
 

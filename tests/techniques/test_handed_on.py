@@ -1,15 +1,26 @@
-"""What stages hand on must follow from the batch's shapes: the next stage waits for the same every time."""
+"""What stages send each other: the structure once, and by its number where it may vary; else it must stay the same."""
 
+import warnings
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
-from lightning_parallel.techniques.pipeline_parallel.exchange import Exchange
+from lightning_parallel import PipelineParallelStrategy
+from lightning_parallel.techniques.pipeline_parallel.p2p import P2P, packed
+from tests.ranks import begun_on_one, run_on_ranks
+from tests.trainers import trainer
 
 
 class Sent:
     """A lane that only notes what is sent."""
+
+    device = torch.device("cpu")
 
     def __init__(self) -> None:
         self.objects: list[Any] = []
@@ -24,10 +35,34 @@ class Sent:
 
 def test_a_structure_is_sent_once() -> None:
     lane = Sent()
-    exchange = Exchange(cast(Any, lane), lambda stage: stage, 2)
+    p2p = P2P(cast(Any, lane), lambda stage: stage, 2)
     for microbatch in range(3):
-        exchange.send_forward(0, microbatch, "shapes", {"hidden": torch.rand(2, 3), "length": 3})
+        p2p.send_forward(0, microbatch, "shapes", packed({"hidden": torch.rand(2, 3), "length": 3}), varies=False)
     assert (len(lane.objects), len(lane.tensors)) == (1, 3)
+
+
+def test_structures_that_vary_are_sent_once_each_and_then_by_their_numbers() -> None:
+    lane = Sent()
+    p2p = P2P(cast(Any, lane), lambda stage: stage, 2)
+    hidden, maps = torch.rand(2, 3), torch.rand(4)
+    for microbatch, value in enumerate([(hidden,), (hidden, maps), (hidden,), (hidden, maps)]):
+        p2p.send_forward(0, microbatch, "shapes", packed(value), varies=True)
+    numbers = [tensor.item() for tensor in lane.tensors if tensor.dtype is torch.long]
+    assert (len(lane.objects), numbers) == (2, [0, 0, 1, 2])
+
+
+def test_a_value_is_the_same_with_its_tensors_in_their_places() -> None:
+    tensor = torch.rand(2, 3)
+    value = {"twice": [tensor, (tensor, "text", None)], "set": {1, 2}}
+    structure, tensors = packed(value)
+    assert len(tensors) == 1
+    other = torch.zeros(2, 3)
+    assert structure.filled([other]) == {"twice": [other, (other, "text", None)], "set": {1, 2}}
+
+
+def test_a_tensor_within_an_object_goes_along() -> None:
+    structure, tensors = packed(SimpleNamespace(cache=torch.ones(2)))
+    assert structure.filled([each + 1 for each in tensors]).cache.tolist() == [2, 2]
 
 
 @pytest.mark.parametrize(
@@ -39,8 +74,61 @@ def test_a_structure_is_sent_once() -> None:
     ],
 )
 def test_another_value_is_told_by_what_changed(value: Any, said: str) -> None:
-    exchange = Exchange(cast(Any, Sent()), lambda stage: stage, 2)
-    exchange.send_forward(0, 0, "shapes", {"hidden": torch.zeros(2, 3), "length": 3})
+    p2p = P2P(cast(Any, Sent()), lambda stage: stage, 2)
+    p2p.send_forward(0, 0, "shapes", packed({"hidden": torch.zeros(2, 3), "length": 3}), varies=False)
     with pytest.raises(ValueError, match=r"what stage 0 hands on differs .* return as tensors what varies") as refused:
-        exchange.send_forward(0, 1, "shapes", value)
+        p2p.send_forward(0, 1, "shapes", packed(value), varies=False)
     assert said in str(refused.value).partition("same shapes: ")[2].partition(";")[0]
+
+
+# ---------------------------------------------------------------- blocks that return more in some batches
+
+
+class Looked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, more: bool) -> tuple[Tensor, ...]:
+        hidden = self.inner(x).relu()
+        return (x + hidden, hidden) if more else (x + hidden,)
+
+
+class LooksAtMaps(LightningModule):
+    """Asks blocks for their hidden values in the first batch of each validation, as one does for attention maps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.head = nn.Linear(8, 8), nn.Linear(8, 1)
+        self.blocks = nn.ModuleList(Looked() for _ in range(4))
+
+    def loss(self, x: Tensor, more: bool) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x, *hidden = block(x, more)
+        return self.head(x + sum(hidden)).square().mean()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.loss(batch, False)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("loss", self.loss(batch, batch_idx % 2 == 0))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.05)
+
+
+def validated(strategy: Any) -> float:
+    if strategy is None:  # Lightning warns wherever a process group exists, even of one rank
+        warnings.filterwarnings("ignore", ".*sync_dist=True")
+    data = DataLoader(torch.randn(24, 8, generator=torch.Generator().manual_seed(1)), 8)
+    run = trainer("auto" if strategy is None else strategy(), max_epochs=2)
+    run.fit(LooksAtMaps(), data, data)
+    return float(run.callback_metrics["loss"])
+
+
+def test_a_block_may_return_more_in_some_batches_of_evaluation() -> None:
+    expected = begun_on_one(validated, None)
+    for found in run_on_ranks(2, validated, partial(PipelineParallelStrategy, 2, microbatches=2)):
+        assert found == pytest.approx(expected.result(), rel=1e-5)

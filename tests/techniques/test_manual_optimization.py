@@ -105,20 +105,10 @@ class Accumulating(Two):
                 optimizer.zero_grad()
 
 
-class OwnBackward(Two):
-    """Calls `backward` of the loss, not of the module."""
+class TwoBackwards(Two):
+    """Two passes before a step; one rank alone uses a scalar."""
 
     optimizers_made = 1
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        optimizer.zero_grad()
-        self.fool(batch[0]).backward()
-        optimizer.step()
-
-
-class OwnBackwards(OwnBackward):
-    """Does so twice before a step; one rank alone uses a scalar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,10 +117,10 @@ class OwnBackwards(OwnBackward):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         optimizer, (x, kinds) = self.optimizers(), batch
         optimizer.zero_grad()
-        self.fool(x).backward()
+        self.manual_backward(self.fool(x))
         told = self.critic(x)
         told = torch.where(kinds[:, None] > 0, told * self.scale, told) if kinds.any() else told
-        told.square().mean().backward()
+        self.manual_backward(told.square().mean())
         optimizer.step()
 
 
@@ -297,7 +287,7 @@ class Finetuned(Automatic):
 
 
 KINDS = [
-    Gan, FrozenByHand, Accumulating, OwnBackward, OwnBackwards, SeveralSteps, WithClosure, UnusedEverywhere,
+    Gan, FrozenByHand, Accumulating, TwoBackwards, SeveralSteps, WithClosure, UnusedEverywhere,
     UnusedSomewhere, Frozen, MostlyFrozen, OwnHooks, Finetuned, Blocks, SteppedBlocks,
 ]  # fmt: skip
 

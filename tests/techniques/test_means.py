@@ -47,7 +47,7 @@ def test_a_cross_entropy_counts_its_targets_and_a_mean_its_elements() -> None:
             F.cross_entropy(logits, logits.detach().softmax(-1)),
         ]
         F.cross_entropy(logits, target, reduction="sum")
-    assert [float(mean.over.count) for mean in means.all] == [4, 1 + 2 + 3 + 5, 4, 30, 30, 6]
+    assert [float(mean.count) for mean in means.all] == [4, 1 + 2 + 3 + 5, 4, 30, 30, 6]
     assert torch._C._nn.cross_entropy_loss is original
     torch.testing.assert_close(losses[0], F.cross_entropy(logits, target, label_smoothing=0.1))
     torch.testing.assert_close(losses[1], F.cross_entropy(logits, target, weight))
@@ -66,7 +66,7 @@ def test_over_no_target_at_all_there_is_no_loss_and_no_gradient(label_smoothing:
 def test_counts_stay_exact_beyond_single_precision() -> None:
     means = Means()
     means.note(torch.ones(()), torch.tensor(2**24 + 1))
-    assert float(means.over.count) == 2**24 + 1
+    assert float(means.count) == 2**24 + 1
 
 
 def test_a_sum_becomes_a_mean_as_exactly_as_its_gradient_is_kept_whatever_tensors_a_trainer_makes() -> None:
@@ -85,8 +85,7 @@ def test_each_mean_of_a_sum_has_its_own_scale() -> None:
     x = torch.ones(2, requires_grad=True)
     with Means() as means:
         loss = 3 * F.mse_loss(x[:1], torch.zeros(1)) + F.l1_loss(x[1:], torch.zeros(1)) / 2 + x.sum()
-    parts = means.parts_of(loss)
-    assert {number: float(part) for number, part in parts.items()} == {0: 3.0, 1: 0.5}
+    assert means.parts_of(loss) == {means.all[0]: 3.0, means.all[1]: 0.5}
     means.all[0].scale.factor, means.all[1].scale.factor = torch.tensor(10.0), torch.tensor(100.0)
     loss.backward()
     assert x.grad.tolist() == [61.0, 51.0]
@@ -96,9 +95,9 @@ def test_a_value_that_is_a_mean_is_known_without_its_graph_and_after_changes_in_
     x = torch.full((2,), 2.0, requires_grad=True)
     with Means() as means:
         loss = F.mse_loss(x, torch.zeros(2))
-        assert means.parts_of(loss.detach()) == {0: 4.0}
+        assert means.parts_of(loss.detach()) == {means.all[0]: 4.0}
         loss += x.sum()
-        assert means.parts_of(loss) == {0: 4.0}
+        assert means.parts_of(loss) == {means.all[0]: 4.0}
         assert means.parts_of(loss.exp()) == means.parts_of(nn.Parameter(torch.ones(()))) == {}
 
 
@@ -109,32 +108,16 @@ def test_transforms_of_functions_are_left_alone() -> None:
     assert not means.all
 
 
-def test_a_loop_over_samples_is_a_mean_over_samples() -> None:
-    x, y = torch.randn(3, 4, 5), torch.randint(5, (3, 4))
-    with Means() as means:
-        for sample, target in zip(x, y, strict=True):
-            F.cross_entropy(sample, target)
-        F.cross_entropy(x.flatten(0, 1), y.flatten())
-    assert means.of_single_samples(3) == {0, 1, 2}
-    assert means.of_single_samples(2) == set()
-
-
-@pytest.mark.parametrize("take", [lambda y, k: y[:, k], lambda y, k: y[:, k].clone()])
-def test_a_loop_over_as_many_heads_as_samples_is_none(take: Any) -> None:
-    x, y = torch.randn(3, 5), torch.randint(5, (3, 3))
-    with Means(batch=(x, y)) as means:
-        for head in range(3):
-            F.cross_entropy(x, take(y, head))
-    assert means.of_single_samples(3) == set()
-    with Means(batch=(x, y)) as means:
-        for sample, targets in zip(x, y, strict=True):
-            F.cross_entropy(sample.expand(3, 5), targets)
-    assert means.of_single_samples(3) == {0, 1, 2}
-    lists = [{"boxes": torch.ones(count, 5)} for count in (1, 3, 3)]
-    with Means(batch=(x, lists)) as means:
-        for sample, boxes in zip(x, lists, strict=True):
-            F.mse_loss(sample.expand_as(boxes["boxes"]), boxes["boxes"])
-    assert means.of_single_samples(3) == {0, 1, 2}
+def test_a_loss_counts_by_the_means_that_it_is_made_of() -> None:
+    logits, target = torch.randn(6, 5, requires_grad=True), torch.tensor([0, 1, IGNORED, 2, IGNORED, 4])
+    with Means(elements=False) as means:
+        loss = F.cross_entropy(logits, target)
+        F.cross_entropy(logits[:3], target[:3])  # which is only looked at
+        F.cross_entropy(logits.detach(), target)
+    means.returned((2 * loss).exp())
+    assert means.count == 4
+    means.returned(logits.square().mean())
+    assert means.count is None
 
 
 class Heads(LightningModule):
@@ -266,10 +249,10 @@ class Sums(LightningModule):
         if self.way == "manual":
             optimizer = self.optimizers()
             optimizer.zero_grad()
+            self.log("made", loss / 2 + 3 * one, on_step=True, on_epoch=True)
             self.manual_backward(loss)
             optimizer.step()
-            self.log("again", loss, on_step=True, on_epoch=True)
-            self.log("later", loss / 2 + 3 * one, on_step=True, on_epoch=True)  # what made the loss is freed
+            self.log("again", loss, on_step=True, on_epoch=True)  # what made the loss is freed
             return None
         return {"loss": loss, "one": one} if self.way == "dict" else loss
 

@@ -3,19 +3,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_parallel import PipelineParallel
-from lightning_parallel.techniques.tools.microbatches import (
-    SAMPLES,
-    SEVERAL,
-    WHOLE,
-    again,
-    layout_of,
-    lengths_in,
-    samples_in,
-    split,
-)
+from lightning_parallel import ParallelPlan, PipelineParallel
+from lightning_parallel.techniques.tools.microbatches import samples_in, select, split
 
 
 def test_a_step_may_change_its_samples_in_place_before_the_last_one_went_backward():
@@ -44,105 +35,75 @@ def test_a_batch_that_is_too_small_for_a_pipeline_is_told(caplog):
 
 
 def collated(numbers: list[int]) -> dict[str, Any]:
-    """Pictures with as many boxes each as channels, a padded text, and what belongs to the batch."""
+    """Pictures with three channels, targets with boxes, and what belongs to the batch."""
     images = [torch.full((3, 2, 2), float(number)) for number in numbers]
-    lengths = [number + 2 for number in numbers]
     return {
         "images": images,
         "targets": tuple({"boxes": torch.zeros(3, 4), "name": str(number)} for number in numbers),
-        "tokens": torch.zeros(len(numbers), max(lengths)),
+        "tokens": torch.zeros(len(numbers), 7),
         "arrays": np.array(numbers),
         "pair": [torch.tensor(numbers), {"names": list(map(str, numbers))}],
-        "positions": torch.arange(max(lengths)),
-        "longest": max(lengths),
-        "mask": torch.ones(3, 3),
+        "classes": ["cat", "dog"],
+        "longest": 7,
+        "weight": torch.tensor(2.0),
+        "nothing": None,
     }
 
 
-def seen(collate: Any, size: int = 3) -> Any:
-    numbers = list(range(size))
-    return layout_of(collate(numbers), [collate([n for n in numbers if n != out]) for out in numbers], size)
+def test_what_is_as_long_as_the_batch_is_divided_and_scalars_are_copied():
+    batch = collated([0, 1, 2, 3])
+    first, second = split(batch, 2)
+    assert [float(image[0, 0, 0]) for image in second["images"]] == [2, 3]
+    assert [target["name"] for target in first["targets"]] == ["0", "1"]
+    assert (second["tokens"].shape, second["arrays"].tolist()) == ((2, 7), [2, 3])
+    assert (second["pair"][0].tolist(), second["pair"][1]["names"]) == ([2, 3], ["2", "3"])
+    assert (second["classes"], second["longest"], float(second["weight"])) == (["cat", "dog"], 7, 2.0)
+    assert split(batch, 1) == [batch]
 
 
-def test_where_samples_are_is_seen_and_not_guessed_from_sizes():
-    """Three samples of three channels and three boxes, beside a mask of 3 x 3."""
-    batch, layout = collated([0, 1, 2]), seen(collated)
-    assert layout == {
-        **dict.fromkeys(("images", "targets", "tokens", "arrays"), SAMPLES),
-        "pair": (SAMPLES, {"names": SAMPLES}),
-        **dict.fromkeys(("positions", "longest", "mask"), WHOLE),
-    }
-    two, one = split(batch, 2, layout)
-    assert [float(image[0, 0, 0]) for image in two["images"]] == [0, 1]
-    assert [target["name"] for target in one["targets"]] == ["2"]
-    assert (one["tokens"].shape, one["positions"].shape, one["mask"].shape) == ((1, 4), (4,), (3, 3))
-    assert (one["arrays"].tolist(), one["pair"][0].tolist(), one["pair"][1]["names"]) == ([2], [2], ["2"])
-    twice = again(one, layout)
-    assert (len(twice["images"]), twice["arrays"].tolist(), twice["mask"].shape) == (2, [2, 2], (3, 3))
-
-
-def graphs(numbers: list[int]) -> dict[str, Tensor]:
-    nodes = [number + 1 for number in numbers]
-    return {"y": torch.tensor(numbers), "x": torch.zeros(sum(nodes), 2), "times": torch.zeros(5, len(numbers))}
-
-
-def test_what_is_made_of_several_samples_is_not_divided():
-    layout = seen(graphs)
-    assert layout == {"y": SAMPLES, "x": SEVERAL, "times": SEVERAL}
-    batch = graphs([0, 1, 2])
-    assert split(batch, 1, layout) == [batch]
-    with pytest.raises(ValueError, match=r"batch\['x'\], batch\['times'\]: nothing tells .*; collate samples so that"):
-        split(batch, 3, layout)
-
-
-def test_what_other_batches_have_otherwise_is_found_by_its_name_and_size():
-    def collate(numbers: list[int]) -> dict[str, Any]:
-        return {"x": torch.tensor(numbers), "mask": torch.eye(4), "weights": None}
-
-    layout = seen(collate, 4)
-    later = {"more": torch.arange(4), "weights": torch.ones(4), "mask": torch.eye(4), "x": torch.arange(4)}
-    part = split(later, 2, layout)[1]
-    assert (part["x"].tolist(), part["more"].tolist(), part["weights"].shape, part["mask"].shape) == (
-        *([2, 3], [2, 3], (2,)),
-        (4, 4),
+def test_some_samples_of_a_batch():
+    found = select(collated([0, 1, 2, 3]), [slice(0, 1), slice(2, 4)])
+    assert (found["arrays"].tolist(), found["pair"][1]["names"], found["tokens"].shape) == (
+        [0, 2, 3],
+        ["0", "2", "3"],
+        (3, 7),
     )
+    assert [target["name"] for target in found["targets"]] == ["0", "2", "3"]
 
 
-def test_values_one_after_the_other_of_which_a_sample_has_none_are_not_whole():
-    def collate(numbers: list[int]) -> dict[str, Any]:
-        return {"x": torch.tensor(numbers), "values": torch.cat([torch.ones(number % 3) for number in numbers])}
-
-    assert seen(collate, 4) == {"x": SAMPLES, "values": SEVERAL}
-
-
-def test_samples_that_are_left_out_or_come_twice_leave_rows_all_the_same():
-    def chosen(numbers: list[int]) -> list[Any]:
-        kept = [number for number in numbers if number % 3]
-        return [torch.tensor(kept), {"names": list(map(str, kept))}]
-
-    def twice(numbers: list[int]) -> tuple[Tensor, Tensor]:
-        return torch.tensor(numbers * 2), torch.eye(3)
-
-    assert seen(chosen, 6) == (SAMPLES, {"names": SAMPLES})
-    assert seen(twice, 6) == (SAMPLES, WHOLE)
+def test_lists_of_samples_alone_tell_how_many_there_are():
+    images, targets = [torch.zeros(3, 4, 4)] * 5, [{"boxes": torch.zeros(number, 4)} for number in range(5)]
+    assert samples_in((images, targets)) == 5
+    assert [len(part[1]) for part in split((images, targets), 2)] == [3, 2]
 
 
-def test_keys_in_another_order_and_keys_that_are_there_at_times():
-    def collate(numbers: list[int]) -> dict[str, Any]:
-        first = {"x": torch.tensor(numbers), "mask": torch.eye(4), **({"rare": torch.ones(2)} if 0 in numbers else {})}
-        return first if 0 in numbers else dict(reversed(first.items()))
+@pytest.mark.parametrize(
+    ("value", "named", "kept"),
+    [
+        (torch.zeros(9, 4), {"other": 1}, (9, 2)),
+        (torch.zeros(9, 4), {"other": None}, (9, 4)),
+        (np.zeros((9, 4)), {"other": 1}, (9, 2)),
+    ],
+)
+def test_what_has_another_length_is_refused_unless_a_plan_names_it(
+    value: Any, named: dict[str, Any], kept: Any
+) -> None:
+    batch = {"x": torch.zeros(4), "other": value}
+    with pytest.raises(
+        ValueError, match=r"batch\['other'\] is a tensor of shape \(9, 4\) in a batch of 4 .*batch_dims="
+    ):
+        split(batch, 2)
+    assert split(batch, 2, named)[0]["other"].shape == kept
 
-    assert seen(collate, 4) == {"x": SAMPLES, "mask": WHOLE, "rare": None}
 
-
-def test_what_a_later_batch_lacks_or_has_without_rows_is_not_divided():
-    def collate(numbers: list[int]) -> dict[str, Any]:
-        return {"x": torch.tensor(numbers), "mask": torch.ones(len(numbers)), "names": list(map(str, numbers))}
-
-    layout = seen(collate, 4)
-    for mask, names in ((None, None), (torch.tensor(1.0), 3), (0.5, "four")):
-        later = {"mask": mask, "names": names, "x": torch.arange(4)}
-        assert (samples_in(later, layout), *lengths_in(later, layout)) == (4, 4)
-        first, second = split(later, 2, layout)
-        assert (second["mask"], second["names"], second["x"].tolist()) == (mask, names, [2, 3])
-        assert (first["mask"], first["names"]) == (mask, names)
+def test_a_plan_names_what_lies_within():
+    nested = {"x": torch.zeros(4), "graphs": [{"edges": torch.zeros(2, 11)}, [torch.zeros(3), 1]]}
+    with pytest.raises(ValueError, match=r"batch\['graphs.0.edges'\]"):
+        split(nested, 2)
+    part = split(nested, 2, {"graphs": None})[1]
+    assert part["graphs"] is nested["graphs"]
+    alone = [{"x": torch.zeros(7)}, {"x": torch.zeros(5)}]
+    assert [len(part) for part in split(alone, 2, {"": 0})] == [1, 1]
+    for wrong in ({"x": -1}, {"x": "1"}, ["x"]):
+        with pytest.raises(ValueError, match="batch_dims maps paths"):
+            ParallelPlan(batch_dims=wrong)

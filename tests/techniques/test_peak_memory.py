@@ -3,7 +3,7 @@
 A tower of equal layers without biases: each keeps its result for backward, which is the input of the next. Counted are
 all storages that live on the rank, in the fourth step, when there are states. AdamW is fused: it makes nothing beside.
 Lightning sets gradients to zero between a step's forward and its backward, so those of the step before count with the
-activations. A pipeline, whose step has both, lets go of them before the first new one.
+activations. A pipeline computes gradients in its step, so it holds those of two steps.
 """
 
 from __future__ import annotations
@@ -245,13 +245,13 @@ def most_kept(schedule: Schedule, rank: int, layers: int) -> int:
 
 
 def pipeline(tower: Tower, schedule: Schedule, rank: int) -> float:
-    """Parameters, states and one copy of gradients of its layers, the batch; and what it keeps, sends and makes of it.
+    """Parameters, states, gradients of two steps of its layers, the batch; and what it keeps, sends and makes of it.
 
     Or, where parameters count most, the gradients of one microbatch in one stage before they are added.
     """
     of_rank, of_stage = (tower.layers * tower.layer / count for count in (RANKS, schedule.stages))
     kept = most_kept(schedule, rank, tower.layers) + SENT + 1
-    return 4 * of_rank + tower.activation + max(kept * tower.activation / MICROBATCHES, of_stage)
+    return 5 * of_rank + tower.activation + max(kept * tower.activation / MICROBATCHES, of_stage)
 
 
 @sampled(1, "name", SCHEDULES)

@@ -191,12 +191,11 @@ class HooksReturnNew(Residual):
             module.register_forward_hook(lambda _, args, output: self.kept.append(output))
         for block in self.blocks:
             block.register_forward_pre_hook(lambda _, args: (args[0] * 0.5, *args[1:]))
-            block.register_forward_pre_hook(lambda _, args: self.kept.append(args[0]))
             block.map.register_forward_hook(lambda _, args, output: (output, args[0].mean(-1, keepdim=True)))
             block.map.register_forward_hook(lambda _, args, output: output[0] + output[1])
 
     def of_targets(self, x: Tensor, labels: Tensor) -> Tensor:
-        assert len(self.kept) == 2 + 2 * len(self.blocks)
+        assert len(self.kept) == 2 + len(self.blocks)
         return super().of_targets(torch.stack([(k + 1) * one for k, one in enumerate(self.kept)]).sum(0) / 9, labels)
 
     def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:

@@ -20,9 +20,10 @@ from torch.utils.data import DataLoader
 from torch.utils.flop_counter import flop_registry
 
 from lightning_parallel import DataParallel, HybridStrategy, PipelineParallel, PipelineParallelStrategy, Zero
-from lightning_parallel.techniques.pipeline_parallel.gradients import Final, HandOver
+from lightning_parallel.techniques.pipeline_parallel.gradients import ApplyPrecomputedGrads
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import SCHEDULES, make_schedule
 from lightning_parallel.techniques.pipeline_parallel.schedule.simulate import simulate
+from lightning_parallel.techniques.tools.absent import Absent
 from lightning_parallel.techniques.tools.leaves import leaf_of
 from tests.live import LiveBytes, stepped, uncollected
 from tests.models import PlainBlock
@@ -45,7 +46,7 @@ class Held(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.token = Token()
-        if not x.is_meta and x.requires_grad:
+        if not isinstance(x, Absent) and x.requires_grad:
             Held.alive.add(ctx.token)
             Held.most = max(Held.most, len(Held.alive))
         return x.clone()
@@ -94,7 +95,7 @@ class Requiring(Counted):
     """The first one's input requires gradients too, so that all blocks count."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x if x.requires_grad or x.is_meta or not torch.is_grad_enabled() else x.requires_grad_())
+        return super().forward(x if x.requires_grad or not torch.is_grad_enabled() else x.requires_grad_())
 
 
 def most_alive(schedule: str, ranks: int, microbatches: int) -> int:
@@ -187,18 +188,20 @@ def test_other_techniques_talk_once_for_a_batch_not_for_a_microbatch(technique: 
 def built(ranks: int) -> tuple[int, int]:
     """The most bytes that were real at a time while the model was made, and those that this rank keeps."""
 
-    class Peek(Callback):
-        def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-            given = [p for p in stepped(trainer.optimizers[0]) if 0 not in p.stride()]
-            self.held = sum(p.numel() * p.element_size() for p in given)
-            live.__exit__(None, None, None)
+    found: list[tuple[int, int]] = []
 
-    model, peek = Tower(partial(nn.Linear, 256, 256), late=True), Peek()
-    live = LiveBytes()
+    class Peeked(Tower):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            held = sum(p.nbytes for p in self.parameters() if not isinstance(p, Absent))
+            if held:  # else the step is analyzed
+                found.append((live.peak, held))
+            return super().training_step(batch, batch_idx)
+
+    model, live = Peeked(partial(nn.Linear, 256, 256), late=True), LiveBytes()
     loader = DataLoader(torch.randn(4, 256), 2)
-    live.__enter__()
-    trainer(PipelineParallelStrategy(ranks), max_steps=1, callbacks=[peek]).fit(model, loader)
-    return live.peak, peek.held
+    with live:
+        trainer(PipelineParallelStrategy(ranks), max_steps=1).fit(model, loader)
+    return found[0]
 
 
 def test_only_a_stages_own_parameters_are_ever_allocated() -> None:
@@ -247,6 +250,6 @@ def test_a_divided_parameter_that_no_step_used_gets_no_gradient() -> None:
     unused, used = (nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)])) for _ in range(2))
     leaves = [leaf_of(unused), leaf_of(used)]
     always = torch.zeros((), requires_grad=True)
-    HandOver.apply(torch.ones(()), [None, torch.full((2,), 3.0)], 1.0, Final(), always, *leaves).backward()
+    ApplyPrecomputedGrads.apply(torch.ones(()), [None, torch.full((2,), 3.0)], 1.0, always, *leaves).backward()
     assert unused.grad is None
     assert used.grad.full_tensor().tolist() == [3.0] * 4

@@ -108,7 +108,7 @@ class PenaltyAlone(Penalised):
                     parameter.requires_grad_(each is optimizer)
             for each in held:  # type: ignore[union-attr]
                 each.zero_grad()
-            (self.maker.penalty() * self.critic.penalty() + self.loss_of_maker(batch[0])).backward()
+            self.manual_backward(self.maker.penalty() * self.critic.penalty() + self.loss_of_maker(batch[0]))
             assert all(each.grad is None for other in held if other is not optimizer for each in parameters_of(other))
             optimizer.step()
 
@@ -140,7 +140,7 @@ class FrozenAfterUse(Adversarial):
         loss = self.loss_of_critic(batch[0])
         for parameter in parameters_of(maker):
             parameter.requires_grad = False
-        loss.backward()
+        self.manual_backward(loss)
         for parameter in parameters_of(maker):
             parameter.requires_grad = True
         critic.step()

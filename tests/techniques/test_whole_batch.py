@@ -7,17 +7,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_parallel import DataParallelStrategy, ParallelPlan
-from lightning_parallel.collectives.elements import Ranks
-from lightning_parallel.techniques.divided.whole_batch import WholeBatch
-from lightning_parallel.techniques.tools.meeting import meeting_of, uses_of
 from tests.models import Optimized, adamw
-from tests.ranks import ranks, run_on_ranks
+from tests.ranks import run_on_ranks
 from tests.tiers import covering
 from tests.trainers import trainer
 
@@ -94,13 +90,3 @@ def test_what_is_learned_in_it_and_batches_that_do_not_divide(reduction: str, of
     (expected,) = run_on_ranks(1, trained, 8, make, of)
     for found in run_on_ranks(2, trained, 4, make, of):
         torch.testing.assert_close(found, expected)
-
-
-@ranks(2)
-def test_what_saw_the_whole_batch_is_not_warned_of() -> None:
-    module, batch = Pairs(), torch.randn(4, 2, 6)
-    assert meeting_of(module.training_step(batch, 0), 4) is not None
-    WholeBatch(module, Ranks(dist.group.WORLD, "data"), module.parallel_plan())
-    loss = module.training_step(batch, 0)
-    assert meeting_of(loss, 4) is None
-    assert uses_of(loss, [], 4).bent is None

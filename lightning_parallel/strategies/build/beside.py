@@ -18,7 +18,7 @@ from torch.jit import ScriptModule
 
 from lightning_parallel.strategies.build.within import MOST_WITHIN, Exchanged, holds, replaced
 from lightning_parallel.strategies.lightning_package import LightningModule
-from lightning_parallel.techniques.step import Run, WrappedRun
+from lightning_parallel.techniques.step import StepFn
 from lightning_parallel.techniques.tools.telling import warn
 
 T = TypeVar("T")
@@ -116,9 +116,14 @@ class Beside:
             self._exchange(back)
             self._stand = before
 
-    def run(self, run: Run[T]) -> Run[T]:
+    def run(self, run: StepFn[T]) -> StepFn[T]:
         """A step that finds there what it finds in the tree."""
-        return _Following(run, self)
+
+        def following(*args: Any, **kwargs: Any) -> T:
+            with self.shown():  # a step takes parameters anew each time
+                return run(*args, **kwargs)
+
+        return following
 
     def _exchange(self, exchanged: Exchanged) -> None:
         seen: dict[int, tuple[Any, Any]] = {}
@@ -136,16 +141,3 @@ class Beside:
                 "counts as data, and parameters that are kept in it do not follow what ranks compute with; keep "
                 "parameters in an attribute of their own"
             )
-
-
-class _Following(WrappedRun[T]):
-    """See `Beside.run`."""
-
-    def __init__(self, inner: Run[T], beside: Beside) -> None:
-        super().__init__(inner)
-        self._beside = beside
-
-    def __call__(self, *args: Any, **kwargs: Any) -> T:
-        """See `Run.__call__`."""
-        with self._beside.shown():  # a step takes parameters anew each time
-            return self.inner(*args, **kwargs)

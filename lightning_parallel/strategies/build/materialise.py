@@ -55,6 +55,12 @@ class Deferred:
         record = self._record
         return {} if record is None else {name: tensor for name, tensor in tensors.items() if record.owns(tensor)}
 
+    def draw(self, group: dist.ProcessGroup) -> None:
+        """Leaves random states as the build would have, without making its tensors yet. Collective over `group`."""
+        if self._record is not None:
+            self._share_start(self._record, group)
+            self._record.replay({}, lambda *_: None)
+
     @torch.no_grad()
     def materialise(
         self, module: nn.Module, device: torch.device, shards: torch.device, group: dist.ProcessGroup
@@ -72,12 +78,16 @@ class Deferred:
 
     def _make(self, module: nn.Module, device: torch.device, group: dist.ProcessGroup) -> None:
         if self._record is not None:
-            state = [self._record.rng_state]
-            dist.broadcast_object_list(state, src=dist.get_global_rank(group, 0), group=group)
-            self._record.rng_state = state[0]
+            self._share_start(self._record, group)
             self._replay(self._record, module)
         if self._orphans is not None:
             self._orphans.reset(device, lambda name, tensor: _fill(module, name, tensor))
+
+    @staticmethod
+    def _share_start(record: DeferredInit, group: dist.ProcessGroup) -> None:
+        state = [record.rng_state]
+        dist.broadcast_object_list(state, src=dist.get_global_rank(group, 0), group=group)
+        record.rng_state = state[0]
 
     def _replay(self, record: DeferredInit, module: nn.Module) -> None:
         made: dict[int, Tensor] = {}

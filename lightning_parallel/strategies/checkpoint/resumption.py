@@ -64,9 +64,12 @@ class Resumption:
             self._random = kept_randomness(checkpoint, rank) if self._resumes else None
             self._findings = frozenset(checkpoint.get(FINDINGS, ()) if self._resumes else ())
 
-    def begin(self, trainer: Trainer, step: Step, reader: int, host: dist.ProcessGroup) -> None:
-        """The loops are about to run. All ranks must call; see `decorrelate`."""
+    def recall(self, step: Step) -> None:
+        """Gives the step of the divided model what the steps of the run before had found."""
         step.recall(self._findings)
+
+    def begin(self, trainer: Trainer, reader: int, host: dist.ProcessGroup) -> None:
+        """The loops are about to run. All ranks must call; see `decorrelate`."""
         self._restore(trainer, reader, host)
         if self._resumes:
             count_as_saved(trainer)

@@ -11,12 +11,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lightning_parallel.strategies.checkpoint.saver import Saver
-from lightning_parallel.strategies.data.layouts import Layouts
-from lightning_parallel.strategies.data.loaders import DividedIterable, watched
+from lightning_parallel.strategies.data.loaders import DividedIterable
 from lightning_parallel.strategies.data.randomness import RandomState, generators_of
 from lightning_parallel.strategies.data.samplers import length_of
 from lightning_parallel.strategies.data.shares import PassNotes, Readers
-from lightning_parallel.strategies.lightning_package import Trainer
 from lightning_parallel.strategies.ranks.agreement import (
     EVENLY,
     GIVEN,
@@ -30,13 +28,12 @@ from lightning_parallel.strategies.ranks.agreement import (
 )
 from lightning_parallel.strategies.ranks.signals import Requested, Signals
 from lightning_parallel.strategies.trainer import lightnings
-from lightning_parallel.techniques.tools.microbatches import Layout, samples_in
-from lightning_parallel.values import batch_size, outline_of
+from lightning_parallel.techniques.tools.microbatches import NO_DIMS, Dims, samples_in
+from lightning_parallel.values import outline_of
 
 ENDED: Mark = (-1, -1, 0, 0)
 BEGINS: Mark = (-5, 0, 0, 0)
 LEAVES: Mark = (-6, 0, 0, 0)
-LOOKS = -7
 LOADERS = -8
 
 
@@ -49,7 +46,6 @@ class Batches:
         signals: what was asked of this process; none before the run has begun.
         saver: knows whether a save in the background has failed.
         settings: the numbers by which optimizers step at the moment.
-        trainer: whose loaders these are, if somebody divides batches by their samples.
     """
 
     def __init__(
@@ -59,7 +55,6 @@ class Batches:
         signals: Callable[[], Signals | None],
         saver: Saver,
         settings: Callable[[], list[Any]],
-        trainer: Trainer | None = None,
     ) -> None:
         self.readers = readers
         self._group = group
@@ -68,10 +63,8 @@ class Batches:
         self._outline: Any = None  # of the batch before, and the checksum of its structure
         self._structure = 0
         self._find_settings, self._settings, self._checksum = settings, list[Any](), 0
-        #: where samples are in the batches of loaders; none if nobody divides them
-        self.layouts = None if trainer is None else Layouts(trainer, group)
-        #: where samples are in the batch
-        self.layout: Layout = None
+        #: where a plan says that samples are, see `ParallelPlan.batch_dims`
+        self.batch_dims: Dims = NO_DIMS
         #: how much this rank's batch counts against the others' on average; 0.0 for one that does not count
         self.weight = 1.0
         #: the least number of samples that any rank has of this batch
@@ -99,10 +92,6 @@ class Batches:
         lengths = gather_objects(length_of(loader), self._group)
         require_same(f"the number of batches of {type(loader).__name__}", lengths, EVENLY)
         self._share_generators([loader])
-
-    def watched(self, loader: Any) -> Any:
-        """A loader by whose first batch it is seen where samples are, if anybody has to know."""
-        return loader if self.layouts is None else watched(loader)
 
     def begin_pass(self, combined: Any) -> None:
         """Loaders are about to be iterated over: what draws their order stands alike on all ranks.
@@ -133,7 +122,6 @@ class Batches:
         last = is_last and any(length_of(loader) is None for loader in loaders)
         readings = _readings(combined, loaders, dataloader_idx)
         content = None if self.readers.copies == 1 else self._content(readings, batch_idx)
-        self.layout = None if self.layouts is None else self._seen(self.layouts, combined, batch_idx, dataloader_idx)
         self._agree((dataloader_idx, batch_idx, int(last)), batch, content)
         if batch_idx == 0:
             self._require_same_order(loaders, readings)
@@ -153,14 +141,6 @@ class Batches:
                 if kept:
                     kept.pop()
         self._uncounted.clear()
-
-    def _seen(self, layouts: Layouts, combined: Any, batch_idx: int, dataloader_idx: int) -> Layout:
-        if not layouts.knows(combined, dataloader_idx):
-            self._stand((LOOKS, dataloader_idx, batch_idx, 0), _name(batch_idx, dataloader_idx))
-            layouts.look(combined, dataloader_idx)
-        elif batch_idx == 0:
-            layouts.drop_versions(combined, dataloader_idx)
-        return layouts.of(combined, dataloader_idx)
 
     def _stand(self, mark: Mark, place: str) -> None:
         self._compare(mark, lambda: place, str, self._nothing_read())
@@ -185,10 +165,7 @@ class Batches:
         if (settings := self._find_settings()) != self._settings:
             self._settings, numbers = settings, pytree.tree_map_only(Tensor, float, settings)
             self._checksum = zlib.crc32(repr(numbers).encode())
-        mark, samples = (
-            (*position, self._structure ^ self._checksum),
-            (batch_size(batch) if self.layout is None else samples_in(batch, self.layout)) or 1,
-        )
+        mark, samples = (*position, self._structure ^ self._checksum), samples_in(batch, self.batch_dims) or 1
         self.fewest_samples = self._compare(mark, place, lambda: describe(batch), content, samples)
 
     def _compare(

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import DataLoader
 
-from lightning_parallel.strategies.data.left_out import LeavingOut, Versions
 from lightning_parallel.strategies.data.samplers import GLOBAL_BATCH, DividedSampler, length_of
 from lightning_parallel.strategies.data.shares import Pass, PassNotes, Readers, Reading, Share
 
@@ -45,20 +43,6 @@ class DividedLoader(DataLoader[Any]):
     latest: Pass
     batches_done: Callable[[], int]
     content: Callable[[Any], int] | None
-    looking: LeavingOut | None = None
-
-    def _get_iterator(self) -> Any:
-        looking = self.looking
-        if looking is None or looking.has_received:
-            return super()._get_iterator()
-        with looking.expected():  # workers begin as it stands now
-            iterator = super()._get_iterator()
-        _receive_by(iterator, looking)
-        return iterator
-
-    def take_versions(self) -> Versions | None:
-        """The versions of the first batch that was read; None where there are none, or they have been taken."""
-        return None if self.looking is None else self.looking.take()
 
     def __iter__(self) -> Any:
         batches, divided = super().__iter__(), self.divided
@@ -72,22 +56,6 @@ class DividedLoader(DataLoader[Any]):
 
     def _noting_states(self, batches: Iterator[Any]) -> Iterator[Any]:
         return batches
-
-
-def _receive_by(iterator: Any, looking: LeavingOut) -> None:
-    """Takes the versions from the first batch before anybody sees it, be it a loader's own `__iter__`."""
-    itself = weakref.ref(iterator)  # a cycle would keep workers alive
-
-    def first() -> Any:
-        here: Any = itself()
-        del vars(here)["_next_data"]
-        with looking.expected():
-            batch = here._next_data()
-        if isinstance(batch, Counted):
-            return Counted(looking.received(batch.value), batch.share)
-        return looking.received(batch)
-
-    vars(iterator)["_next_data"] = first
 
 
 def _plain(batches: Iterator[Any], notes: PassNotes) -> Iterator[Any]:

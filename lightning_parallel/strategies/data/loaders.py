@@ -27,7 +27,6 @@ from lightning_parallel.strategies.data.divided_loaders import (
     StatefulStream,
     outlives_epochs,
 )
-from lightning_parallel.strategies.data.left_out import LeavingOut
 from lightning_parallel.strategies.data.samplers import (
     DealtBatches,
     DividedBatches,
@@ -162,19 +161,6 @@ def compared(loader: Any, readers: Readers) -> Any:
         return _copy_of(loader, DividedLoader, {"divided": None, "content": content_of})
     kind = SizedDividedIterator if isinstance(loader, Sized) else DividedIterator
     return kind(loader, replace(readers, ranks=1, rank=0))
-
-
-def watched(loader: Any) -> Any:
-    """A loader, or a copy of the user's, whose first batch comes with what it would be without one of its samples."""
-    if not isinstance(loader, DataLoader) or loader.batch_sampler is None:  # then there are batches, and no samples
-        return loader
-    if not isinstance(loader, DividedLoader) or loader.looking is not None:
-        loader = _copy_of(undivided(loader), DividedLoader, {"divided": None, "content": None})
-    watching, collate = loader, loader.collate_fn
-    counted = isinstance(collate, CollateCounted)
-    watching.looking = LeavingOut(collate.collate if counted else collate)
-    watching.collate_fn = CollateCounted(watching.looking) if counted else watching.looking
-    return watching
 
 
 def undivided(loader: Any) -> Any:

@@ -17,16 +17,14 @@ from lightning_parallel.strategies.hooks.showing import Showing
 from lightning_parallel.strategies.lightning_package import Callback
 from lightning_parallel.strategies.model.divided_model import DividedModel
 from lightning_parallel.strategies.ranks.agreement import gather_objects
-from lightning_parallel.strategies.trainer.lightnings import sets_to_zero, somebody_overrides
+from lightning_parallel.strategies.trainer.lightnings import somebody_overrides
 from lightning_parallel.techniques.gradients.asked import ask, ask_no_more, is_asked
-from lightning_parallel.techniques.step import Coming, Step
-from lightning_parallel.techniques.tools.microbatches import Layout
+from lightning_parallel.techniques.step import Step
 
 T = TypeVar("T")
 
 BEFORE_BACKWARD = ("on_before_backward", "backward")
 AFTER_BACKWARD = ("on_after_backward",)
-BEFORE_ZERO = ("on_before_zero_grad", "optimizer_zero_grad")
 BEFORE_STEP = ("on_before_optimizer_step", "configure_gradient_clipping")
 
 
@@ -69,9 +67,6 @@ class WholeGradients:
             for hooks in (BEFORE_BACKWARD, AFTER_BACKWARD, BEFORE_STEP):
                 if any(gather_objects(somebody_overrides(hooks, divided.module, callbacks), host)):
                     self._wanted.add(hooks)
-        self.one_factor = BEFORE_BACKWARD not in self._wanted and automatic
-        """Whether nobody can multiply a loss by what differs between ranks, after the step and before its backward."""
-        self._unseen = automatic and not somebody_overrides(BEFORE_ZERO, divided.module, callbacks)
 
     def meet_foreign_hooks(self, optimizers: Sequence[Optimizer]) -> None:
         """Refuses hooks of torch's that would find something else than on one device, as the training begins.
@@ -115,28 +110,6 @@ class WholeGradients:
         """The parameters among these that this rank holds."""
         shown = set() if self.now is None else set(map(id, self.now.elsewhere))
         return [parameter for parameter in parameters if id(parameter) not in shown]
-
-    def release(self) -> Callable[[], None] | None:
-        """Sets gradients to zero, as Lightning would after the step; None where it will not, or a hook sees it."""
-        trainer = self._divided.module.trainer
-        if self._divided.pipeline.ranks == 1 or not self._unseen or not sets_to_zero(trainer):
-            return None
-        (optimizer,) = trainer.optimizers
-        if "zero_grad" in vars(optimizer) or type(optimizer).zero_grad is not Optimizer.zero_grad:
-            return None
-        return optimizer.zero_grad
-
-    def coming(
-        self,
-        scale: float = 1.0,
-        weight: float = 1.0,
-        layout: Layout = None,
-        samples: int | None = None,
-        alone: bool = True,
-    ) -> Coming:
-        """What techniques are told of the next batch, see there, and who may look at gradients."""
-        further: dict[str, Any] = {"asks": self.in_steps, "release": self.release()}
-        return Coming(scale, weight, layout, samples, alone, self.one_factor, **further)
 
     def unsynced(self, step: Step) -> AbstractContextManager[None]:
         """Inside, gradients are reduced with those of a later batch, unless a hook looks at those of each."""

@@ -72,8 +72,6 @@ class KindWatch(Listener):
         #: whether a mean was multiplied by a number that is like a count of samples, perhaps by chance, or a sum by one
         #: that is like one over it
         self.doubtful = False
-        #: whether entries were divided by what all samples have, and then added up to what learns
-        self.weighs = self._divides = False
         self._paused = False
 
     @contextmanager
@@ -314,11 +312,7 @@ class KindWatch(Listener):
             return self._of_values(name, before, result, args, kwargs)
         if result.dim() and not reduces_samples(name, args, kwargs):
             divisor = self._kind(args[1]) if name in OVER and len(args) == 2 else None
-            kind = entries(name, before, divisor, args, kwargs)
-            by_count = divisor is not None and (not isinstance(args[1], Tensor) or id(args[1]) in self._by_value)
-            self._divides |= kind is Kind.SHARES and not by_count
-            return kind
-        self.weighs |= Kind.SHARES in before and self._divides and result.requires_grad
+            return entries(name, before, divisor, args, kwargs)
         return reduction(name, before, kwargs)
 
     def _of_values(self, name: str, before: Sequence[Kind], result: Tensor, args: Any, kwargs: Any) -> Kind:

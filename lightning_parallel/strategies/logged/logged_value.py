@@ -1,9 +1,9 @@
 """Values that a step logged of the parts of a batch, and what they make for the whole batch.
 
-A value v_i of part i is a sum of multiples of means and of a rest. Mean k of part i is a sum that was divided by d_ki,
-and counts c_ki; the part has n_i samples. For the batch that makes
+A value v_i of part i is a sum of multiples of means and of a rest. Mean k of part i is over c_ki targets; the part has
+n_i samples. For the batch that makes
 
-    value = sum_i n_i rest_i / sum_i n_i + sum_k (sum_i d_ki part_ki) / (sum_i c_ki)
+    value = sum_i n_i rest_i / sum_i n_i + sum_k (sum_i c_ki part_ki) / (sum_i c_ki)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_parallel.strategies.logged.functions import taken, undone
 from lightning_parallel.strategies.logged.kinds import Kind, common
 from lightning_parallel.strategies.logged.reductions import HOW, NOT_SEEN, SeenKind, joined, name_of, reduced
 from lightning_parallel.strategies.logged.sums import OfMean, as_one
-from lightning_parallel.techniques.tools.means import Means, Over, is_among
+from lightning_parallel.techniques.tools.means import Means, is_among
 
 LOSS = -1
 """In place of the number of a mean: all by which the loss counts."""
@@ -56,9 +56,14 @@ class LoggedValue:
             means: of the part of the batch.
             averaged: the values of these, and the loss: it counts as a whole, whatever it was made of.
         """
-        of_means, over = self.of_means, None if means is None else means.over
-        if means is not None and over is not None and self._is_among(averaged) and not self._is_among(means.values):
-            of_means = {LOSS: OfMean(torch.as_tensor(self.value), over)}
+        of_means, count = self.of_means, None if means is None else means.count
+        if (
+            means is not None
+            and count is not None
+            and self._is_among(averaged)
+            and not self._is_among([each.given for each in means.all])
+        ):
+            of_means = {LOSS: OfMean(torch.as_tensor(self.value), count)}
         unknown = self.seen.kind in (None, Kind.OTHER)
         return replace(self, of_means=of_means, seen=SeenKind(Kind.MEAN) if of_means and unknown else self.seen)
 
@@ -121,8 +126,7 @@ def _of_means(
 
 def _in_numbers(of_mean: OfMean) -> OfMean:
     """The same on the host, in double precision."""
-    count, divisor, floor = of_mean.over
-    return OfMean(of_mean.part.detach().double().cpu(), Over(float(count), float(divisor), floor))
+    return OfMean(of_mean.part.detach().double().cpu(), float(of_mean.over))
 
 
 def _alike(parts: Sequence[dict[int, OfMean]]) -> Sequence[dict[int, OfMean]]:
@@ -134,10 +138,8 @@ def _alike(parts: Sequence[dict[int, OfMean]]) -> Sequence[dict[int, OfMean]]:
 
 def _together(parts: Sequence[OfMean], alone: bool) -> OfMean:
     """What one mean contributes to the batch, of its contributions to the parts of it."""
-    counts, divisors, floors = zip(*[each.over for each in parts], strict=True)
-    over = Over(sum(counts), sum(divisors), max(floors))
-    total = sum(each.part * each.over.divisor for each in parts)
+    count = sum(float(each.over) for each in parts)
+    total = torch.stack([each.part * each.over for each in parts]).sum()
     if alone:
-        least = max(over.count, over.floor)
-        return OfMean(total / least, over)  # over nothing at all it is 0 / 0, as on one device
-    return OfMean(total / over.divisor if over.divisor else total, over)
+        return OfMean(total / count, count)  # over nothing at all it is 0 / 0, as on one device
+    return OfMean(total / count if count else total, count)

@@ -23,7 +23,6 @@ from torchmetrics import MeanMetric, Metric
 from lightning_parallel.collectives.functional import Pending, packed
 from lightning_parallel.strategies.lightning_package import LightningModule, _ResultMetric, is_overridden
 from lightning_parallel.strategies.logged.averages import Shared
-from lightning_parallel.strategies.logged.first_losses import FirstLosses
 from lightning_parallel.strategies.logged.kept.values import KeptValues
 from lightning_parallel.strategies.logged.kind_watch import KindWatch
 from lightning_parallel.strategies.logged.kinds import Kind
@@ -42,7 +41,7 @@ from lightning_parallel.strategies.logged.step_values import (
     step_value,
     without_effect,
 )
-from lightning_parallel.strategies.logged.sums import OPERATIONS, BatchSums, OfMean, number_of, scale
+from lightning_parallel.strategies.logged.sums import OPERATIONS, BatchSums, OfMean, scale
 from lightning_parallel.strategies.ranks.agreement import (
     BACKWARD,
     BEGUN,
@@ -53,8 +52,7 @@ from lightning_parallel.strategies.ranks.agreement import (
     Content,
 )
 from lightning_parallel.strategies.trainer.lightnings import require_reduction
-from lightning_parallel.techniques.tools.losses import unwatch_methods, unwatched
-from lightning_parallel.techniques.tools.means import Means
+from lightning_parallel.techniques.tools.means import Mean, Means, unwatched
 from lightning_parallel.values import batch_size
 
 log = logging.getLogger(__name__)
@@ -82,7 +80,6 @@ class StepLog:
         self.means: Means | None = None
         self._sums: BatchSums | None = None
         self._differed = False
-        self._losses = FirstLosses(self._ranks)
         self._counted: tuple[Tensor, Tensor] | None = None
         # comparisons are alike everywhere, those of batches too
         self._content = Content(self._ranks) if self._ranks < dist.get_world_size() else None
@@ -93,7 +90,6 @@ class StepLog:
         self._watch: KindWatch | None = None
         self._elsewhere: tuple[SeenKind, Sequence[OfMean]] | None = None
         self._told: set[str] = set()
-        self._names: dict[int, str] = {}  # of parameters, by their ids
         #: which values count as means do
         self.multiples = Multiples()
         self._may_leave = is_overridden("on_train_batch_start", module)  # by returning -1
@@ -107,8 +103,7 @@ class StepLog:
         return self._ranks == 1
 
     def close(self) -> None:
-        """Gives the module its own `log`, the metrics their own groups and torch its own methods back."""
-        unwatch_methods()
+        """Gives the module its own `log` and the metrics their own groups back."""
         self._module.__dict__.pop("log", None)
         self._metrics.close()
 
@@ -242,7 +237,7 @@ class StepLog:
             with watch:
                 yield
         finally:
-            self._watch, self._losses.weighs = None, watch.weighs
+            self._watch = None
 
     @contextmanager
     def counting(self, share: float) -> Iterator[None]:
@@ -291,7 +286,7 @@ class StepLog:
         logged = self._agreed(logged)
         moving = [each for each in logged.values() if each.moves(means)]
         chosen = [each for each in moving if each.how in ("mean", "sum")]
-        if chosen or means.all:
+        if chosen or means:
             self._sums = BatchSums([each.summed(share, self._ranks) for each in chosen], means, share, self._group)
         self._pending = [lambda: self._place(chosen, means)]
         for how in ("min", "max") if len(chosen) < len(moving) else ():
@@ -318,19 +313,16 @@ class StepLog:
             loss: to be differentiated.
             asked: whether it is going to be asked what `counted` makes of it.
         """
-        if self.means is not None and self.means.all:
-            self.means.rest_within(loss)
-            if self._inside_step:
-                self.means.before_backward(loss)
+        if self.means is not None and self._inside_step:
+            self.means.before_backward(loss)
         if self._sums is None and self._inside_step and self.means is not None:
             means = self._agree(-3, 0, BACKWARD, [])
-            if means.all:
+            if means:
                 BatchSums([], means, share, self._group).values()
         if self._sums is not None:
             self._sums.values()
         if self.means is not None:
-            self._losses.look(loss, self.means)
-            self._counted = (loss.detach(), self.means.counted(loss)) if asked else None
+            self._counted = (loss.detach(), counted_loss(loss, self.means)) if asked else None
         yield
         if self._module.automatic_optimization:
             self.settle()
@@ -338,7 +330,6 @@ class StepLog:
     def settle(self) -> None:
         """Waits for the step values under way and shows them to callbacks and loggers; the step is over."""
         self._finish()
-        self._losses.end()
         self.means = self._sums = None
 
     def scale(self, means: Means) -> None:
@@ -358,35 +349,33 @@ class StepLog:
         for finish in pending:
             finish()
 
-    def _agree(self, what: int, more: int, said: str, names: list[str]) -> Means:
+    def _agree(self, what: int, more: int, said: str, names: list[str]) -> Sequence[Mean]:
         """The step's means if all ranks computed the same, else those that learn, or none; others count by samples."""
-        means = learning = self.means or Means()
-        numbers = 0, 0
-        if means.all:
-            learning = means.that_learn
-            self._names = self._names or {id(parameter): name for name, parameter in self._module.named_parameters()}
-            numbers = number_of(means, self._names), number_of(learning, self._names)
+        means: Sequence[Mean] = [] if self.means is None else [*self.means.all]
+        learning = [mean for mean in means if mean.edge is not None]
         mark = (what, more, 0, zlib.crc32("\n".join(names).encode()))
-        comparison = Comparison(mark, NOTHING, self._host, self._content, means=numbers)
+        comparison = Comparison(mark, NOTHING, self._host, self._content, means=(len(means), len(learning)))
         comparison.finish(lambda: said, lambda: ", ".join(names))
         for each, same in zip((means, learning), comparison.same_means, strict=True):
             if same:
                 return each
         if not self._differed and self._host.rank() == 0:
             log.warning(
-                "ranks computed different numbers of losses in one step (here %d), or losses of other parts of the "
-                "model, so these count by samples, not by targets, in the mean over ranks",
-                len(means.all),
+                "ranks computed different numbers of losses in one step (here %d), so these count by samples, not by "
+                "targets, in the mean over ranks",
+                len(means),
             )
         self._differed = True
-        return Means()
+        return []
 
-    def _place(self, logged: Sequence[StepValue], means: Means) -> None:
+    def _place(self, logged: Sequence[StepValue], means: Sequence[Mean]) -> None:
         values = [] if self._sums is None else self._sums.values()
         for each, value in zip(logged, values, strict=True):
             each.place(value, means, self._ranks)
 
-    def _place_extremes(self, logged: Sequence[StepValue], means: Means, sent: Callable[[], Sequence[Tensor]]) -> None:
+    def _place_extremes(
+        self, logged: Sequence[StepValue], means: Sequence[Mean], sent: Callable[[], Sequence[Tensor]]
+    ) -> None:
         for each, value in zip(logged, sent(), strict=True):
             each.place(value, means, self._ranks)
 
@@ -399,3 +388,12 @@ class StepLog:
             return sent.unbind()
 
         return arrived
+
+
+def counted_loss(loss: Tensor, means: Means) -> Tensor:
+    """The loss with the contributions of means multiplied as their gradients are, its other parts as they are."""
+    counted = loss.detach()
+    for mean, part in means.parts_of(loss).items():
+        factor = mean.scale.factor
+        counted = counted if factor is None else counted + part * (factor - 1).to(part)
+    return counted

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,10 +29,9 @@ from lightning_parallel.strategies.logged.logging import StepLog
 from lightning_parallel.strategies.logged.metrics import BatchMetric, GroupsOfBatch, UndoableMetric
 from lightning_parallel.strategies.logged.reductions import HOW, UNSEEN, SeenKind, name_of
 from lightning_parallel.strategies.logged.sums import OfMean
-from lightning_parallel.techniques.step import Run
-from lightning_parallel.techniques.tools.losses import WATCHING
-from lightning_parallel.techniques.tools.means import Means, Over, Scale, WatchedRun, is_among, scaled
-from lightning_parallel.techniques.tools.microbatches import Layout, samples_in
+from lightning_parallel.techniques.step import BatchRecords
+from lightning_parallel.techniques.tools.means import WATCHING, Means, Scale, is_among, scaled
+from lightning_parallel.techniques.tools.microbatches import Dims, samples_in
 from lightning_parallel.values import map_leaves, tensors_of
 
 T = TypeVar("T")
@@ -53,10 +52,10 @@ class Notes:
     metrics: dict[str, Any]
     kept: dict[Path, Change]
     rank: int
-    targets: Over | None = None
+    targets: float | None = None
 
 
-class PartsRun(Run[T]):
+class PartsRun(BatchRecords, Generic[T]):
     """Runs the user's step on the parts of one batch.
 
     Args:
@@ -64,7 +63,7 @@ class PartsRun(Run[T]):
         module: whose step it is.
         log: what `self.log` of the module leads to.
         rank: this rank in its pipeline.
-        layout: where samples are in the batch.
+        dims: where samples are in the batch, see `ParallelPlan.batch_dims`.
     """
 
     def __init__(
@@ -73,10 +72,11 @@ class PartsRun(Run[T]):
         module: LightningModule,
         log: StepLog,
         rank: int,
-        layout: Layout,
+        dims: Dims,
     ) -> None:
-        super().__init__(step)
-        self._layout = layout
+        self._step, self._dims = step, dims
+        #: takes back what a call has changed, where calls leave no trace, as those of a probe
+        self.after_silent_call: Callable[[], None] | None = None
         self._module, self._log, self._rank = module, log, rank
         self._noted: list[list[LoggedValue]] = []  # of each call
         self._means: list[Means | None] = []
@@ -95,22 +95,23 @@ class PartsRun(Run[T]):
         self._called: dict[str, BatchMetric] = {}
         self._groups: list[GroupsOfBatch] = []
         self.origin: int | None = None
-        self._over: Over | None = None
-        self._alone = Scale()  # of a loss that is a sum over targets, where no other rank has targets
+        self._targets: float | None = None
 
     @property
-    def batches_before(self) -> int:
-        """See `Run.batches_before`."""
+    def batch_idx(self) -> int:
+        """See `BatchRecords.batch_idx`."""
         return self._module.trainer.fit_loop.total_batch_idx
 
-    def keeps(self, buffers: Sequence[str]) -> None:
-        """See `Run.keeps`."""
+    def track_buffers(self, buffers: Sequence[str]) -> None:
+        """See `BatchRecords.track_buffers`."""
         self._buffers = KeptBuffers(self._module, buffers)
 
     def __call__(self, *args: Any, **kwargs: Any) -> T:
         """Runs the step on one part; what it logged and counted stays if it comes to its end."""
+        if self.after_silent_call is not None:
+            return silently(self._step, self.after_silent_call, *args, **kwargs)
         noted: list[LoggedValue] = []
-        size = samples_in(args[0], self._layout) or 1
+        size = samples_in(args[0], self._dims) or 1
         metrics = [UndoableMetric(metric) for metric in self._metrics.values()]
         kept, stay, watch = self._before, set[Path](), self._watch
         given = [WeightedUpdates(metric) for metric in self._metrics.values() if averages(metric)]
@@ -125,7 +126,7 @@ class PartsRun(Run[T]):
                     lambda name, value, options: noted.append(self._note(name, value, options, size, noted))
                 ),
             ):
-                output = super().__call__(*args, **kwargs)
+                output = self._step(*args, **kwargs)
                 changes, stay = kept.changes()
                 changes |= self._buffers.changes()
         except BaseException:
@@ -188,7 +189,11 @@ class PartsRun(Run[T]):
         means = WATCHING.get()
         value, parts, function = self._log.multiples.counted(self._hook, name, value, means, self._watch)
         seen_as = SeenKind(Kind.MEAN, function=function) if function else seen_as
-        of_means = {} if means is None else {k: OfMean(part, means.all[k].over) for k, part in parts.items()}
+        of_means = (
+            {}
+            if means is None
+            else {number: OfMean(parts[mean], mean.count) for number, mean in enumerate(means.all) if mean in parts}
+        )
         kept = torch.as_tensor(value).detach().clone().reshape(())
         return LoggedValue(name, kept, options, samples, metric, origin, of_means, seen_as)
 
@@ -200,7 +205,7 @@ class PartsRun(Run[T]):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """See `Run.__exit__`."""
+        """After the last call."""
         for metric in self._called.values():
             metric.close()
         for groups in self._groups:
@@ -208,10 +213,10 @@ class PartsRun(Run[T]):
 
     # ---------------------------------------------------------------- the whole batch
 
-    def notes(
-        self, shares: Sequence[float] = (), means: Sequence[Sequence[Tensor]] = (), targets: Over | None = None
+    def collect(
+        self, shares: Sequence[float] = (), means: Sequence[Sequence[Tensor]] = (), targets: float | None = None
     ) -> Notes:
-        """See `Run.notes`."""
+        """See `BatchRecords.collect`."""
         by_name: dict[tuple[str, bool], list[LoggedValue]] = {}
         for part, of_part, averaged in zip(self._noted, self._means, means, strict=True):
             for noted in (noted.counting(of_part, averaged) for noted in part):
@@ -238,10 +243,10 @@ class PartsRun(Run[T]):
         self._log.tell(names_of(merging.guessed), GUESSED)
         return merged
 
-    def merged(
+    def merge_outputs(
         self, outputs: Sequence[Any], sizes: Sequence[int], shares: Sequence[float], means: Sequence[Sequence[Tensor]]
     ) -> Any:
-        """See `Run.merged`."""
+        """See `BatchRecords.merge_outputs`."""
         parts = [
             Part(size, share, [*averaged, *multiples], {RETURNED: Change(output)}, {RETURNED: kinds}, self._is_doubtful)
             for output, size, share, averaged, multiples, kinds in zip(
@@ -259,17 +264,14 @@ class PartsRun(Run[T]):
             for metric in given:
                 metric.count_by(size / sum(self._sizes), share, partial(is_among, means=[*averaged, *multiples]))
 
-    def replay(self, notes: Notes) -> None:
-        """See `Run.replay`."""
+    def replay(self, records: Notes) -> None:
+        """See `BatchRecords.replay`."""
+        notes = records
         self.origin, device = notes.rank, self._module.device
-        self._over = over = notes.targets
-        self._alone = Scale() if over is None else Scale.to_mean(over.divisor, device)
+        self._targets = notes.targets
         of_buffers = {path: change for path, change in notes.kept.items() if isinstance(path[0], BufferName)}
         keep(self._module, {path: change for path, change in notes.kept.items() if path not in of_buffers})
         self._buffers.keep(of_buffers)
-        means = self._log.means
-        if means is not None and over is not None:
-            means.declare(over, device)
         for noted in notes.logged:
             value: Any = noted.value
             if isinstance(value, str):
@@ -279,23 +281,20 @@ class PartsRun(Run[T]):
             else:
                 self._log.log_as(noted.seen, [*noted.of_means.values()], noted.name, value.to(device), noted.options)
 
-    def scale(self, means: Means) -> None:
-        """See `Run.scale`."""
+    def scale_means(self, means: Means) -> None:
+        """See `BatchRecords.scale_means`."""
         self._log.scale(means)
 
-    def counted(self, loss: Tensor, summed: bool) -> Tensor:
-        """See `Run.counted`."""
-        means, over = self._log.means, self._over
-        if means is None or over is None:
-            return scaled(loss, self._alone) * (1.0 if over is None else over.excess) if summed else loss
-        if summed:
-            return means.scaled(loss)
-        means.also(loss)
-        return loss
+    def normalize_loss(self, loss: Tensor) -> Tensor:
+        """See `BatchRecords.normalize_loss`."""
+        if self._targets is None:
+            return loss
+        own = Scale.to_mean(self._targets, loss.device)  # until all ranks have told their targets
+        return scaled(loss, own) if self._log.means is None else self._log.means.note(loss, self._targets, own)
 
 
-class SeenRun(WatchedRun[T]):
-    """Runs the user's step, and sees of what kind the values are that it logs.
+class SeenRun(Generic[T]):
+    """Runs the user's step, and sees its means, and of what kind the values are that it logs.
 
     Args:
         step: the user's.
@@ -303,20 +302,34 @@ class SeenRun(WatchedRun[T]):
     """
 
     def __init__(self, step: Callable[..., T], log: StepLog) -> None:
-        super().__init__(step, log.means)
-        self._log = log
+        self._step, self._log = step, log
+        self.after_silent_call: Callable[[], None] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> T:
-        """See `Run.__call__`."""
-        with self._log.watching(args[:1]):
-            return super().__call__(*args, **kwargs)
+        """Runs the step."""
+        if self.after_silent_call is not None:
+            return silently(self._step, self.after_silent_call, *args, **kwargs)
+        means = self._log.means
+        if means is None:
+            return self._step(*args, **kwargs)
+        means.batch = args[0] if args else None
+        with self._log.watching(args[:1]), means:
+            return self._step(*args, **kwargs)
+
+
+def silently(step: Callable[..., T], restore: Callable[[], None], *args: Any, **kwargs: Any) -> T:
+    """Calls the step without notes of it, and takes back what it has changed."""
+    try:
+        return step(*args, **kwargs)
+    finally:
+        restore()
 
 
 def _multiples_in(value: Any) -> list[Tensor]:
-    """The numbers in a value that are sums of multiples of the step's means, and of nothing else that learns."""
+    """The numbers in a value that are made of multiples of the step's means."""
     means = WATCHING.get()
     learning = [tensor for tensor in tensors_of(value) if not tensor.dim() and tensor.requires_grad]
-    return [tensor.detach() for tensor in learning if means is not None and means.make_all_of(tensor)]
+    return [tensor.detach() for tensor in learning if means is not None and means.parts_of(tensor)]
 
 
 def _on_device(value: Any, device: torch.device) -> Any:

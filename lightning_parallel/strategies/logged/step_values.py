@@ -15,7 +15,7 @@ from lightning_parallel.strategies.lightning_package import LightningModule, _Re
 from lightning_parallel.strategies.logged.functions import taken, undone
 from lightning_parallel.strategies.logged.reductions import SeenKind, name_of
 from lightning_parallel.strategies.logged.sums import OfMean, Summed, as_many
-from lightning_parallel.techniques.tools.means import Means
+from lightning_parallel.techniques.tools.means import Mean
 
 NOTHING = {"mean": None, "avg": None, "sum": 0.0, "min": float("inf"), "max": float("-inf")}
 """What a batch that does not count contributes to a reduction; to a mean it contributes with weight zero."""
@@ -32,7 +32,7 @@ class StepValue:
         result: Lightning's.
         value: as it was then: a step may change it in place later, and memory of ZeRO 3 goes when the step ends.
         origin: as it was given.
-        parts: what means contribute to it, by their numbers, or to what `function` was taken of.
+        parts: what means contribute to it, or to what `function` was taken of.
         before: the epoch's value and samples before it; None at their beginning.
         seen: of what kind it is.
         how: how ranks put it together.
@@ -43,7 +43,7 @@ class StepValue:
     result: _ResultMetric
     value: Any
     origin: Any
-    parts: dict[int, Tensor]
+    parts: dict[Mean, Tensor]
     before: tuple[Any, Any] | None
     seen: SeenKind
     how: str = ""
@@ -59,12 +59,12 @@ class StepValue:
         how = how or reduction_of(self.result)
         return replace(self, how=how, own=as_many(means, own), parts=parts, function=function)
 
-    def moves(self, means: Means) -> bool:
+    def moves(self, means: Sequence[Mean]) -> bool:
         """Whether other ranks need it now: for the value of the step, or that of the whole batch for the epoch's."""
         return self.result.is_tensor and (has_step_value(self.result) or self._is_redone(means))
 
-    def _is_redone(self, means: Means) -> bool:
-        of_means = self.how == "mean" and bool(means.all or self.own or self.function)
+    def _is_redone(self, means: Sequence[Mean]) -> bool:
+        of_means = self.how == "mean" and bool(means or self.own or self.function)
         return bool(self.result.meta.on_epoch) and (of_means or self.how != reduction_of(self.result))
 
     def summed(self, share: float, ranks: int) -> Summed:
@@ -81,7 +81,7 @@ class StepValue:
         value = torch.as_tensor(self.value).detach().double().reshape(())
         return value if share else torch.full_like(value, NOTHING[self.how] or 0.0)
 
-    def place(self, value: Tensor, means: Means, ranks: int) -> None:
+    def place(self, value: Tensor, means: Sequence[Mean], ranks: int) -> None:
         """Puts the value of the whole batch in the place of this rank's."""
         result, reduction, value = self.result, reduction_of(self.result), taken(self.function, value)
         if has_step_value(result):

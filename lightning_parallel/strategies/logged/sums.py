@@ -1,21 +1,19 @@
 """Values of a whole batch from what each rank has of it, in one message of numbers that are added up.
 
 A value v of rank r is a sum of multiples of means and of a rest: v_r = rest_r + sum_k part_kr. Of R ranks, each has
-the share w_r of the samples (1 on average), and mean k of rank r is a sum that was divided by d_kr, and counts c_kr: as
-much, but where a step divides nothing by another number. For the whole batch that makes
+the share w_r of the samples (1 on average), and mean k of rank r is over c_kr targets. For the whole batch that makes
 
-    value = sum_r w_r / R rest_r + sum_k (sum_r d_kr part_kr) / (sum_r c_kr)
+    value = sum_r w_r / R rest_r + sum_k (sum_r c_kr part_kr) / (sum_r c_kr)
 
 and its gradient is that of each rank, times w_r, averaged, where that of mean k is multiplied by
 
-    scale_kr = d_kr R / sum_r c_kr / w_r
+    scale_kr = c_kr R / sum_r c_kr / w_r
 
 A value that a rank has put together of parts of its batch comes with means of its own, which no other value is made of.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,9 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_parallel.collectives.functional import Pending, packed, within_reach
-from lightning_parallel.techniques.tools.means import Means, Over
-from lightning_parallel.techniques.tools.reach import leaf_near
-from lightning_parallel.values import batch_size
+from lightning_parallel.techniques.tools.means import Mean, Means
 
 OPERATIONS: dict[str, Any] = {
     "mean": dist.ReduceOp.SUM,
@@ -53,16 +49,16 @@ class OfMean(NamedTuple):
     """What a mean contributes to a value, and over how much it is."""
 
     part: Tensor
-    over: Over
+    over: Tensor | float
 
 
-NOTHING = OfMean(torch.zeros((), dtype=torch.float64), Over(0.0, 0.0))
+NOTHING = OfMean(torch.zeros((), dtype=torch.float64), 0.0)
 """Where no mean contributes."""
 
 
 def as_one(means: Sequence[OfMean]) -> OfMean:
     """What several means contribute, as if they were one over all that they count."""
-    return OfMean(sum((each.part for each in means[1:]), means[0].part), Over.of_all([each.over for each in means]))
+    return OfMean(sum((each.part for each in means[1:]), means[0].part), sum(each.over for each in means))
 
 
 def as_many(means: Sequence[OfMean], number: int) -> Sequence[OfMean]:
@@ -79,13 +75,13 @@ class Summed:
     Attributes:
         value: a number.
         weight: of what no mean contributes to it.
-        parts: what means contribute, by their numbers.
+        parts: what means contribute.
         own: what means contribute that no other value is made of: as many on all ranks, some of them `NOTHING`.
     """
 
     value: Tensor
     weight: float
-    parts: Mapping[int, Tensor]
+    parts: Mapping[Mean, Tensor]
     own: Sequence[OfMean] = ()
 
 
@@ -99,26 +95,25 @@ class BatchSums:
         group: the ranks.
     """
 
-    def __init__(self, summed: Sequence[Summed], means: Means, share: float, group: dist.ProcessGroup) -> None:
+    def __init__(self, summed: Sequence[Summed], means: Sequence[Mean], share: float, group: dist.ProcessGroup) -> None:
         self._summed, self._means, self._share, self._ranks = summed, means, share, group.size()
-        single = single_samples(means)
-        self._overs = [_over(mean.over, share, number in single) for number, mean in enumerate(means.all)]
+        self._counts = [mean.count * float(share != 0.0) for mean in means]
         numbers = [number.reshape(()) for value in summed for number in self._numbers_of(value)]
-        numbers += [over.count for over in self._overs]
+        numbers += self._counts
         self._packed = packed([number.double() for number in numbers], group)
         self._work = Pending(dist.all_reduce(self._packed, group=group, async_op=True))
         self._values: list[Tensor] | None = None
 
     def _numbers_of(self, summed: Summed) -> list[Tensor]:
         value, zero = summed.value.detach().double(), torch.zeros((), dtype=torch.float64, device=summed.value.device)
-        known = self._means.numbers  # none where ranks computed other numbers of means: all is rest then
-        parts = {number: part.detach().double() for number, part in summed.parts.items() if number in known}
+        known = self._means  # none where ranks computed other numbers of means: all is rest then
+        parts = {mean: part.detach().double() for mean, part in summed.parts.items() if mean in known}
         rest = value - sum(parts.values()) if parts else value
-        numbers = [parts.get(number, zero) * over.divisor for number, over in zip(known, self._overs, strict=True)]
+        numbers = [parts.get(mean, zero) * count for mean, count in zip(known, self._counts, strict=True)]
         counts = float(self._share != 0.0)
-        for part, over in summed.own:
+        for part, count in summed.own:
             rest = rest - part
-            numbers += [zero + part * (over.divisor * counts), zero + over.count * counts]
+            numbers += [zero + part * (count * counts), zero + count * counts]
         return [rest * summed.weight, *numbers]
 
     def values(self) -> list[Tensor]:
@@ -126,14 +121,13 @@ class BatchSums:
         if self._values is None:
             self._work.wait()
             numbers = self._packed.unbind()
-            counted = numbers[len(numbers) - len(self._overs) :]
-            totals = [_floored(total, over) for total, over in zip(counted, self._overs, strict=True)]
-            told, by_number = iter(numbers), dict(zip(self._means.numbers, totals, strict=True))
-            self._values = [_whole(told, by_number, summed) for summed in self._summed]
-            for mean, over, total in zip(self._means.all, self._overs, totals, strict=True):
-                total = total.to(over.divisor.device)
-                mean.scale.factor = _scale(over.divisor, total, self._ranks, self._share)
-                mean.sum.factor = torch.where(total == 0, 0.0, self._ranks / total)
+            totals = numbers[len(numbers) - len(self._counts) :]
+            told, by_mean = iter(numbers), dict(zip(self._means, totals, strict=True))
+            self._values = [_whole(told, by_mean, summed) for summed in self._summed]
+            for mean, count, total in zip(self._means, self._counts, totals, strict=True):
+                total = total.to(count.device)
+                mean.scale.factor = _scale(count, total, self._ranks, self._share)
+                mean.total.factor = torch.where(total == 0, 0.0, self._ranks / total)
         return self._values
 
 
@@ -146,72 +140,41 @@ def scale(means: Means, share: float, group: dist.ProcessGroup, device: torch.de
         group: the ranks.
         device: where numbers are.
     """
-    number = number_of(means, {})
+    number = len(means.all)
     least = within_reach(torch.tensor([number, -number], device=device), group)
     dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
     if least[0] != -least[1]:
         _scale_together(means, share, group, device)
     elif means.all:
-        BatchSums([], means, share, group).values()
+        BatchSums([], means.all, share, group).values()
 
 
 def _scale_together(means: Means, share: float, group: dist.ProcessGroup, device: torch.device) -> None:
     zero = torch.zeros((), dtype=torch.float64, device=device)
-    over = (means.over if share else None) or Over(zero, zero)
-    total = within_reach(over.count.clone(), group)
+    count = means.count if share and means.count is not None else zero
+    total = within_reach(count.clone(), group)
     dist.all_reduce(total, group=group)
-    factor = _scale(over.divisor, _floored(total.to(device), over), group.size(), share)
+    factor = _scale(count, total.to(device), group.size(), share)
     for mean in means.all:
         mean.scale.factor = factor
 
 
-def _floored(total: Tensor, over: Over) -> Tensor:
-    return total.clamp(min=over.floor) if over.floor else total
-
-
-def _scale(divisor: Tensor, total: Tensor, ranks: int, share: float) -> Tensor:
+def _scale(own: Tensor, total: Tensor, ranks: int, share: float) -> Tensor:
     """By what the gradient of a mean is multiplied; by zero where there is nothing to average, on this rank or any."""
-    scale = divisor * (ranks / share) / total if share else torch.zeros_like(divisor)
+    scale = own * (ranks / share) / total if share else torch.zeros_like(own)
     return torch.where(total == 0, 0.0, scale)
 
 
-def _whole(numbers: Iterator[Tensor], totals: Mapping[int, Tensor], summed: Summed) -> Tensor:
+def _whole(numbers: Iterator[Tensor], totals: Mapping[Mean, Tensor], summed: Summed) -> Tensor:
     whole = next(numbers)
-    for number, total in totals.items():
-        whole = whole + _mean(next(numbers), total, number in summed.parts)
+    for mean, total in totals.items():
+        whole = whole + _mean(next(numbers), total, mean in summed.parts)
     for own in summed.own:
         part, count = next(numbers), next(numbers)
-        whole = whole + _mean(part, _floored(count, own.over), own is not NOTHING)
+        whole = whole + _mean(part, count, own is not NOTHING)
     return whole
 
 
 def _mean(part: Tensor, total: Tensor, contributes: bool) -> Tensor:
     mean = part / total  # over nothing at all it is 0 / 0, as on one device
     return mean if contributes else torch.where(total == 0, 0.0, mean)
-
-
-def _over(over: Over, share: float, of_one_sample: bool) -> Over:
-    if share == 0.0:
-        return Over(torch.zeros_like(over.count), torch.zeros_like(over.count), over.floor)
-    if not of_one_sample:
-        return over
-    return Over(torch.full_like(over.count, share), torch.full_like(over.count, share))
-
-
-def single_samples(means: Means) -> frozenset[int]:
-    """The means that count by samples, as each is over one."""
-    return means.of_single_samples(batch_size(means.batch)) if len(means.all) > 1 else frozenset()
-
-
-def number_of(means: Means, names: Mapping[int, str]) -> int:
-    """Stands for how many means there are, and for what of the model each of them is made of.
-
-    Args:
-        means: of a step.
-        names: of parameters, by their ids.
-    """
-    made_of = 0
-    for mean in means.all:
-        if mean.edge is not None:
-            made_of = zlib.crc32(names.get(id(leaf_near(mean.edge.node)), "").encode(), made_of)
-    return (((len(means.all) << 8) + len(single_samples(means))) << 32) + made_of

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,6 +18,7 @@ from lightning_parallel.strategies.checkpoint import hub
 from lightning_parallel.strategies.checkpoint.whole import keep_sums_on_first, load_whole_state_dict
 from lightning_parallel.strategies.model.divided_model import DividedModel
 from lightning_parallel.strategies.ranks.agreement import fingerprint_model, gather_objects, require_same
+from lightning_parallel.techniques.division import Sample
 from lightning_parallel.techniques.technique import Technique
 
 
@@ -41,6 +42,18 @@ class Building:
         """Conversions of remembered modules are remembered."""
         return self._deferred.converting()
 
+    def draw(self, host: dist.ProcessGroup) -> None:
+        """Leaves random states as a build by `configure_model` would have. Collective over `host`, all ranks."""
+        self._deferred.draw(host)
+
+    def make_whole(self, module: nn.Module, host: dist.ProcessGroup) -> None:
+        """Makes on every rank's host a module that was not divided, as there was no batch. Collective over `host`."""
+        cpu = torch.device("cpu")
+        self._deferred.find(module)
+        self._deferred.materialise(module, cpu, cpu, host)
+        if self._waiting is not None:
+            self.load(module, *self._waiting)
+
     def load(self, module: nn.Module, state: Mapping[str, Any], strict: bool, first: bool) -> None:
         """Loads into the whole model; into one that `configure_model` deferred, once its shards exist.
 
@@ -58,12 +71,20 @@ class Building:
         load_whole_state_dict(module, state, strict)
         keep_sums_on_first(module, first)
 
-    def divide(self, divided: DividedModel, plan: ParallelPlan, device: torch.device, host: dist.ProcessGroup) -> None:
+    def divide(
+        self,
+        divided: DividedModel,
+        plan: ParallelPlan,
+        sample: Callable[[], Sample],
+        device: torch.device,
+        host: dist.ProcessGroup,
+    ) -> None:
         """Divides the model and makes what this rank keeps, with the values of rank 0.
 
         Args:
             divided: has the user's module yet whole.
             plan: what the model's parts are.
+            sample: takes a step for a technique that analyzes one.
             device: this rank's.
             host: all ranks.
         """
@@ -73,7 +94,7 @@ class Building:
         self._deferred.find(module)
         if host.size() > 1 and (world := dist.group.WORLD) is not None:
             broadcast_tensors(materialise.real_tensors(module), world, device)
-        divided.divide(self._techniques, plan)
+        divided.divide(self._techniques, plan, sample)
         shards = torch.device("cpu") if any(t.traits.shards_on_host for t in self._techniques) else device
         self._deferred.materialise(module, device, shards, host)
         divided.beside.follow()

@@ -23,7 +23,6 @@ from lightning_parallel.strategies.build.read_parameters import read_whole
 from lightning_parallel.strategies.checkpoint.held import shown_to_hooks
 from lightning_parallel.strategies.checkpoint.sharded import Source
 from lightning_parallel.strategies.checkpoint.whole import whole_state_dict
-from lightning_parallel.strategies.data.layouts import Layouts
 from lightning_parallel.strategies.data.samplers import checksum
 from lightning_parallel.strategies.hooks.foreign_hooks import (
     fault_of_all,
@@ -34,18 +33,17 @@ from lightning_parallel.strategies.hooks.foreign_hooks import (
 from lightning_parallel.strategies.hooks.shown_groups import divided_in_groups
 from lightning_parallel.strategies.lightning_package import LightningModule, is_overridden
 from lightning_parallel.strategies.model.pipeline_group import PipelineGroup
-from lightning_parallel.strategies.model.sample import take_sample
 from lightning_parallel.strategies.ranks.agreement import described, gather_objects, require_same
 from lightning_parallel.strategies.refusals import has_states, refuse_logger_in_step, refuse_own_states
 from lightning_parallel.strategies.trainer.kept_parameters import KeptParameters
 from lightning_parallel.techniques.data_parallel import DataParallel
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.divided.whole_batch import WholeBatch
-from lightning_parallel.techniques.division import Division, Ground
+from lightning_parallel.techniques.division import Division, PartitionContext, Sample
 from lightning_parallel.techniques.gradients.groups import Pair, exchange
 from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer
-from lightning_parallel.techniques.manual_optimization import Differentiate, ManualOptimizationStep, OwnBackwardStep
-from lightning_parallel.techniques.step import Run, Step
+from lightning_parallel.techniques.manual_optimization import ManualOptimizationStep, OwnBackwardStep
+from lightning_parallel.techniques.step import Step, StepFn
 from lightning_parallel.techniques.technique import Technique
 from lightning_parallel.techniques.tools import elsewhere
 from lightning_parallel.techniques.tools.redirect import restore_forward
@@ -67,32 +65,34 @@ class DividedModel:
         module: whole; its parameters may be on meta.
         mesh: over which techniques divide it.
         host: all ranks, for messages of the host.
-        layouts: takes where samples are in a first batch, if batches are divided by them.
     """
 
-    def __init__(
-        self, module: LightningModule, mesh: ParallelMesh, host: dist.ProcessGroup, layouts: Layouts | None
-    ) -> None:
+    def __init__(self, module: LightningModule, mesh: ParallelMesh, host: dist.ProcessGroup) -> None:
         self.module, self.mesh, self.pipeline = module, mesh, PipelineGroup(mesh)
         self.model: nn.Module = module
-        self._host, self._layouts = host, layouts
+        self._host = host
         self._names = list(module.state_dict())
         self._tied = _tied(module)
         self._hooked = hooked(dict(module.named_parameters()))
         self._divisions: list[Division] = []
+        #: whether functions that compare samples see those of all ranks
+        self.compares_samples = False
         self._made: dict[str, Tensor] = {}
         self._stands_for: dict[int, Tensor] = {}
         self.pairs: list[Pair] = []
         """While hooks are shown whole parameters, those, each behind the one of which ranks have parts."""
         self.beside, self._looks_left = Beside(module), LOOKS
 
-    def divide(self, techniques: Sequence[Technique], plan: ParallelPlan) -> None:
-        """Lets every technique keep its part of the model."""
-        self.plan = plan
-        ground = Ground(
-            self.mesh, plan, partial(take_sample, self.module.trainer, self.mesh, self._host, self._layouts)
-        )
-        self._alike = all(technique.traits.steps_see_wholes for technique in techniques if "cp" in technique.axes)
+    def divide(self, techniques: Sequence[Technique], plan: ParallelPlan, sample: Callable[[], Sample]) -> None:
+        """Lets every technique keep its part of the model.
+
+        Args:
+            techniques: in their order.
+            plan: what the model's parts are.
+            sample: takes a step for a technique that analyzes one.
+        """
+        self.plan, self.readers = plan, readers_of(self.mesh, techniques)
+        ground = PartitionContext(self.mesh, plan, sample, self._divisions)
         if self.mesh.loss.size() > 1 and not any(technique.traits.averages_gradients for technique in techniques):
             techniques = (*techniques, DataParallel(1))
         for technique, seen in zip(techniques, self._looks(techniques, ground), strict=True):
@@ -106,13 +106,14 @@ class DividedModel:
         if self.mesh.data.size() > 1 and all(division.losses_over_batch for division in self._divisions):
             whole = WholeBatch(self.module, Ranks(self.readers, "batch"), plan)
             self._divisions += [whole] if whole.acts else []
+            self.compares_samples = whole.acts
 
-    def _looks(self, techniques: Sequence[Technique], ground: Ground) -> list[Any]:
+    def _looks(self, techniques: Sequence[Technique], ground: PartitionContext) -> list[Any]:
         """Lets techniques look at the whole model; all ranks raise if one cannot look or they see different things."""
         looks: list[Any] = []
         failure: Exception | None = None
         try:
-            looks = [technique.look(self.module, ground) for technique in techniques]
+            looks = [technique.analyze(self.module, ground) for technique in techniques]
         except Exception as error:
             failure = error
         failed = "" if failure is None else f"{type(failure).__name__}: {failure}"
@@ -144,12 +145,8 @@ class DividedModel:
 
     # ---------------------------------------------------------------- the maps of all divisions
 
-    def step(self, differentiate: Differentiate) -> Step:
-        """The step of all techniques, to be made when the parameters are real.
-
-        Args:
-            differentiate: runs backward passes that manual optimization runs itself.
-        """
+    def step(self) -> Step:
+        """The step of all techniques, to be made when the parameters are real."""
         step = Step()
         for division in self._divisions:
             step = division.step(step)
@@ -157,9 +154,9 @@ class DividedModel:
             step = division.settle(step)
         if self.module.automatic_optimization or self.pipeline.ranks > 1:  # whose step runs backward passes itself
             return OwnBackwardStep(step) if is_overridden("backward", self.module) else step
-        return ManualOptimizationStep(step, differentiate)
+        return ManualOptimizationStep(step)
 
-    def run(self, run: Run[T]) -> Run[T]:
+    def run(self, run: StepFn[T]) -> StepFn[T]:
         """The user's step as techniques surround each call of it."""
         if self._looks_left:  # a first step may take parameters into what the module keeps
             self._looks_left -= 1
@@ -195,11 +192,6 @@ class DividedModel:
         return full
 
     # ---------------------------------------------------------------- who holds what
-
-    @property
-    def readers(self) -> dist.ProcessGroup:
-        """The ranks whose steps see different samples, or different parts of them."""
-        return (self.mesh.data if self._alike else self.mesh.loss).get_group()
 
     @property
     def in_parts(self) -> bool:
@@ -249,19 +241,23 @@ class DividedModel:
             yield
         self.beside.look()
 
-    def follow_in(self, optimizers: Iterable[Optimizer]) -> None:
+    def follow_in(self, optimizers: Iterable[Optimizer], with_states: bool) -> None:
         """Lets optimizers made before the module was divided step the parameters that it has now, by FQN.
 
-        Optimizers that have states are left as they are, and refused by `refuse_old_parameters`.
+        Args:
+            optimizers: the trainer's.
+            with_states: whether states follow too, as those that Adagrad makes when it is made; else optimizers that
+                have states are left as they are, and refused by `refuse_old_parameters`.
         """
         with self.shown():
             now = dict(self.module.named_parameters(remove_duplicate=False))
         pairs: list[Pair] = [(before, now[name]) for name, before in self.beside.before().items()]
         for optimizer in optimizers:
-            if not has_states(optimizer):
+            if with_states or not has_states(optimizer):
                 kept = KeptParameters(optimizer)
                 exchange(optimizer, pairs)
                 kept.exchange(pairs)
+                _move_states(optimizer)
 
     def stand_ins(self) -> set[nn.Parameter]:
         """Parameters without memory by which those that other ranks hold are shown, always the same ones."""
@@ -340,6 +336,25 @@ class DividedModel:
         for part in self.module.modules():
             restore_forward(part)
         self.beside.leave()
+
+
+def _move_states(optimizer: Optimizer) -> None:
+    """Moves states of parameters to where these are; numbers of steps stay, for most optimizers count on the host."""
+    for parameter, values in optimizer.state.items():
+        for name, value in values.items() if isinstance(values, dict) else ():
+            if isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape:
+                values[name] = value.to(parameter.device)
+
+
+def readers_of(mesh: ParallelMesh, techniques: Iterable[Technique]) -> dist.ProcessGroup:
+    """The ranks whose steps see different samples, or different parts of them."""
+    alike = all(technique.traits.steps_see_wholes for technique in techniques if "cp" in technique.axes)
+    return (mesh.data if alike else mesh.loss).get_group()
+
+
+def no_sample() -> Sample:
+    """Raises: the model is divided before there is a batch."""
+    raise RuntimeError("a technique analyzes a step, but only a pipeline is divided when there is one")
 
 
 def _tied(module: nn.Module) -> dict[str, str]:

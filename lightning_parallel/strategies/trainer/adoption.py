@@ -29,7 +29,8 @@ class Adoption:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._back = trainer, ExitStack()
         self.signals: Signals | None = None
-        self._begun = self.stepped = False
+        #: whether Lightning has installed its signal handlers, and the loops run
+        self.begun = self.stepped = False
         #: whether the user wants data divided by rank
         self.divides_data = lightnings.divides_data(trainer)
         lightnings.let_divide_data(trainer, False)  # Lightning's would replace the user's sampler and order
@@ -90,7 +91,7 @@ class Adoption:
 
     def begin(self, distributed: bool) -> None:
         """Lightning has installed its signal handlers, and the loops are about to run."""
-        self._begun = True
+        self.begun = True
         if distributed:
             self.signals = Signals(self._trainer)
             self._back.callback(self.signals.close)
@@ -100,7 +101,7 @@ class Adoption:
 
         To be asked at the end: Lightning's Tuner runs steps before.
         """
-        if self.stepped and not self._begun:
+        if self.stepped and not self.begun:
             raise RuntimeError(
                 f"Lightning {LIGHTNING} does not call strategy.barrier('run-stage') before a run, by which "
                 "signals are taken over and loaders resumed; install the version that lightning_parallel requires"

@@ -30,6 +30,7 @@ class MeshCallback(Callback):
         unite_buffers: gives all ranks the same buffers; all must call.
         unite_metrics: gives the ranks of a pipeline the same metrics; all must call.
         show_whole: inside, the module's tree has the parameters of all ranks, without values.
+        begin_validation: divides a model that is not yet divided.
     """
 
     def __init__(
@@ -39,10 +40,12 @@ class MeshCallback(Callback):
         unite_buffers: Callable[[], None],
         unite_metrics: Callable[[], None],
         show_whole: Callable[[], AbstractContextManager[None]],
+        begin_validation: Callable[[], None],
     ) -> None:
         self._batches, self._others_come = batches, others_come
         self._unite_buffers, self._unite_metrics = unite_buffers, unite_metrics
         self._show_whole, self._shown = show_whole, ExitStack()
+        self._begin_validation = begin_validation
         self._hidden: list[Callback] = []
 
     # Lightning calls every hook of a callback in every step, and none that is None
@@ -71,11 +74,16 @@ class MeshCallback(Callback):
         loop = trainer.fit_loop.epoch_loop.val_loop
 
         def reset() -> None:
+            self._begin_validation()
             self._batches.begin_pass(lightnings.combined_of(loop))
             type(loop).reset(loop)
 
         vars(loop)["reset"] = reset
-        self._shown.enter_context(self._show_whole())  # for summaries of the model
+        self.show_whole()
+
+    def show_whole(self) -> None:
+        """Until the run begins the tree is whole, for summaries of the model and callbacks that freeze parts of it."""
+        self._shown.enter_context(self._show_whole())
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """The run begins: from now on the tree has what this rank holds."""

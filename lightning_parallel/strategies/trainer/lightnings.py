@@ -6,7 +6,7 @@ Written against Lightning 2.6. Loops and combined loaders are `Any` where their 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from inspect import unwrap
@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_unflatten
 from torch.utils.data import BatchSampler, DataLoader
 
+from lightning_parallel.mesh import DefaultGroup
 from lightning_parallel.strategies.lightning_package import (
     Callback,
     CombinedLoader,
@@ -102,12 +103,6 @@ def wrapped_optimizers(strategy: Strategy) -> list[LightningOptimizer]:
 # ---------------------------------------------------------------- a loop
 
 
-def sets_to_zero(trainer: Trainer) -> bool:
-    """Whether Lightning sets gradients to zero between the step that comes and its backward."""
-    is_first = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
-    return trainer.training and is_first
-
-
 def agree_when_to_validate(trainer: Trainer, agree: Callable[[bool], bool]) -> None:
     """Makes ranks decide by one clock when to validate, if time decides. `decide_alone` takes it back."""
     loop: Any = trainer.fit_loop.epoch_loop
@@ -153,11 +148,6 @@ def combined_of(loop: Any) -> CombinedLoader | None:
 def forget_loaders(loop: Any) -> None:
     """The loop asks for its loaders anew when it sets up its data."""
     loop._combined_loader = None
-
-
-def read_ahead(loop: Any) -> list[Any]:
-    """The batches that a fit loop has read as it set up its data: it reads one where it does not know how many come."""
-    return [batch for batch, *_ in vars(loop._data_fetcher).get("batches", [])]
 
 
 def given_loaders(loop: Any) -> list[Any]:
@@ -215,11 +205,7 @@ def loaders_made_together(loop: Any, host: dist.ProcessGroup) -> Iterator[None]:
         compared.make = make
 
 
-def switch_worlds(
-    trainer: Trainer,
-    user_world: Callable[[], AbstractContextManager[None]],
-    full_world: Callable[[], AbstractContextManager[None]],
-) -> Callable[[], object]:
+def switch_worlds(trainer: Trainer, user_world: DefaultGroup, full_world: DefaultGroup) -> Callable[[], object]:
     """Run the hooks of module, data module and callbacks in `user_world`, what they call of the trainer in the other.
 
     Lightning enters a context of the profiler around each of them, which is extended here. Returns what undoes it.
@@ -230,7 +216,8 @@ def switch_worlds(
     @contextmanager
     def profile_in_world(action: str) -> Iterator[Any]:
         of_user = action.startswith(("[LightningModule]", "[LightningDataModule]", "[Callback]"))
-        with profile(action) as profiled, user_world() if of_user else full_world():
+        world = user_world if of_user else full_world
+        with profile(action) as profiled, nullcontext() if dist.group.WORLD is world.group else world:
             yield profiled
 
     vars(profiler)["profile"] = profile_in_world

@@ -21,7 +21,7 @@ from lightning_parallel.arguments import one_of
 from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.techniques.activation_checkpoint.effects import Effects
 from lightning_parallel.techniques.activation_checkpoint.in_graph import breaking_where_written
-from lightning_parallel.techniques.division import Division, Ground
+from lightning_parallel.techniques.division import Division, PartitionContext
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools.caches import holds_keys, is_cache, is_filled_by_layers, layers_in
 from lightning_parallel.techniques.tools.redirect import Forward, default_dtype, redirect_forward
@@ -73,7 +73,7 @@ class ActivationCheckpoint(Technique):
         """See `Technique.axes`: none."""
         return {}
 
-    def divide(self, model: nn.Module, ground: Ground, seen: None) -> Division:
+    def divide(self, model: nn.Module, ground: PartitionContext, seen: None) -> Division:
         """Leads the forward of every block through a checkpoint."""
         for block in ground.plan.require_blocks(model, repr(self)).values():
             redirect_forward(block, functools.partial(self._recomputed, block))

@@ -25,8 +25,8 @@ from lightning_parallel.techniques.divided import rules  # noqa: F401  (enters t
 from lightning_parallel.techniques.divided.parcels import packed, unpacked
 from lightning_parallel.techniques.divided.step import DividedStep
 from lightning_parallel.techniques.divided.tensor import Divided
-from lightning_parallel.techniques.division import Division, Ground
-from lightning_parallel.techniques.step import Run, Step, WrappedRun
+from lightning_parallel.techniques.division import Division, PartitionContext
+from lightning_parallel.techniques.step import Step, StepFn
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 
 T = TypeVar("T")
@@ -72,7 +72,7 @@ class ContextParallel(Technique):
         """See `Technique.traits`."""
         return Traits(steps_see_wholes=True, replaces_tensors=True)
 
-    def divide(self, model: nn.Module, ground: Ground, seen: None) -> Division:
+    def divide(self, model: nn.Module, ground: PartitionContext, seen: None) -> Division:
         """Leaves the model as it is; what is divided is the batch that it sees."""
         if ground.mesh.sizes["cp"] == 1:
             return Division(model)
@@ -87,9 +87,24 @@ class DividedSequences(Division):
 
     sequences: Sequences
 
-    def run(self, run: Run[T]) -> Run[T]:
-        """Shows the user's step sequences that look whole."""
-        return SequenceRun(run, self.sequences)
+    def run(self, run: StepFn[T]) -> StepFn[T]:
+        """Shows the user's step sequences that look whole; what it returns is whole."""
+
+        def on_sequences(batch: Any, *rest: Any, **kwargs: Any) -> T:
+            self.sequences.ranks.made_of.forget()
+            output = run(self.sequences.divided(batch), *rest, **kwargs)
+            made: T = tree_map_only(Divided, lambda each: each.whole("what a step returns"), output)
+            return made
+
+        return on_sequences
+
+    def encode_activation(self, value: Any) -> Any:
+        """See `Division.encode_activation`."""
+        return packed(value)
+
+    def decode_activation(self, value: Any) -> Any:
+        """See `Division.decode_activation`."""
+        return unpacked(value, self.sequences.ranks)
 
     def settle(self, step: Step) -> Step:
         """Gives whole tensors to what goes around rules, and to what runs between steps."""
@@ -121,27 +136,3 @@ class Registered:
             return False
         self._gathered[id(tensor)] = tensor
         return True
-
-
-class SequenceRun(WrappedRun[T]):
-    """A run on a divided batch, whose outputs are whole."""
-
-    def __init__(self, inner: Run[T], sequences: Sequences) -> None:
-        super().__init__(inner)
-        self._sequences = sequences
-
-    def __call__(self, *args: Any, **kwargs: Any) -> T:
-        """See `Run.__call__`."""
-        batch, *rest = args
-        self._sequences.ranks.made_of.forget()
-        output = self.inner(self._sequences.divided(batch), *rest, **kwargs)
-        made: T = tree_map_only(Divided, lambda each: each.whole("what a step returns"), output)
-        return made
-
-    def handed_on(self, value: Any) -> Any:
-        """See `Run.handed_on`."""
-        return packed(self.inner.handed_on(value))
-
-    def received(self, value: Any) -> Any:
-        """See `Run.received`."""
-        return unpacked(self.inner.received(value), self._sequences.ranks)

@@ -18,7 +18,7 @@ from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.techniques.divided.functions import FunctionsGetWholes
 from lightning_parallel.techniques.divided.gathered import tell
 from lightning_parallel.techniques.divided.tensor import Divided
-from lightning_parallel.techniques.step import Run, Step, WrappedRun, WrappedStep
+from lightning_parallel.techniques.step import Step, StepFn, WrappedStep
 from lightning_parallel.techniques.tools.redirect import Redirected
 from lightning_parallel.values import like
 
@@ -59,12 +59,12 @@ class DividedStep(WrappedStep):
         self._functions = FunctionsGetWholes()
         self._in_forward = self._went_back = False
 
-    def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
+    def forward(self, run: StepFn[T], *args: Any, **kwargs: Any) -> T:
         """See `Step.forward`."""
         self._in_forward, self._went_back = True, False
         self._ranks.viewed.clear()
         with self._functions, _reducing_later(self._ranks, True):
-            output = self.inner.forward(OfTheUser(run, self._ranks), *args, **kwargs)
+            output = self.inner.forward(self._of_the_user(run), *args, **kwargs)
         self._in_forward = False  # not where it raised: the run is over
         for view in self._ranks.viewed:
             view.take_changes()
@@ -82,6 +82,15 @@ class DividedStep(WrappedStep):
         if not self._in_forward:
             self._leave()
 
+    def _of_the_user(self, run: StepFn[T]) -> StepFn[T]:
+        """The step, in which backward passes are the user's own: nobody reduces later what they compute."""
+
+        def of_the_user(*args: Any, **kwargs: Any) -> T:
+            with _reducing_later(self._ranks, False):
+                return run(*args, **kwargs)
+
+        return of_the_user
+
     def _leave(self) -> None:
         tell(self._ranks, self._model)
         self._attributes.make_whole()
@@ -97,19 +106,6 @@ def _refuse_compiled(model: nn.Module) -> None:
                 f"{name or type(model).__name__} is compiled by torch.compile, which does not know tensors that ranks "
                 "have divided; leave that out, and let the strategy compile the blocks: HybridStrategy(..., Compile())"
             )
-
-
-class OfTheUser(WrappedRun[T]):
-    """A run in which backward passes are the user's own: nobody reduces later what they compute."""
-
-    def __init__(self, inner: Run[T], ranks: Ranks) -> None:
-        super().__init__(inner)
-        self._ranks = ranks
-
-    def __call__(self, *args: Any, **kwargs: Any) -> T:
-        """See `Run.__call__`."""
-        with _reducing_later(self._ranks, False):
-            return self.inner(*args, **kwargs)
 
 
 @contextmanager

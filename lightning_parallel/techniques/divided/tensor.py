@@ -52,7 +52,8 @@ from lightning_parallel.techniques.divided.table import (
     viewed,
     whole_shape,
 )
-from lightning_parallel.techniques.tools.losses import original
+from lightning_parallel.techniques.tools.absent import Absent
+from lightning_parallel.techniques.tools.means import original
 from lightning_parallel.techniques.tools.shards import as_gradient, local, made_as_dtensors_are
 
 
@@ -119,18 +120,23 @@ class Divided(LooksWhole):
         if kwargs and not REORDERED.isdisjoint(kwargs):
             args, kwargs = in_order(original(func), args, kwargs)
         kwargs = kwargs or {}
+        if Absent in types:  # what another stage of a pipeline has absorbs every operation
+            return Absent.__torch_function__(func, types, args, kwargs)
         if not torch.compiler.is_dynamo_compiling():
             if takes_wholes():
                 return of_wholes(original(func), args, kwargs)
             for each in args[0] if args and type(args[0]) in (list, tuple) else args:
                 if isinstance(each, Wrapper):
                     settle(each.form.viewed)
-        if not isinstance(result := by_rule(func, args, kwargs), LocalCall):
-            return result
-        made = carried_out(result, args, kwargs)
-        if args and isinstance(args[0], Wrapper) and args[0].form.strides is not None:
-            note_strides(made, func, args, kwargs)
-        return made
+        result = by_rule(func, args, kwargs)
+        return _made_of(result, func, args, kwargs) if isinstance(result, LocalCall) else result
+
+
+def _made_of(call: LocalCall, func: Any, args: Any, kwargs: Any) -> Any:
+    made = carried_out(call, args, kwargs)
+    if args and isinstance(args[0], Wrapper) and args[0].form.strides is not None:
+        note_strides(made, func, args, kwargs)
+    return made
 
 
 class Wrapper(Divided):

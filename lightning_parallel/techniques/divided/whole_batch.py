@@ -25,8 +25,8 @@ from lightning_parallel.plan.plan import ParallelPlan, matching
 from lightning_parallel.techniques.divided.functions import FunctionsGetWholes
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided
 from lightning_parallel.techniques.division import Division
-from lightning_parallel.techniques.step import Coming, Run, Step, WrappedRun, WrappedStep
-from lightning_parallel.techniques.tools.losses import unwatched
+from lightning_parallel.techniques.step import BatchInfo, Step, StepFn, WrappedStep
+from lightning_parallel.techniques.tools.means import unwatched
 from lightning_parallel.techniques.tools.redirect import redirect_forward
 
 T = TypeVar("T")
@@ -58,13 +58,29 @@ class WholeBatch(Division):
         self.acts = bool(modules or self.files)
         self._functions = FunctionsGetWholes()
 
-    def run(self, run: Run[T]) -> Run[T]:
+    def run(self, run: StepFn[T]) -> StepFn[T]:
         """Leads the functions of Hugging Face's for the time of the user's step."""
-        return Led(run, self) if self.files else run
+
+        def led(*args: Any, **kwargs: Any) -> T:
+            with self._balancing_led():
+                return run(*args, **kwargs)
+
+        return led if self.files else run
 
     def step(self, step: Step) -> Step:
         """Notes whether samples count."""
         return CountedStep(step, self)
+
+    @contextmanager
+    def _balancing_led(self) -> Iterator[None]:
+        before = [vars(file)[BALANCING] for file in self.files]
+        for file, function in zip(self.files, before, strict=True):
+            vars(file)[BALANCING] = self.led(function)
+        try:
+            yield
+        finally:
+            for file, function in zip(self.files, before, strict=True):
+                vars(file)[BALANCING] = function
 
     def led(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function, on the whole batch."""
@@ -106,30 +122,6 @@ class WholeBatch(Division):
         return filled + own.sum() if own.requires_grad else filled  # of no rows: only so that backward comes by
 
 
-class Led(WrappedRun[T]):
-    """A run in which the functions of Hugging Face's see the whole batch."""
-
-    def __init__(self, inner: Run[T], whole: WholeBatch) -> None:
-        super().__init__(inner)
-        self._whole = whole
-
-    def __call__(self, *args: Any, **kwargs: Any) -> T:
-        """See `Run.__call__`."""
-        with self._led():
-            return self.inner(*args, **kwargs)
-
-    @contextmanager
-    def _led(self) -> Iterator[None]:
-        before = [vars(file)[BALANCING] for file in self._whole.files]
-        for file, function in zip(self._whole.files, before, strict=True):
-            vars(file)[BALANCING] = self._whole.led(function)
-        try:
-            yield
-        finally:
-            for file, function in zip(self._whole.files, before, strict=True):
-                vars(file)[BALANCING] = function
-
-
 class CountedStep(WrappedStep):
     """A step that says whether this rank's samples count."""
 
@@ -137,7 +129,7 @@ class CountedStep(WrappedStep):
         super().__init__(inner)
         self._whole = whole
 
-    def expect(self, coming: Coming) -> None:
-        """See `Step.expect`."""
-        self._whole.counts = coming.counts
-        self.inner.expect(coming)
+    def begin_batch(self, info: BatchInfo) -> None:
+        """See `Step.begin_batch`."""
+        self._whole.counts = info.weight > 0
+        self.inner.begin_batch(info)

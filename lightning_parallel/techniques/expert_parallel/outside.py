@@ -28,7 +28,7 @@ from lightning_parallel.techniques.divided.tensor import Wrapper, of_wholes
 from lightning_parallel.techniques.expert_parallel.calls import Calls
 from lightning_parallel.techniques.expert_parallel.own_experts import OF_EXPERTS
 from lightning_parallel.techniques.tools.leaves import leaf_of
-from lightning_parallel.techniques.tools.losses import original
+from lightning_parallel.techniques.tools.means import original
 from lightning_parallel.techniques.tools.shards import axes_dividing, made_as_dtensors_are
 
 

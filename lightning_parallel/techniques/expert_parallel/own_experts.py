@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.techniques.divided.python_functions import called_below
-from lightning_parallel.techniques.tools.losses import original
+from lightning_parallel.techniques.tools.means import original
 from lightning_parallel.techniques.tools.telling import warn
 
 Rule = Callable[..., Any]

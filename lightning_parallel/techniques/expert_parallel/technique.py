@@ -24,7 +24,7 @@ from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.collectives.spans import Runs
 from lightning_parallel.mesh import AXES, Axis, ParallelMesh, Size, expert_sizes
 from lightning_parallel.plan.experts import Experts, find_experts, listed_in
-from lightning_parallel.techniques.division import Division, Ground
+from lightning_parallel.techniques.division import Division, PartitionContext
 from lightning_parallel.techniques.expert_parallel.ahead import SharedExperts
 from lightning_parallel.techniques.expert_parallel.calls import Calls
 from lightning_parallel.techniques.expert_parallel.capacity import Capacity
@@ -32,7 +32,7 @@ from lightning_parallel.techniques.expert_parallel.listed import ListedExperts
 from lightning_parallel.techniques.expert_parallel.outside import Outside, Readers, Shown, Slot
 from lightning_parallel.techniques.expert_parallel.owned import own_parameters
 from lightning_parallel.techniques.expert_parallel.stacked import StackedExperts, shows_drops
-from lightning_parallel.techniques.step import Run, Step, WrappedRun, WrappedStep
+from lightning_parallel.techniques.step import Step, StepFn, WrappedStep
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools.redirect import redirect_forward
 from lightning_parallel.techniques.tools.shards import ElementsShard, axes_dividing, parameter_part, pieces
@@ -105,7 +105,7 @@ class ExpertParallel(Technique):
                 f"such ranks, as in DataParallel({self.size})"
             )
 
-    def look(self, model: nn.Module, ground: Ground) -> tuple[int, list[Experts]]:
+    def analyze(self, model: nn.Module, ground: PartitionContext) -> tuple[int, list[Experts]]:
         """Finds the experts, and over how many ranks they are divided."""
         experts = find_experts(model, ground.plan)
         if not experts:
@@ -131,7 +131,7 @@ class ExpertParallel(Technique):
             f"choose {_or(fitting) or 'a smaller tensor parallel'}"
         )
 
-    def divide(self, model: nn.Module, ground: Ground, seen: tuple[int, list[Experts]]) -> Division:
+    def divide(self, model: nn.Module, ground: PartitionContext, seen: tuple[int, list[Experts]]) -> Division:
         """Keeps this rank's experts, and leads calls of them over the ranks."""
         (size, experts), mesh = seen, ground.mesh
         view = mesh.experts(size)
@@ -171,33 +171,24 @@ class DividedExperts(Division):
         """Makes whole what ranks have parts of."""
         return tree_map_only(Outside, Outside.whole, outputs)
 
-    def run(self, run: Run[T]) -> Run[T]:
+    def run(self, run: StepFn[T]) -> StepFn[T]:
         """Shows the user's own code all experts; tells other ranks that a step calls no more of them."""
-        return EndingRun(run, self)
+
+        def ending(*args: Any, **kwargs: Any) -> T:
+            with self.shown():
+                result = run(*args, **kwargs)
+            self.calls.end(self.device)
+            return result
+
+        return ending
+
+    def show(self) -> None:
+        """See `Division.show`."""
+        self.shown.show()
 
     def step(self, step: Step) -> Step:
         """Tells shared experts when a batch begins, and leaves nothing behind."""
         return ExpertsStep(step, self)
-
-
-class EndingRun(WrappedRun[T]):
-    """A run after which other ranks know that this one calls no more experts."""
-
-    def __init__(self, inner: Run[T], division: DividedExperts) -> None:
-        super().__init__(inner)
-        self._division = division
-
-    def __call__(self, *args: Any, **kwargs: Any) -> T:
-        """See `Run.__call__`."""
-        with self._division.shown():
-            result = self.inner(*args, **kwargs)
-        self._division.calls.end(self._division.device)
-        return result
-
-    def show(self) -> None:
-        """See `Run.show`."""
-        self._division.shown.show()
-        self.inner.show()
 
 
 class ExpertsStep(WrappedStep):
@@ -207,7 +198,7 @@ class ExpertsStep(WrappedStep):
         super().__init__(inner)
         self._division = division
 
-    def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
+    def forward(self, run: StepFn[T], *args: Any, **kwargs: Any) -> T:
         """See `Step.forward`."""
         for each in self._division.shared:
             each.adopt()

@@ -76,7 +76,6 @@ class AllReduceBucket(Bucket):
         self._group = holders.all.get_group()
         self._hook = hook
         self._index = index
-        self.takes_early = hook is None  # those that send something else keep what they left out for later
         self._again = 1 / (holders.scale * holders.all.size())
         self._reduced = False
         self._pending = Pending(None)
@@ -92,17 +91,12 @@ class AllReduceBucket(Bucket):
             self._message = None
         super().agree(dtype)
 
-    def begin(self, synced: bool, early: bool = False, given: bool = False) -> None:
-        """See `Bucket.begin`. Gradients of the batch before live in the buffer: what is taken goes into a new one.
-
-        So does everything where somebody keeps one of them.
-        """
-        super().begin(synced, early, given)
+    def begin(self, synced: bool, given: bool = False) -> None:
+        """See `Bucket.begin`. Gradients live in the buffer: there is a new one where somebody keeps one of them."""
+        super().begin(synced, given)
         if self._again != 1 and self.active and not given:
             self.reopen()
-        if self._message is not None and (
-            self._lent.is_kept(self.parameters) or (early and any(p.grad is not None for p in self.parameters))
-        ):
+        if self._message is not None and self._lent.is_kept(self.parameters):
             self._message = None
 
     def reopen(self) -> None:
@@ -144,7 +138,7 @@ class AllReduceBucket(Bucket):
         if gradient is None:
             view.zero_()
         else:
-            torch.mul(gradient if gradient.dtype == self.dtype else gradient.to(self.dtype), self.own_scale, out=view)
+            torch.mul(gradient if gradient.dtype == self.dtype else gradient.to(self.dtype), self.scale, out=view)
 
     def _gradient(self, index: int) -> Tensor:
         """A parameter's part of the message; `module.to` may have given other memory to the tensor that it was."""
@@ -165,30 +159,14 @@ class AllReduceBucket(Bucket):
         """See `Bucket.finish`."""
         self._pending.wait()
         self._reduced = True
-        if self.early and self.factor != 1:
-            self.buffer()[: -len(self.parameters)].mul_(self.factor)
         used = set(range(len(self.parameters))) - set(self._unused)
         if self._unused:
             used |= {
                 index for index, sum_ in zip(self._unused, self._flags[self._unused].tolist(), strict=True) if sum_
             }
         for index, parameter in enumerate(self.parameters):
-            if self.early and (index in self._taken or index in self._unused):
-                self._grow(index) if index in used else None
-            elif index in self._unused or parameter.dtype != self.dtype:
+            if index in self._unused or parameter.dtype != self.dtype:
                 parameter.grad = self._gradient(index).to(parameter.dtype) if index in used else None
-
-    def drop(self) -> None:
-        """See `Bucket.drop`."""
-        self._pending.wait()
-
-    def _grow(self, index: int) -> None:
-        """Adds what was reduced before backward to what backward left for `grad`."""
-        parameter, new = self.parameters[index], self._gradient(index).to(self.parameters[index].dtype)
-        if parameter.grad is None:
-            parameter.grad = new
-        else:
-            local(parameter.grad).add_(local(new))
 
     def _reduce(self) -> Pending:
         if self._hook is None:

@@ -23,29 +23,20 @@ class Bucket(ABC):
     With the gradients travels one flag per parameter that says whether this rank had a gradient for it: a parameter
     that no rank used must end with `grad = None`, as it does on one device, or weight decay would move it.
 
-    In a batch that begins early, gradients are taken before backward, and without the factor by which backward will
-    multiply them: what arrives in backward is divided by it, and `finish` multiplies all. What parameters have for
-    `grad` until then is of the batch before, and is left alone.
-
-    | call                | in a backward                       | in a batch that begins early                       |
-    | ------------------- | ----------------------------------- | -------------------------------------------------- |
-    | `begin`             | all gradients are missing           | the same, within the forward                       |
-    | `take`, `lacks`     | never                               | a gradient that is final; a parameter without one  |
-    | `resume`            | never                               | backward begins                                    |
-    | `receive`           | a gradient arrived as `grad`        | the same, of those that were not taken             |
-    | `put`               | what arrived is in the message      | the same                                           |
-    | `send`              | what is missing goes as it was      | what is missing goes as zeros                      |
-    | `settle`            | some buckets later                  | the same                                           |
-    | `finish` / `drop`   | all have what was reduced / never   | the same / there is no backward                    |
+    | call      | in a backward                   |
+    | --------- | ------------------------------- |
+    | `begin`   | all gradients are missing       |
+    | `receive` | a gradient arrived as `grad`    |
+    | `put`     | what arrived is in the message  |
+    | `send`    | what is missing goes as it was  |
+    | `settle`  | some buckets later              |
+    | `finish`  | all have what was reduced       |
 
     Args:
         parameters: of one dtype and device, held by the same ranks.
         holders: of the parameters.
         divided: by how many what sends the message divides it once more.
     """
-
-    takes_early = True
-    """Whether gradients may be reduced before their factor is known."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], holders: Holders, divided: int = 1) -> None:
         self.parameters = list(parameters)
@@ -55,10 +46,6 @@ class Bucket(ABC):
         self.missing: set[int] = set()
         self.active = False
         self.synced = True
-        self.early = False
-        self.factor = 1.0
-        self.without: set[int] = set()  # the missing ones that nothing will come for
-        self._taken: set[int] = set()
         self._small = [local(parameter.detach()).nbytes <= SMALL_BYTES for parameter in self.parameters]
         self._arrived: list[int] = []  # small ones that lie where they arrived
         self.dtype = self.parameters[0].dtype
@@ -73,45 +60,19 @@ class Bucket(ABC):
         """From here on the message has this dtype, on all ranks."""
         self.dtype, self.agreed = dtype, True
 
-    def begin(self, synced: bool, early: bool = False, given: bool = False) -> None:
+    def begin(self, synced: bool, given: bool = False) -> None:
         """Before the first gradient; a bucket of frozen parameters stays out of it.
 
         Args:
             synced: whether gradients are those of the global batch after it; else a later pass will see to that.
-            early: whether gradients are taken before backward.
             given: whether the step gave them, so that they become means over the ranks that hold the parameters: where
                 they are such already, they stay the same.
         """
         self.scale = self._given if given else self._computed
-        self.synced, self.early, self.factor = synced, early, 1.0
+        self.synced = synced
         self.missing = {index for index, parameter in enumerate(self.parameters) if parameter.requires_grad}
-        self._taken, self.without, self._arrived = set(), set(), []
+        self._arrived = []
         self.active = bool(self.missing)
-
-    def take(self, index: int, gradient: Tensor) -> None:
-        """Takes the gradient of one parameter before backward.
-
-        Args:
-            index: of the parameter.
-            gradient: of what this rank keeps of it; plain and dense.
-        """
-        self.missing.discard(index)
-        self._taken.add(index)
-        self.fill(index, gradient)
-
-    def lacks(self, index: int) -> None:
-        """One parameter has no gradient in a batch that begins early."""
-        self.without.add(index)
-
-    @property
-    def own_scale(self) -> float:
-        """By what gradients are multiplied on their way into the message; early ones by `factor` too, in `finish`."""
-        if not self.early:
-            return self.scale
-        return self.scale / self.factor if self.factor else 0.0
-
-    def resume(self) -> None:  # noqa: B027
-        """The backward of a batch that began early begins."""
 
     def receive(self, index: int) -> None:
         """The gradient of one parameter is complete."""
@@ -138,13 +99,10 @@ class Bucket(ABC):
     def send(self) -> None:
         """Starts the reduction; parameters without a new gradient take part with the one they have, or with zeros."""
         late = [i for i, parameter in enumerate(self.parameters) if i in self.missing or not parameter.requires_grad]
-        unused = [index for index in late if self.early or self.parameters[index].grad is None]
+        unused = [index for index in late if self.parameters[index].grad is None]
         self._put_arrived()
         for index in late:
-            if self.early:
-                self.fill(index, None)
-            else:
-                self.put([index])
+            self.put([index])
         self.start(unused)
 
     def reopen(self) -> None:  # noqa: B027
@@ -164,7 +122,7 @@ class Bucket(ABC):
                 rooms.append(room)
                 arrived.append(dense(gradient).reshape(room.shape))
         if rooms:
-            copy_scaled(rooms, arrived, self.own_scale)
+            copy_scaled(rooms, arrived, self.scale)
         self.moved(indices)
 
     @abstractmethod
@@ -189,10 +147,6 @@ class Bucket(ABC):
     @abstractmethod
     def finish(self) -> None:
         """Waits for the collective and gives every parameter its reduced gradient."""
-
-    @abstractmethod
-    def drop(self) -> None:
-        """Waits for what is under way, and lets go of it: there is no backward for what was taken."""
 
 
 def dense(gradient: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ Source: S. Li et al., PyTorch Distributed, VLDB 2020.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial, reduce
 from typing import cast
 
@@ -18,12 +17,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_parallel.collectives.functional import all_reduce, no_second_error
+from lightning_parallel.collectives.functional import all_reduce
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.techniques.gradients.asked import Given
 from lightning_parallel.techniques.gradients.bucket import Bucket
-from lightning_parallel.techniques.gradients.early import Agreement, Factor
-from lightning_parallel.techniques.step import Coming, Step, WrappedStep
+from lightning_parallel.techniques.step import Step, WrappedStep
 from lightning_parallel.techniques.tools.holders import Holders, holders_of
 from lightning_parallel.techniques.tools.replicas import Replicas
 from lightning_parallel.techniques.tools.shards import local
@@ -37,9 +35,6 @@ WIDER = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 class BucketedStep(WrappedStep):
     """Reduces the gradients of some parameters in buckets during backward.
-
-    Where the forward computes gradients, as that of a pipeline does, it reduces them there already: behind what other
-    stages still compute. For that all ranks must agree, batch by batch, and buckets go in one order, taken or not.
 
     Args:
         inner: the step to wrap.
@@ -70,51 +65,29 @@ class BucketedStep(WrappedStep):
         self._accumulates_locally, self._replicas = accumulates_locally, replicas
         self._waiting = list(parameters)
         self._handles: list[RemovableHandle] = []
-        self._running = self._early = False
+        self._running = False
         self._given = Given()
-        self._turns = inner.turns
-        self._grew = False  # in passes that were not reduced
-        self._agreement: Agreement | None = None
-        self._factor: Factor | None = None
         self._active: list[Bucket] = []
         self._next = 0
         self._adopt_unfrozen()
 
     # ---------------------------------------------------------------- the step
 
-    def expect(self, coming: Coming) -> None:
-        """See `Step.expect`."""
-        if self._early:
-            self._drop()
-        if self._turns and self.places and torch.is_grad_enabled():
-            with torch._C.DisableTorchFunctionSubclass():  # rows that arrive are not waited for
-                hooked = any(map(_is_hooked, self.places))
-            allowed = coming.one_factor and self.synced and not self._grew and not hooked
-            self._agreement = Agreement(allowed, self._ranks.get_group(), self._device)
-            coming = replace(coming, early=(*coming.early, self))
-        self.inner.expect(coming)
-
     def backward(self, run: Callable[[], None]) -> None:
         """Runs backward; reduction starts with the first full bucket and is over when this returns."""
         if self._replicas is not None:
             self._replicas.require_alike()
             self._replicas = None
-        if not self._early and not self.synced and self._accumulates_locally and self._all_local():
-            self._grew = True
+        if not self.synced and self._accumulates_locally and self._all_local():
             for bucket in self.buckets:
                 bucket.reopen()
             return self.inner.backward(run)
-        if self._early:
-            for bucket in self._active:
-                bucket.resume()
-        else:
-            self._begin(given=run is nothing)
+        self._begin(given=run is nothing)
         try:
             self.inner.backward(run)
             self._finish()
         finally:
-            self._running = self._early = False
-        self._grew = not self.synced
+            self._running = False
         if run is not nothing:
             self._given.stepped = set()
         return None
@@ -132,71 +105,24 @@ class BucketedStep(WrappedStep):
 
     def close(self) -> None:
         """Removes the hooks from the parameters."""
-        if self._early:
-            self._drop()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self.inner.close()
-
-    # ---------------------------------------------------------------- before backward, see `EarlyReduction`
-
-    def wants(self, parameter: nn.Parameter) -> bool:
-        """See `EarlyReduction.wants`; the same on all ranks."""
-        place = self.places.get(parameter)
-        wanted = place is not None and place[0].takes_early and parameter in self._turns
-        return wanted and self._agreement is not None and self._agreement.reached
-
-    def take(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """See `EarlyReduction.take`."""
-        bucket, index = self._begun_early(parameter)
-        bucket.take(index, gradient)
-        self._send_in_order()
-
-    def lacks(self, parameter: nn.Parameter) -> None:
-        """See `EarlyReduction.lacks`."""
-        bucket, index = self._begun_early(parameter)
-        bucket.lacks(index)
-        self._send_in_order()
-
-    def multiply(self, factor: float) -> None:
-        """See `EarlyReduction.multiply`."""
-        if self._early:
-            self._factor = Factor(factor, self._ranks.get_group(), self._device)
-            for bucket in self._active:
-                bucket.factor = factor
-
-    def _begun_early(self, parameter: nn.Parameter) -> tuple[Bucket, int]:
-        if not self._running:
-            self._begin(early=True)
-        return self.places[parameter]
-
-    def _drop(self) -> None:
-        """Lets go of what was taken where no backward followed, as of a batch whose step returned no loss."""
-        for bucket in self._active:
-            with no_second_error():
-                bucket.drop()
-        self._running = self._early = False
-        self._factor = None
-
-    @property
-    def _device(self) -> torch.device:
-        with torch._C.DisableTorchFunctionSubclass():
-            return next(iter(self.places)).device
 
     # ---------------------------------------------------------------- during backward
 
     def _all_local(self) -> bool:
         return not any(has_shard(p) for bucket in self.buckets for p in bucket.parameters)
 
-    def _begin(self, early: bool = False, given: bool = False) -> None:
+    def _begin(self, given: bool = False) -> None:
         self._adopt_unfrozen()
         self._agree()
         for bucket in self.buckets:
-            bucket.begin(self.synced, early, given)
+            bucket.begin(self.synced, given)
         self._active = [bucket for bucket in self.buckets if bucket.active]
         self._next = 0
-        self._running, self._early = True, early
+        self._running = True
 
     def _agree(self) -> None:
         """Modules may cast their parameters in their first forward, and where data decide, on some ranks only."""
@@ -220,16 +146,13 @@ class BucketedStep(WrappedStep):
             # The user called `loss.backward()` without the strategy: reduce all the same.
             self._begin()
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        if self._early and index not in bucket.missing - bucket.without:
-            return  # what went early goes by autograd as none at all, and leaves what was there for `grad`
         bucket.receive(index)
-        if bucket.missing <= bucket.without:
+        if not bucket.missing:
             self._send_in_order()
 
     def _send_in_order(self) -> None:
         while self._next < len(self._active):
-            bucket = self._active[self._next]
-            if not bucket.missing <= bucket.without:
+            if self._active[self._next].missing:
                 return
             self._send_next()
 
@@ -244,12 +167,9 @@ class BucketedStep(WrappedStep):
             self._send_next()
         for bucket in self._active[-IN_FLIGHT:]:
             bucket.settle()
-        factor = 1.0 if self._factor is None else self._factor.agreed()
         for bucket in self._active:
-            bucket.factor = factor
             bucket.finish()
-        self._running = self._early = False
-        self._factor = None
+        self._running = False
 
     # ---------------------------------------------------------------- buckets
 
@@ -258,9 +178,7 @@ class BucketedStep(WrappedStep):
         if not ready:
             return
         self._waiting = [parameter for parameter in self._waiting if not parameter.requires_grad]
-        last = max(self._turns.values(), default=0) + 1
         ready.reverse()
-        ready.sort(key=lambda parameter: self._turns.get(parameter, last))
         for group, holders in split_by_size(ready, self._bucket_bytes, self._holders_of):
             bucket = self._make_bucket(group, holders)
             self.buckets.append(bucket)
@@ -273,11 +191,6 @@ class BucketedStep(WrappedStep):
 
 def nothing() -> None:
     """A backward to which nothing comes: what parameters have for `grad` is reduced."""
-
-
-def _is_hooked(parameter: nn.Parameter) -> bool:
-    """Whether somebody else looks at the gradient of a parameter as it arrives."""
-    return bool(parameter._backward_hooks) or len(parameter._post_accumulate_grad_hooks or ()) > 1
 
 
 def has_shard(parameter: nn.Parameter) -> bool:

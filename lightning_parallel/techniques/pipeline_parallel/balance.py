@@ -20,19 +20,23 @@ def balanced(
     if the stages up to there cannot be balanced better, and so on.
 
     Args:
-        costs: Of every block, in the order of the model and in any unit.
-        stages: How many stages there shall be.
-        first_extra: What the first stage does besides its blocks, as embeddings.
-        last_extra: What the last stage does besides its blocks, as the head and the loss.
-        uncut: The numbers of blocks that go on the stage of the block before, unless there were too few stages then.
-
-    Returns:
-        The blocks of every stage.
+        costs: Cost of every block, in any unit.
+        stages: Number of stages.
+        first_extra: Cost of the first stage besides its blocks, as of embeddings.
+        last_extra: Cost of the last stage besides its blocks, as of the head and the loss.
+        uncut: Numbers of blocks that go on the stage of the block before, unless there were too few stages then.
 
     Raises:
         ValueError: There are fewer blocks than stages, or a cost is negative or no number.
     """
-    _check(costs, stages, first_extra, last_extra)
+    if stages < 1 or stages > len(costs):
+        raise ValueError(
+            f"{len(costs)} blocks cannot make {stages} stages, each of at least one block; "
+            f"take 1 to {len(costs)} stages: fewer ranks, or fewer stages per rank"
+        )
+    wrong = [value for value in (*costs, first_extra, last_extra) if not 0 <= value < math.inf]
+    if wrong:
+        raise ValueError(f"{wrong[0]} is no cost of a block or stage; give finite numbers that are not negative")
     total = [0.0, *accumulate(costs)]
 
     def cost(stage: int, start: int, stop: int) -> float:
@@ -46,32 +50,13 @@ def balanced(
     # best[s][n]: the largest cost when the first n blocks make the stages 0 to s, divided as well as can be
     best = [[cost(0, 0, n) if n else math.inf for n in range(len(costs) + 1)]]
     for stage in range(1, stages):
-        before = best[-1]
-        best.append(
-            [
-                min((max(before[k], cost(stage, k, n)) for k in starts(stage, n)), default=math.inf)
-                for n in range(len(costs) + 1)
-            ]
-        )
+        choices = ([max(best[-1][k], cost(stage, k, n)) for k in starts(stage, n)] for n in range(len(costs) + 1))
+        best.append([min(some, default=math.inf) for some in choices])
     if math.isinf(best[-1][-1]):
         return balanced(costs, stages, first_extra, last_extra)
     bounds = [len(costs)]
     for stage in range(stages - 1, 0, -1):
         n = bounds[-1]
         limit = best[stage][n] * SAME
-        bounds.append(
-            next(k for k in reversed(starts(stage, n)) if max(best[stage - 1][k], cost(stage, k, n)) <= limit)
-        )
-    bounds = [0, *reversed(bounds)]
-    return [range(start, stop) for start, stop in pairwise(bounds)]
-
-
-def _check(costs: Sequence[float], stages: int, first_extra: float, last_extra: float) -> None:
-    if stages < 1 or stages > len(costs):
-        raise ValueError(
-            f"{len(costs)} blocks cannot make {stages} stages, each of at least one block; "
-            f"take 1 to {len(costs)} stages: fewer ranks, or fewer stages per rank"
-        )
-    wrong = [value for value in (*costs, first_extra, last_extra) if not 0 <= value < math.inf]
-    if wrong:
-        raise ValueError(f"{wrong[0]} is no cost of a block or stage; give finite numbers that are not negative")
+        bounds += [k for k in starts(stage, n) if max(best[stage - 1][k], cost(stage, k, n)) <= limit][-1:]
+    return [range(start, stop) for start, stop in pairwise([0, *reversed(bounds)])]

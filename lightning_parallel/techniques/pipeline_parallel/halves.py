@@ -1,19 +1,19 @@
 """The backward of a stage on a microbatch in two halves: gradients of its inputs now, those of its parameters later.
 
-A parameter's gradient starts at the operations that read both it and something that depends on the inputs: the first
-half passes them, and keeps what came in. It can wait if no way from such an operation, back along what depends on the
-inputs, leads to another one of the same parameter: that way would be gone over twice. Nor may it be a function of
-autograd that is written in Python, and reads parameters: it may do anything, such as a backward pass of its own. And
-operations that read one parameter together read all their parameters together: the second half takes them in groups,
-and a parameter in two of them would be differentiated in each.
+A parameter's gradient starts at the operations that read both the parameter and something that depends on the inputs.
+The first half keeps the gradients that come in there; the second half starts from them. The halves can be apart
+if no path along the inputs leads from such an operation to another one of the same parameter, if none of them is a
+function of autograd that is written in Python, and if any two parameters are read by the same operations or by none
+together.
 
-Source: P. Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024. `torch.distributed.pipelining` has such halves, too;
-those of torch 2.11 refuse inputs that nothing depends on, and add up gradients of what one operation returned.
+Source: P. Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024. The halves of `torch.distributed.pipelining` (2.11)
+refuse inputs that nothing depends on, and add up gradients of several results of one operation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -23,33 +23,27 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 
 class Halves:
-    """The halves of one microbatch's backward.
-
-    Args:
-        outputs: where what the stage returned came from.
-        inputs: its inputs, leaves.
-        parameters: leaves, or where they come into graphs.
-    """
+    """The halves of one microbatch's backward from the outputs of a stage to its inputs and parameters, leaves."""
 
     def __init__(
-        self,
-        outputs: Sequence[GradientEdge],
-        inputs: Sequence[Tensor],
-        parameters: Sequence[Tensor | GradientEdge],
+        self, outputs: Sequence[GradientEdge], inputs: Sequence[Tensor], parameters: Sequence[Tensor | GradientEdge]
     ) -> None:
         self._outputs, self._inputs = outputs, inputs
         order = _leaves_first([output.node for output in outputs])
         self._wanted = {node: k for k, node in enumerate(map(_node_of, parameters)) if node is not None}
         of_inputs = _reaching(order, {node for node in map(_node_of, inputs) if node is not None})
-        #: by each operation that depends on inputs, from these on: the parameters that it reads
-        self._read = {node: _read(node, of_inputs, self._wanted.keys()) for node in order if node in of_inputs}
+        #: by each operation that depends on inputs: the parameters that it reads
+        self._read = {node: self._read_by(node, of_inputs) for node in order if node in of_inputs}
         self._came: dict[Node, Sequence[Tensor | None]] = {}
+
+    def _read_by(self, node: Node, of_inputs: set[Node]) -> frozenset[Node]:
+        return frozenset(self._wanted.keys() & _leaves_first(each for each in _next(node) if each not in of_inputs))
 
     @property
     def are_apart(self) -> bool:
         """Whether one can be computed after the other."""
         roots = [output.node for output in self._outputs if output.node not in self._read]
-        if any(self._wanted.keys() & _below(root) for root in roots):
+        if self._wanted.keys() & _leaves_first(roots):
             return False
         if any(isinstance(node, BackwardCFunction) for node, parameters in self._read.items() if parameters):
             return False
@@ -91,16 +85,17 @@ class Halves:
 
 def _are_in_groups(read: Mapping[Node, frozenset[Node]]) -> bool:
     """Whether any two parameters are read by the same operations, or by none together."""
-    readers: dict[Node, set[Node]] = {}
+    readers: defaultdict[Node, set[Node]] = defaultdict(set)
     for node, parameters in read.items():
         for parameter in parameters:
-            readers.setdefault(parameter, set()).add(node)
+            readers[parameter].add(node)
     return all(len({frozenset(readers[each]) for each in parameters}) < 2 for parameters in read.values())
 
 
 def _meets_twice(own: Mapping[Node, frozenset[Node]]) -> bool:
-    """Whether a way back along the inputs passes two operations that read the same parameters."""
-    often = _in_several(own.values())
+    """Whether a path along the inputs passes two operations that read the same parameters."""
+    readers = Counter(parameter for parameters in own.values() for parameter in parameters)
+    often = {parameter for parameter, count in readers.items() if count > 1}
     met: dict[Node, frozenset[Node]] = {}
     for node, read in own.items():
         before = frozenset().union(*(met[next_] for next_ in _next(node) if next_ in met))
@@ -110,30 +105,12 @@ def _meets_twice(own: Mapping[Node, frozenset[Node]]) -> bool:
     return False
 
 
-def _read(node: Node, of_inputs: set[Node], wanted: Set[Node]) -> frozenset[Node]:
-    sides = [_below(next_) for next_ in _next(node) if next_ not in of_inputs]
-    return frozenset().union(*(side & wanted for side in sides))
-
-
-def _in_several(sets: Iterable[frozenset[Node]]) -> set[Node]:
-    once: set[Node] = set()
-    twice: set[Node] = set()
-    for some in sets:
-        twice |= some & once
-        once |= some
-    return twice
-
-
 def _reaching(order: Sequence[Node], goals: set[Node]) -> set[Node]:
     found: set[Node] = set()
     for node in order:
-        if node in goals or any(next_ in found for next_ in _next(node)):
+        if node in goals or not found.isdisjoint(_next(node)):
             found.add(node)
     return found
-
-
-def _below(root: Node) -> set[Node]:
-    return set(_leaves_first([root]))
 
 
 def _leaves_first(roots: Iterable[Node]) -> list[Node]:

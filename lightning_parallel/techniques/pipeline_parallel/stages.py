@@ -1,16 +1,18 @@
-"""Runs one stage: the user's own step, in which only this stage's part of the model is really there.
+"""Stages of a model: the user's own step runs on each of them, and leaves it after the stage's last block.
 
-Every stage runs the whole step on a microbatch. Blocks of earlier stages return what was received, or zeros of its
-shape; what runs before the blocks exists for its shapes only; and the
-step is left when the stage's last block has returned. Only the last stage runs the step to its end.
+A block of an earlier stage returns what was received, or absent tensors (`Absent`). The parameters of other stages are
+absent, so modules beside the blocks return absent tensors where their parameters are elsewhere. Whatever reads a value
+that is not here raises.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
 from itertools import count
 from typing import Any
 from zlib import crc32
@@ -19,60 +21,49 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_parallel.techniques.observed.draws import StepsDraws
-from lightning_parallel.techniques.observed.hooked import owner_of_part
-from lightning_parallel.techniques.observed.kept import in_place
-from lightning_parallel.techniques.observed.positions import Call
-from lightning_parallel.techniques.observed.refusals import UNDIVIDED
-from lightning_parallel.techniques.observed.shapes import ShapesOnly, zeros_for_shapes
-from lightning_parallel.techniques.pipeline_parallel.absent import AbsentReads, answering, mark_absent, mark_hidden
-from lightning_parallel.techniques.pipeline_parallel.cut import Cut
-from lightning_parallel.techniques.pipeline_parallel.exchange import Unsent
-from lightning_parallel.techniques.pipeline_parallel.stage.changes import StepsChanges
-from lightning_parallel.techniques.pipeline_parallel.stage.hooks import (
-    Hooks,
-    PassingHooks,
-    Taken,
-    without_objects_with_tensors,
-)
-from lightning_parallel.techniques.pipeline_parallel.ties import CopiedBuffers
-from lightning_parallel.techniques.tools.elsewhere import is_elsewhere
-from lightning_parallel.techniques.tools.losses import unwatched
-from lightning_parallel.techniques.tools.means import Means
+from lightning_parallel.techniques.pipeline_parallel.layout import Call, StageLayout
+from lightning_parallel.techniques.pipeline_parallel.p2p import Unsent
+from lightning_parallel.techniques.pipeline_parallel.rng import StageRNG
+from lightning_parallel.techniques.pipeline_parallel.trace import ancestors, hooks_of
+from lightning_parallel.techniques.tools import elsewhere
+from lightning_parallel.techniques.tools.absent import UNDIVIDED, Absent, AbsentError, Writes, refusal
+from lightning_parallel.techniques.tools.leaves import leaf_of
+from lightning_parallel.techniques.tools.means import WATCHING, unwatched
 from lightning_parallel.techniques.tools.redirect import Forward, plain_forwards, redirect_call, restore_call
-from lightning_parallel.values import map_leaves, map_tensors, tensors_of
+from lightning_parallel.values import ATOMS, TensorSpec, map_leaves, map_tensors, tensors_of
+
+PLAIN = (*ATOMS, list, tuple, dict, Enum, torch.dtype, torch.device, TensorSpec, Tensor)
+"""Leaves of results that are sent to other stages."""
 
 
 class StageEndedError(BaseException):
-    """Leaves the user's step at the end of a stage. No error, so that no `except Exception` of the user's stops it."""
+    """Leaves the user's step at the end of a stage. No `Exception`, so that no code of the user's catches it."""
 
 
 @dataclass
-class HandedOn:
-    """What a stage gives to the next one.
+class StageOutput:
+    """Output of a stage.
 
     Attributes:
         result: what its last block returned.
-        carried: what goes past the blocks.
-        shapes: of each block so far, what it returned, with `Unsent` for its tensors.
-        taken: by blocks and calls of parts, what hooks in them got.
+        carried: what goes past the blocks, by the call that returned it; `Unsent` in place of tensors nobody will read.
+        shapes: the structure that a block returned, with `Unsent` for its tensors. A block without an entry returned
+            the same as the nearest one before it.
     """
 
     result: Any = None
     carried: dict[Call, Any] = field(default_factory=dict)
     shapes: dict[int, Any] = field(default_factory=dict)
-    taken: dict[str, list[Taken]] = field(default_factory=dict)
 
 
 @dataclass
-class _Now:
-    """The stage that runs."""
+class _ForwardState:
+    """State of the stage that runs."""
 
     stage: int
-    received: Any
+    received: StageOutput
     carried: dict[Call, Any]
     shapes: dict[int, Any]
-    taken: dict[str, list[Taken]]
     position: int = 0
     result: Any = None
     calls: Counter[str] = field(default_factory=Counter)
@@ -80,145 +71,269 @@ class _Now:
     in_block: bool = False  # one that this stage has
 
 
+Path = tuple[str, str]
+"""The FQN of a module, and one of its attributes."""
+
+_Flags = tuple[list[bool], list[Any], list[bool], dict[Path, Any]]
+"""Modes of all modules; all parameters, absent ones too, and whether each learns; see `Stages._plain`."""
+
+
 class Stages:
     """The stages of one rank.
 
     Args:
         model: of which this rank holds its stages' part.
-        made: where the model is cut.
+        layout: where the model is cut.
         device: where the model runs.
+        writes: hears of code that writes to parameters of other stages.
+
+    Attributes:
+        attributes: plain attributes of modules with blocks in them that the step changed, on the last stage.
     """
 
-    def __init__(self, model: nn.Module, made: Cut, device: torch.device) -> None:
-        self.cut, self._device = made, device
-        self._now: _Now | None = None
-        self._reads = AbsentReads(self._refuse_absent, self._changed)
-        self.draws = StepsDraws(model, device)
-        mark_hidden(model)
-        self._copied, self.changes = CopiedBuffers(model, made), StepsChanges(model, made)
-        self._emptied = [module for module in model.modules() if is_elsewhere(module)]
-        modules = dict(model.named_modules())
-        self._hooks = Hooks(modules, made, device)
-        self._passing = PassingHooks(modules, made.seen.lasting)
-        for number, name in enumerate(made.seen.blocks):
-            redirect_call(modules[name], lambda call, k=number: self._block(k, modules[made.seen.blocks[k]], call))  # type: ignore[misc]
-        for name in made.seen.parts:
-            redirect_call(modules[name], lambda call, n=name: self._part(n, modules[n], call))  # type: ignore[misc]
-        self._redirected = [modules[name] for name in (*made.seen.blocks, *made.seen.parts)]
+    def __init__(self, model: nn.Module, layout: StageLayout, device: torch.device, writes: Writes) -> None:
+        self.model, self.layout, self._device, self._writes = model, layout, device, writes
+        self._stance = "default"
+        self._now: _ForwardState | None = None
+        self._last = layout.stages - 1
+        self.draws = StageRNG(model, device)
+        self._model, self._modules = model, dict(model.named_modules())
+        self._list = list(self._modules.values())
+        above = {name for block in layout.trace.blocks for name in ancestors(block) if name}
+        self._above = {name: self._modules[name].__dict__ for name in sorted(above)}
+        self.attributes: dict[Path, Any] = {}
+        for number, name in enumerate(layout.trace.blocks):
+            block = self._modules[name]
+            redirect_call(block, lambda call, k=number, b=block: self._block(k, b, call))  # type: ignore[misc]
+        for name in layout.trace.parts:
+            part = self._modules[name]
+            redirect_call(part, lambda call, n=name, p=part: self._part(n, p, call))  # type: ignore[misc]
+
+        self._hooked: dict[str, list[Call]] = {}  # by block or part, the carried calls of hooked modules in it
+        outer, self._handles = (*layout.trace.blocks, *layout.trace.parts), list[RemovableHandle]()
+        for name, number in sorted(layout.carried, key=lambda call: call[1]):
+            if name in outer:
+                continue
+            self._hooked.setdefault(next(each for each in outer if name.startswith(f"{each}.")), []).append(
+                (name, number)
+            )
+            if number == 0:
+                hook = partial(self._keep_hooked, name)
+                self._handles.append(self._modules[name].register_forward_hook(hook, prepend=True))
 
     def close(self) -> None:
         """Gives the modules their own calls back."""
-        self._hooks.close()
-        for module in self._redirected:
-            restore_call(module)
+        for handle in self._handles:
+            handle.remove()
+        for name in (*self.layout.trace.blocks, *self.layout.trace.parts):
+            restore_call(self._modules[name])
 
-    def run(
-        self, stage: int, received: Any, step: Callable[[], Any], means: Means | None = None, microbatch: int = 0
-    ) -> Any:
-        """Runs the user's step for one stage.
+    def attached(self) -> Any:
+        """Inside, absent parameters are among those of their modules, as steps expect that ask for all of them."""
+        return elsewhere.absent_in_place(self.model)
+
+    @contextmanager
+    def eagerly(self) -> Iterator[None]:
+        """Inside, compiled blocks are not compiled for the shapes that they get."""
+        self._stance = "force_eager"
+        try:
+            yield
+        finally:
+            self._stance = "default"
+
+    def run(self, stage: int, received: Any, step: Callable[[], Any], microbatch: int = 0) -> Any:
+        """Run the user's step for one stage.
 
         Args:
-            stage: which one; this rank holds it.
-            received: what the stage before handed on; anything for the first stage.
+            stage: this rank holds it.
+            received: output of the stage before; anything for the first stage.
             step: runs the user's step on a microbatch.
-            means: watches what is computed outside of the blocks.
-            microbatch: which one; in the first one it is looked for what the step reads that other stages have.
+            microbatch: its number, for random numbers.
 
         Returns:
-            What the step returned, or `HandedOn` if there is a stage after this one.
+            What the step returned, or `StageOutput` if there is a stage after this one.
 
         Raises:
-            RuntimeError: the step needs on this stage what the one that was looked at did not need there.
+            RuntimeError: the step needs a value that another stage has, does not run all blocks in their order, or
+                leaves modes or `requires_grad` changed.
         """
-        given = received if stage else HandedOn()
-        self._now = _Now(stage, given.result, given.carried, given.shapes, given.taken)
-        copies, before, since = self._copied.now(), self.changes.now(), RemovableHandle.next_id
+        given = received if stage else StageOutput()
+        now = self._now = _ForwardState(stage, given, dict(given.carried), dict(given.shapes))
+        flags, since = self._flags(), RemovableHandle.next_id
         self.draws.begin_microbatch(microbatch)
-        if means is not None:
-            means.begin()
         try:
-            with (
-                torch.compiler.set_stance("force_eager"),  # means and what is absent are not seen in compiled code
-                answering(self._emptied, self._device),
-                self._reads if microbatch == 0 else nullcontext(),
-            ):
+            with torch.compiler.set_stance("force_eager"):  # losses and absent tensors are not seen in compiled code
                 output = step()
         except StageEndedError:
-            if RemovableHandle.next_id > since:
-                self._passing.take_back(since)
-            self.changes.take_back(before, microbatch == 0)
-            self._copied.require_unchanged(copies, stage)
-            carried = {c: value for c, value in self._now.carried.items() if self.cut.carried[c].last > stage}
-            taken = self._hooks.going_on(self._now.taken, stage)
-            return HandedOn(self._now.result, carried, self._now.shapes, taken)
+            self._leave(flags, since)
+            going_on = {call: v for call, v in now.carried.items() if self.layout.carried[call].last > stage}
+            return StageOutput(now.result, going_on, now.shapes)
         except StopIteration as error:  # Lightning would take it for the end of the data, on this rank alone
             raise RuntimeError(
-                f"the step raised StopIteration on stage {stage}: code that takes the first of some parameters finds "
-                f"none where other stages have them all; ask a tensor that the step has, or {UNDIVIDED}"
+                f"the step raised StopIteration on stage {stage}; a next() in it found nothing, as among parameters "
+                f"that other stages have: ask a tensor that the step has, or {UNDIVIDED}"
             ) from error
         finally:
-            if means is not None:
-                means.end()
-            position, self._now = self._now.position, None
-        if stage < self.cut.stages - 1:
-            missing = self.cut.seen.blocks[position // 2]
-            raise RuntimeError(
-                f"the step ended before block {missing} was called, though it was in the sample that was looked at; a "
-                "pipeline needs steps that run all blocks; to skip a batch, run them and return the loss times zero"
-            )
-        self._copied.require_unchanged(copies, stage)
-        self.changes.ended(before, microbatch == 0)
+            self._now = None
+        self._require_end(now, output, flags)
         self.draws.end_microbatch()
         return output
+
+    # ---------------------------------------------------------------- the end of a step
+
+    def _flags(self) -> _Flags:
+        with torch._C.DisableTorchFunctionSubclass():  # rows that arrive are not waited for
+            every = [p for m in self._list for p in m._parameters.values() if p is not None]
+            learn = [p.requires_grad for p in every]
+        return [m.training for m in self._list], every, learn, self._plain()
+
+    def _plain(self) -> dict[Path, Any]:
+        """Plain attributes of modules with blocks in them: a step may set one for its forward."""
+        kinds = (bool, int, float, str, type(None))
+        return {
+            (n, k): v for n, own in self._above.items() for k, v in own.items() if type(v) in kinds and k != "training"
+        }
+
+    def set_attributes(self, attributes: Mapping[Path, Any]) -> None:
+        """Sets what the step left changed on the last stage."""
+        for (name, key), value in attributes.items():
+            self._above[name][key] = value
+
+    def _leave(self, before: _Flags, since: int) -> None:
+        """Undoes what the step would have put back behind its blocks: modes, flags, and hooks of its own."""
+        modes, every, learn, plain = before
+        for module, trains in zip(self._list, modes, strict=True):
+            if module.training != trains:
+                module.training = trains
+        toggled = [(p, learns) for p, learns in zip(every, learn, strict=True) if p.requires_grad != learns]
+        for parameter, learns in toggled:
+            parameter.requires_grad = learns
+            if not isinstance(parameter, Absent):
+                leaf_of(parameter)  # which learns as the parameter does
+        self.set_attributes({path: plain[path] for path in changed(plain, self._plain())})
+        if RemovableHandle.next_id > since:
+            _remove_hooks([m for n, m in self._modules.items() if n not in self.layout.trace.hooked], since)
+
+    def _require_end(self, now: _ForwardState, output: Any, before: _Flags) -> None:
+        if now.stage < self._last:
+            missing = self.layout.trace.blocks[now.position // 2]
+            raise RuntimeError(
+                f"the step ended before block {missing} was called, though the analyzed step called it; a pipeline "
+                "needs steps that run all blocks; to skip a batch, run them and return the loss times zero"
+            )
+        if absent := next((each for each in tensors_of(output) if isinstance(each, Absent)), None):
+            raise refusal(absent.what, "is in what the step returns")
+        modes, _, learn, plain = self._flags()
+        if modes != before[0] or learn != before[2] or self._writes.latest is not None:
+            what = f"the values of {self._writes.latest}" if self._writes.latest else "modes or requires_grad"
+            raise RuntimeError(
+                f"{what} are changed in a step, to stay so or to be put back behind the blocks, but in a pipeline only "
+                "the last stage runs a step to its end: do it in hooks, as on_train_batch_start and on_train_batch_end "
+                f"or on_validation_start and on_validation_end, or {UNDIVIDED}"
+            )
+        self.attributes |= changed(plain, before[3])
 
     # ---------------------------------------------------------------- the model's parts
 
     def _block(self, number: int, block: nn.Module, call: Forward) -> Forward:
-        mine, name = self.cut.stage_at(2 * number + 1), self.cut.seen.blocks[number]
+        mine, name = self.layout.stage_at(2 * number + 1), self.layout.trace.blocks[number]
+        following = self.layout.stage_at(2 * number + 3)
 
         def run(*args: Any, **kwargs: Any) -> Any:
             now = self._now
-            if now is None:
+            if now is None:  # a recomputation during a backward, or the user's own call
                 self._require_here(name, block)
                 return call(*args, **kwargs)
             if now.position != 2 * number:
                 self._refuse_order(now, number)
             now.position = 2 * number + 2
-            ends = self.cut.stage_at(2 * number + 3) > mine
             if mine < now.stage:
-                return self._of_earlier_stage(now, number, ends)
-            now.in_block, drawn = True, self.draws.depart(number)
-            with (
-                self._hooks.noting(name, now.taken),
-                self._reads.resting(args, kwargs),
-                unwatched(),
-                torch.compiler.set_stance("default"),
-            ):
-                now.result = call(*args, **kwargs)
+                output = now.received.result if mine < following == now.stage else self._made_before(now, number, name)
+                self._call_hooks(now, name, args, kwargs, output)
+                return output
+            now.in_block, drawn, watching = True, self.draws.depart(number), WATCHING.set(None)
+            try:  # losses in blocks are none of the step's
+                with torch.compiler.set_stance(self._stance):
+                    now.result = call(*args, **kwargs)
+            finally:
+                WATCHING.reset(watching)
             now.in_block = False
             self.draws.come_back(drawn)
-            if (name, 0) in self.cut.carried:
-                self._keep(now, (name, 0), now.result)
-            now.shapes[number] = map_tensors(Unsent.of, now.result)
-            if ends:  # at once: what follows may change the result in place
+            self._keep_block(now, number, name)
+            self._writes.latest = None  # stages run all code up to here
+            if following > mine:  # at once: what follows may change the result in place
                 raise StageEndedError
             return now.result
 
         return run
 
-    def _of_earlier_stage(self, now: _Now, number: int, ends: bool) -> Any:
-        """What a block returned, as far as it is here; `ends`: it was the last one of its stage."""
-        name = self.cut.seen.blocks[number]
-        self._hooks.call_again(now.taken.get(name, ()), now.stage)
-        if ends and self.cut.stage_at(2 * number + 3) == now.stage:
-            return now.received
+    def _keep_block(self, now: _ForwardState, number: int, name: str) -> None:
+        if absent := next((each for each in tensors_of(now.result) if isinstance(each, Absent)), None):
+            raise refusal(absent.what, f"is used by block {name} on stage {now.stage}")
+        if (name, 0) in self.layout.carried:
+            self._keep(now, (name, 0), now.result)
+        if now.stage == self._last:
+            return
+        shapes = map_tensors(Unsent.of, now.result)
+        if not _is_same(now.shapes.get(max(now.shapes, default=0)), shapes):
+            now.shapes[number] = shapes
+
+    def _made_before(self, now: _ForwardState, number: int, name: str) -> Any:
+        """What a block of an earlier stage returned: tensors that were sent on, and absent ones."""
         if (name, 0) in now.carried:
             return self._carried(now, (name, 0))
-        return self._zeros(now.shapes[number], name)
+        nearest = max(known for known in now.shapes if known <= number)
+        return self._absent(now.shapes[nearest], name)
+
+    def _part(self, name: str, part: nn.Module, call: Forward) -> Forward:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            now = self._now
+            if now is None:
+                self._require_here(name, part)
+                return call(*args, **kwargs)
+            if now.in_block or now.depth:  # of which it is a part, too
+                return call(*args, **kwargs)
+            this = (name, now.calls[name])
+            now.calls[name] += 1
+            if this in now.carried:
+                output = self._carried(now, this)
+                self._call_hooks(now, name, args, kwargs, output)
+                return output
+            elsewhere_now = self.layout.stage_at(now.position) < now.stage
+            now.depth += 1
+            drawn = self.draws.depart(crc32(repr(this).encode()))
+            try:
+                with _absorbing(part) if elsewhere_now else nullcontext():
+                    output = call(*args, **kwargs)
+            finally:
+                now.depth -= 1
+                self.draws.come_back(drawn)
+            if elsewhere_now:
+                self._call_hooks(now, name, args, kwargs, output)
+            elif this in self.layout.carried:
+                self._keep(now, this, output)
+            return output
+
+        return run
+
+    def _keep_hooked(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
+        now = self._now
+        if now is not None and (now.in_block or now.depth):
+            call = name, now.calls[name]
+            now.calls[name] += 1
+            if call in self.layout.carried and call not in now.carried:
+                self._keep(now, call, output)
+
+    def _call_hooks(self, now: _ForwardState, name: str, args: Any, kwargs: Any, output: Any) -> None:
+        """Calls hooks of a block or a part of another stage, and of modules in it, for what they keep."""
+        for call in self._hooked.get(name, ()):
+            if call in now.carried:
+                _call_hooks(self._modules[call[0]], (), {}, self._carried(now, call))
+        if self._modules[name]._forward_hooks:
+            _call_hooks(self._modules[name], args, kwargs, output)
 
     def _require_here(self, name: str, module: nn.Module) -> None:
-        """No step runs: so this is a recomputation during a backward, or else the user's own call."""
-        if torch._C._current_graph_task_id() == -1 and is_elsewhere(module):
+        if torch._C._current_graph_task_id() == -1 and elsewhere.is_elsewhere(module):
             raise RuntimeError(
                 f"{name} was called outside of a step, but its parameters are on another rank of the pipeline; between "
                 "steps a rank has the layers of its own stages only. Call the model in a step (validation_step and "
@@ -226,116 +341,111 @@ class Stages:
                 "on_train_epoch_end, where every rank is given the whole model"
             )
 
-    def _refuse_order(self, now: _Now, number: int) -> None:
-        wanted = self.cut.seen.blocks[min(now.position // 2, len(self.cut.seen.blocks) - 1)]
+    def _refuse_order(self, now: _ForwardState, number: int) -> None:
+        blocks = self.layout.trace.blocks
         raise RuntimeError(
-            f"block {self.cut.seen.blocks[number]} was called where {wanted} was in the sample that was looked at; "
-            "a pipeline needs blocks that run in one order"
+            f"block {blocks[number]} was called where the analyzed step called "
+            f"{blocks[min(now.position // 2, len(blocks) - 1)]}; a pipeline needs blocks that run in one order"
         )
-
-    def _part(self, name: str, module: nn.Module, call: Forward) -> Forward:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            now = self._now
-            if now is None:
-                self._require_here(name, module)
-                return call(*args, **kwargs)
-            if now.in_block:  # of which it is a part, too
-                return call(*args, **kwargs)
-            if now.depth:
-                return self._part_here(now, name, module, call, args, kwargs)
-            this = (name, now.calls[name])
-            now.calls[name] += 1
-            owner = owner_of_part(*this)
-            if self.cut.stage_at(now.position) < now.stage:
-                self._hooks.call_again(now.taken.get(owner, ()), now.stage)
-            if this in now.carried:
-                return self._carried(now, this)
-            self._require_at_hand(now, name, module)
-            now.depth += 1
-            drawn = self.draws.depart(crc32(repr(this).encode()))
-            with self._hooks.noting(owner, now.taken):
-                output = self._part_here(now, name, module, call, args, kwargs)
-            self.draws.come_back(drawn)
-            now.depth -= 1
-            if this in self.cut.carried and self.cut.stage_at(now.position) == now.stage:
-                self._keep(now, this, output)
-            return output
-
-        return run
-
-    def _require_at_hand(self, now: _Now, name: str, module: nn.Module) -> None:
-        if self.cut.stage_at(now.position) == now.stage and is_elsewhere(module):
-            raise RuntimeError(
-                f"{name} was called on stage {now.stage}, but in the sample that was looked at only on another one, "
-                "which has its parameters; a pipeline needs steps that run the model once, in the order of that "
-                f"sample: use what the first run returned again, or {UNDIVIDED}"
-            )
-
-    def _part_here(
-        self, now: _Now, name: str, module: nn.Module, call: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if self.cut.stage_at(now.position) == now.stage:
-            return call(*args, **kwargs)
-        with (
-            torch.no_grad(),
-            unwatched(),
-            self._hooks.silent(module),
-            plain_forwards(module),
-            in_place(module),
-            ShapesOnly(_parameters_everywhere(module), self._device),
-        ):
-            shapes = call(*args, **kwargs)
-            output = zeros_for_shapes(shapes, self._device)
-        for shape, tensor in zip(tensors_of(shapes), tensors_of(output), strict=True):
-            if shape is not tensor:
-                mark_absent(tensor, f"what {name} returned")
-        return output
 
     # ---------------------------------------------------------------- what goes past the blocks
 
-    def _keep(self, now: _Now, call: Call, output: Any) -> None:
+    def _keep(self, now: _ForwardState, call: Call, output: Any) -> None:
         """Keeps what later stages will use, as it is now: what follows may change it in place."""
-        wanted, number = self.cut.carried[call].numbers, count()
+        wanted, number = self.layout.carried[call].numbers, count()
         kept = map_tensors(lambda t: t.clone() if next(number) in wanted else Unsent.of(t), output)
-        now.carried[call] = without_objects_with_tensors(kept)
+        now.carried[call] = map_leaves(_sendable, kept)
 
-    def _carried(self, now: _Now, call: Call) -> Any:
-        """What a module returned on an earlier stage, with zeros for what nobody will use."""
-        goes_on = self.cut.carried[call].last > now.stage
+    def _carried(self, now: _ForwardState, call: Call) -> Any:
+        """What a module returned on an earlier stage, with absent tensors for what nobody will use."""
+        goes_on = self.layout.carried[call].last > now.stage
         value = now.carried[call]
-        return self._zeros(map_tensors(Tensor.clone, value) if goes_on else value, call[0])
+        return self._absent(map_tensors(Tensor.clone, value) if goes_on else value, call[0])
 
-    def _zeros(self, value: Any, module: str) -> Any:
-        def zeros(leaf: Any) -> Any:
-            return (
-                mark_absent(leaf.zeros(self._device), f"what {module} returned") if isinstance(leaf, Unsent) else leaf
-            )
+    def _absent(self, value: Any, module: str) -> Any:
+        learns = torch.is_grad_enabled()
 
-        return map_leaves(zeros, value)
+        def absent(leaf: Any) -> Any:
+            if not isinstance(leaf, Unsent):
+                return leaf
+            differentiable = learns and (leaf.dtype.is_floating_point or leaf.dtype.is_complex)
+            what = f"what {module} returned"
+            return Absent(leaf.empty("meta"), self._device, what, learns=differentiable)
 
-    def _changed(self, tensors: list[Tensor], flags: bool) -> None:
-        """Code changes tensors in place, or whether they learn; what modules do there, they do wherever they run."""
-        now = self._now
-        if now is not None and not now.depth:
-            if flags:
-                self.changes.toggled(tensors)
-            else:
-                self.changes.wrote(tensors, now.position)
-
-    def _refuse_absent(self, what: str, asked: bool) -> None:
-        """Raises where an absent value counts; what Python gets may count anywhere."""
-        now = self._now
-        if now is None:
-            return
-        if now.in_block or self.cut.stage_at(now.position) == now.stage or (asked and not now.depth):
-            raise RuntimeError(
-                f"{what} is used on stage {now.stage}, but another one has it: the step that was looked at before the "
-                "run was not seen to use it there, and stages have what that step uses (of a fit, training_step is "
-                f"looked at); use it at the same places in every step, or {UNDIVIDED}"
-            )
+        return map_leaves(absent, value)
 
 
-def _parameters_everywhere(module: nn.Module) -> list[Tensor]:
-    """All parameters, and those elsewhere that stand as plain attributes."""
-    tables = [table for part in module.modules() for table in (part._parameters, vars(part))]
-    return [value for table in tables for value in table.values() if isinstance(value, Tensor)]
+def changed(new: Mapping[Path, Any], old: Mapping[Path, Any]) -> dict[Path, Any]:
+    """The values that are not those of `old`."""
+    return {path: value for path, value in new.items() if path in old and value is not old[path]}
+
+
+def _remove_hooks(modules: Iterable[nn.Module], since: int) -> None:
+    for module in modules:
+        for key in hooks_of(module):
+            if key >= since:
+                module._forward_hooks.pop(key, None)
+                module._forward_pre_hooks.pop(key, None)
+
+
+class Withheld:
+    """An object that is not sent to other stages, as a cache of keys and values; it may be looked at nowhere else."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AbsentError(
+            f"{name} of a {self._kind} is used on another stage than the one that made it, where no object goes that "
+            "may hold tensors; return these tensors from the module (of Hugging Face models, a cache is left out by "
+            "use_cache=False)"
+        )
+
+
+def _sendable(leaf: Any) -> Any:
+    return leaf if isinstance(leaf, PLAIN) else Withheld(type(leaf).__name__)
+
+
+def _is_same(before: Any, now: Any) -> bool:
+    try:
+        return type(before) is type(now) and bool(before == now)
+    except Exception:  # values that compare themselves in a way of their own
+        return False
+
+
+@contextmanager
+def _absorbing(module: nn.Module) -> Iterator[None]:
+    """Inside, a module of another stage runs on absent tensors: no techniques, recorded means or hooks."""
+    tables: list[dict[Any, Any]] = []
+    for each in module.modules():
+        if each._forward_hooks or each._forward_pre_hooks:
+            tables += [each._forward_hooks, each._forward_pre_hooks]
+    kept = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        with unwatched(), plain_forwards(module):
+            yield
+    finally:
+        for table, hooks in zip(tables, kept, strict=True):
+            table.update(hooks)
+
+
+def _call_hooks(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    """Calls forward hooks of a module of another stage, for what they keep; they returned to the module there.
+
+    Raises:
+        RuntimeError: one changes the output in place, which would be twice.
+    """
+    versions = [tensor._version for tensor in tensors_of(output)]
+    for number, hook in list(module._forward_hooks.items()):
+        given = (args, kwargs, output) if number in module._forward_hooks_with_kwargs else (args, output)
+        with suppress(AbsentError):  # it reads values, as it did where the module ran
+            hook(module, *given)
+    if versions != [tensor._version for tensor in tensors_of(output)]:
+        raise RuntimeError(
+            f"a forward hook of {type(module).__name__} changes its output in place, and other stages call it again; "
+            "let it return the changed tensor"
+        )

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_parallel.collectives.functional import by_kind
-from lightning_parallel.techniques.step import Run, Step, WrappedStep
+from lightning_parallel.techniques.step import Step, StepFn, WrappedStep
 from lightning_parallel.techniques.tensor_parallel.partition import Partition
 from lightning_parallel.techniques.tools.shards import local
 
@@ -37,7 +37,7 @@ class TensorParallelStep(WrappedStep):
         """Those that learned from a batch since summands were added up: code may have frozen them, on all ranks."""
         self._unsynced = False
 
-    def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
+    def forward(self, run: StepFn[T], *args: Any, **kwargs: Any) -> T:
         """See `Step.forward`."""
         if not self._unsynced:  # else gradients that nobody has averaged yet are sums already
             self._partition.begin()

@@ -23,8 +23,8 @@ from lightning_parallel.plan.styles import find_styles
 from lightning_parallel.techniques.divided.parcels import packed, unpacked
 from lightning_parallel.techniques.divided.step import DividedStep
 from lightning_parallel.techniques.divided.tensor import Divided
-from lightning_parallel.techniques.division import Division, Ground
-from lightning_parallel.techniques.step import Run, Step, WrappedRun
+from lightning_parallel.techniques.division import Division, PartitionContext
+from lightning_parallel.techniques.step import Step, StepFn
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tensor_parallel.layout import (
     DividedModule,
@@ -87,7 +87,7 @@ class TensorParallel(Technique):
         """See `Technique.traits`."""
         return Traits(replaces_tensors=True, replaces_parameters=True)
 
-    def look(self, model: nn.Module, ground: Ground) -> list[DividedModule]:
+    def analyze(self, model: nn.Module, ground: PartitionContext) -> list[DividedModule]:
         """Finds out on the whole model what is divided and how, and whether its sizes allow it."""
         ranks = ground.mesh.sizes["tp"]
         if ranks == 1:
@@ -102,7 +102,7 @@ class TensorParallel(Technique):
             log.info("Tensor parallel divides %s", dict(styles))
         return divided
 
-    def divide(self, model: nn.Module, ground: Ground, seen: list[DividedModule]) -> Division:
+    def divide(self, model: nn.Module, ground: PartitionContext, seen: list[DividedModule]) -> Division:
         """Keeps this rank's part of every weight that the styles name."""
         if not seen:
             return Division(model)
@@ -123,40 +123,31 @@ class DividedFeatures(Division):
         """Makes whole what ranks have parts of."""
         return tree_map_only(Divided, lambda each: each.whole("what a step returns"), outputs)
 
-    def run(self, run: Run[T]) -> Run[T]:
+    def run(self, run: StepFn[T]) -> StepFn[T]:
         """Shows the user's own code whole parameters."""
-        return WholeLooking(run, self.partition)
+
+        def whole_looking(*args: Any, **kwargs: Any) -> T:
+            self.partition.ranks.made_of.forget()
+            with self.partition.shown():
+                return run(*args, **kwargs)
+
+        return whole_looking
+
+    def show(self) -> None:
+        """See `Division.show`."""
+        self.partition.show()
+
+    def encode_activation(self, value: Any) -> Any:
+        """See `Division.encode_activation`."""
+        return packed(value)
+
+    def decode_activation(self, value: Any) -> Any:
+        """See `Division.decode_activation`."""
+        return unpacked(value, self.partition.ranks)
 
     def settle(self, step: Step) -> Step:
         """Adds the sum of what ranks have summands of; the module keeps whole tensors."""
         return DividedStep(TensorParallelStep(step, self.partition), self.model, self.partition.ranks)
-
-
-class WholeLooking(WrappedRun[T]):
-    """A run in which parameters look whole."""
-
-    def __init__(self, inner: Run[T], partition: Partition) -> None:
-        super().__init__(inner)
-        self._partition = partition
-
-    def __call__(self, *args: Any, **kwargs: Any) -> T:
-        """See `Run.__call__`."""
-        self._partition.ranks.made_of.forget()
-        with self._partition.shown():
-            return self.inner(*args, **kwargs)
-
-    def show(self) -> None:
-        """See `Run.show`."""
-        self._partition.show()
-        self.inner.show()
-
-    def handed_on(self, value: Any) -> Any:
-        """See `Run.handed_on`."""
-        return packed(self.inner.handed_on(value))
-
-    def received(self, value: Any) -> Any:
-        """See `Run.received`."""
-        return unpacked(self.inner.received(value), self._partition.ranks)
 
 
 def _blocks(model: nn.Module, plan: ParallelPlan, divided: Iterable[DividedModule]) -> dict[str, nn.Module]:

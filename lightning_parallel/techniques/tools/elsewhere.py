@@ -7,16 +7,16 @@ only what this rank holds. `shown` puts everything back for a while, `restore` f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.plan.plan import ELSEWHERE
+from lightning_parallel.techniques.tools.absent import Absent, Writes
 from lightning_parallel.techniques.tools.shards import bear
 
 Make = Callable[[Tensor], Tensor]
@@ -38,18 +38,35 @@ class _Hidden:
         return _Hidden, ()
 
 
-def hide(model: nn.Module, names: Collection[str], make: Make) -> None:
-    """Hides parameters and buffers by their FQN; what takes their place as attributes, `make` makes from them."""
-    tied = _ties(model)
-    made: dict[int, Tensor] = {}
+def hide(model: nn.Module, names: Mapping[str, str], device: torch.device) -> Writes:
+    """Hide parameters and buffers; absent tensors take their place as attributes of their modules.
+
+    Returns:
+        What hears of code that writes to them.
+
+    Args:
+        model: whole.
+        names: FQN -> the name in messages.
+        device: where their values would be.
+    """
+    tied, writes = _ties(model), Writes()
+    made: dict[int, Absent] = {}
     for prefix, module in model.named_modules():
         for table in ("_parameters", "_buffers"):
             tensors: dict[str, Tensor | None] = getattr(module, table)
             own = [name for name, tensor in tensors.items() if tensor is not None and _full(prefix, name) in names]
             if own:
-                _hide_in(module, table, own, lambda t: made.setdefault(id(t), make(t)))
+                for name in own:
+                    tensor, what = cast(Tensor, tensors[name]), names[_full(prefix, name)]
+                    is_parameter = table == "_parameters"
+                    if id(tensor) not in made:
+                        learns = is_parameter and tensor.requires_grad
+                        made[id(tensor)] = Absent(tensor, device, what, learns=learns, parameter=is_parameter)
+                        made[id(tensor)].writes = writes if is_parameter else None
+                _hide_in(module, table, own, lambda t: made[id(t)])
                 hidden: _Hidden = vars(module)[KEY]
                 hidden.tied.update({name: tied.get(_full(prefix, name), ()) for name in own})
+    return writes
 
 
 def _hide_in(module: nn.Module, table: str, names: list[str], make: Make) -> None:
@@ -61,6 +78,13 @@ def _hide_in(module: nn.Module, table: str, names: list[str], make: Make) -> Non
         tensor = tensors.pop(name)
         kept[name] = _twin(tensor)
         vars(module)[name] = make(tensor)
+    _renew_weights(module)
+
+
+def _renew_weights(module: nn.Module) -> None:
+    """Recurrent layers keep a list of their weights."""
+    if isinstance(module, nn.RNNBase):
+        module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
 
 def _twin(tensor: Tensor) -> Tensor:
@@ -99,7 +123,11 @@ def mark_emptied(model: nn.Module) -> None:
 def is_elsewhere(module: nn.Module) -> bool:
     """Whether other ranks hold all its parameters."""
     parts = list(module.modules())  # not its `parameters`, which in a step answer for those elsewhere
-    if any(parameter is not None for part in parts for parameter in part._parameters.values()):
+    if any(
+        parameter is not None and not isinstance(parameter, Absent)
+        for part in parts
+        for parameter in part._parameters.values()
+    ):
         return False
     return any(vars(part).get(KEY, _Hidden()).parameters for part in parts)
 
@@ -147,6 +175,26 @@ def shown(model: nn.Module, make: Make, made: dict[str, Tensor] | None = None) -
 
 
 @contextmanager
+def absent_in_place(model: nn.Module) -> Iterator[None]:
+    """Inside, absent parameters are in the tables of their modules: code that asks for all parameters gets them too."""
+    put: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for module in model.modules():
+        hidden: _Hidden | None = vars(module).get(KEY)
+        if hidden is not None and hidden.parameters:
+            table, attributes = module._parameters, vars(module)
+            put.append((table, dict(table)))
+            table.update({name: attributes[name] for name in hidden.parameters if name in attributes})
+            _reorder(module, hidden)
+    try:
+        yield
+    finally:
+        for table, before in put:
+            now = dict(table)
+            table.clear()
+            table.update({name: now.get(name, tensor) for name, tensor in before.items()})
+
+
+@contextmanager
 def unshown(model: nn.Module) -> Iterator[None]:
     """Inside the tree has what this rank holds, also where somebody is being shown the whole."""
     tables = [table for module in model.modules() for table in _shown_tables(module)]
@@ -176,7 +224,8 @@ def restore(model: nn.Module, make: Make) -> dict[str, Tensor]:
     names = list(hidden_tensors(model))
     _put_back(model, make, {})
     for module in model.modules():
-        vars(module).pop(KEY, None)
+        if vars(module).pop(KEY, None) is not None:
+            _renew_weights(module)
         vars(module).pop(ELSEWHERE, None)
     for parameter in model.parameters():
         vars(parameter).pop(SHARED, None)
@@ -235,39 +284,6 @@ def _reorder(module: nn.Module, hidden: _Hidden) -> None:
 def without_memory(device: torch.device) -> Make:
     """Makes tensors of zeros that have a shape and a device, but the memory of one element."""
     return lambda tensor: torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
-
-
-class StandIn(Tensor):
-    """Zeros on a device that take no memory, in place of a tensor that another rank holds.
-
-    What is written to it, or to a view of it, is lost: the rank that holds the tensor writes the same to that.
-    """
-
-    @staticmethod
-    def __new__(cls, tensor: Tensor, device: torch.device) -> StandIn:  # noqa: D102
-        make = cast(Callable[..., StandIn], Tensor._make_wrapper_subclass)
-        return make(cls, tensor.shape, dtype=tensor.dtype, device=device)
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        zeros = tree_map_only(cls, lambda each: without_memory(each.device)(each), (tuple(args), kwargs or {}))
-        if not args or not isinstance(args[0], cls):
-            return func(*zeros[0], **zeros[1])
-        written = func._schema.arguments[0].alias_info
-        if written is not None and written.is_write:
-            return args[0]
-        result = func(*zeros[0], **zeros[1])
-        is_view = func._schema.returns and func._schema.returns[0].alias_info is not None
-        return tree_map_only(Tensor, lambda each: cls(each, each.device), result) if is_view else result
-
-    def __deepcopy__(self, memo: Any) -> StandIn:
-        made = memo[id(self)] = StandIn(self, self.device)
-        vars(made).update(vars(self))  # what it stands for, which is refused where the copy counts
-        return made
 
 
 def _full(prefix: str, name: str) -> str:

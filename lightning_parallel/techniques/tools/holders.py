@@ -13,14 +13,13 @@ from lightning_parallel.mesh import ParallelMesh
 
 @dataclass(frozen=True)
 class Holders:
-    """Ranks that hold a parameter, or the same part of it, and compute gradients of it from other samples.
+    """Ranks that hold a parameter, or the same part of it, and compute its gradients from other samples.
 
     Attributes:
         all: whose gradients are summed.
         sharing: those of them among which ZeRO divides it.
         replicas: those of them that keep the same shard of it; None where this rank alone does.
-        scale: by what the sum is multiplied. It is one for the whole model: the loss is a mean over all ranks, however
-            few of them hold a parameter.
+        scale: by what the sum is multiplied: 1 / the number of all ranks, however few of them hold a parameter.
     """
 
     all: DeviceMesh
@@ -30,11 +29,9 @@ class Holders:
 
 
 def holders_of(parameter: Tensor, mesh: ParallelMesh) -> Holders:
-    """The ranks that hold a parameter.
+    """The ranks that hold a parameter: those of `mesh.loss`, or fewer if it is divided among them, as experts are.
 
-    Every rank of `mesh.loss` does, or holds the part that its place on other axes gives it. Only a parameter that is
-    divided among ranks of `mesh.loss` themselves, as experts are, is held by fewer: it is a DTensor on a mesh of its
-    own, whose axes along which it is copied come before those that divide it: (replicas, shards, ...) or (shards, ...).
+    Experts are DTensors on a mesh of their own, in which axes that copy come first: (replicas, shards, ...).
     """
     scale, copied = 1.0 / mesh.loss.size(), copied_axes(parameter)
     if copied is None:

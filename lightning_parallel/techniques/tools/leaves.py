@@ -19,10 +19,9 @@ from lightning_parallel.techniques.tools.shards import ElementsShard, local, mad
 def leaf_of(parameter: Tensor) -> Tensor:
     """The leaf that computation differentiates for a parameter: itself, or the plain tensor that a rank keeps of it.
 
-    Operations on a DTensor cost several times as much as those on a plain tensor, its conversion within autograd
-    hardly less. So the plain part is a leaf of its own, whose gradient moves to the parameter as it arrives; hooks
-    on the parameter then run as if it had got there by itself. Of elements that several ranks have each computes a
-    summand of the gradient; as it moves they are added up.
+    Operations on a DTensor, and its conversion within autograd, cost several times as much as those on a plain tensor.
+    So the plain part is a leaf of its own, whose gradient moves to the parameter as it arrives, before hooks on the
+    parameter run. Gradients of elements that several ranks have are summed over these ranks on the way.
     """
     if not isinstance(parameter, DTensor):
         return parameter
@@ -36,20 +35,16 @@ def leaf_of(parameter: Tensor) -> Tensor:
 def taken_out(name: str) -> ValueError:
     """The error for a parameter in whose place something else stands, or nothing, while a step runs or after it."""
     return ValueError(
-        f"the parameter {name} was replaced, or taken out of its module, in a step, as pruning and parametrizing do, "
-        "but ranks hold parts of those that the model had when the run began; write into it (parameter.copy_(...) "
-        "under torch.no_grad()), or do it before the run"
+        f"the parameter {name} was replaced, or taken out of its module, in a step, but ranks hold parts of the "
+        "parameters that the run began with; write into it (parameter.copy_(...) under torch.no_grad()), or replace it "
+        "before the run"
     )
-
-
-def comes_as_it_is(parameter: Tensor) -> bool:
-    """Whether the gradient of the leaf is that of the parameter, with nothing to be summed over ranks on the way."""
-    return not isinstance(parameter, DTensor) or not any(True for _ in _copied(parameter))
 
 
 def _plain_leaf(parameter: DTensor) -> Tensor:
     leaf: _PlainPart | None = vars(parameter).get("_leaf")
-    if leaf is None or not leaf.is_of(parameter):
+    # a parameter that was copied or replaced has other memory
+    if leaf is None or leaf.kept is not parameter._local_tensor or leaf.parameter is not parameter:
         leaf = vars(parameter)["_leaf"] = _PlainPart(parameter)
     if leaf.tensor.requires_grad is not parameter.requires_grad:
         leaf.tensor.requires_grad_(parameter.requires_grad)
@@ -79,10 +74,6 @@ class _PlainPart:
         """A copy of the parameter makes one of its own."""
         return type(None), ()
 
-    def is_of(self, parameter: DTensor) -> bool:
-        """Whether this leaf is still the plain part of a parameter: a copied or replaced one has other memory."""
-        return self.kept is parameter._local_tensor and self.parameter is parameter
-
     def listen(self) -> None:
         """Starts to move gradients to the parameter."""
         if not self._listens and self.tensor.requires_grad:
@@ -104,19 +95,15 @@ def _copied(parameter: DTensor) -> Iterator[tuple[int, Elements]]:
 def _move_gradient(of: weakref.ref[_PlainPart], tensor: Tensor) -> None:
     gradient: Any = tensor.grad
     tensor.grad, leaf = None, of()
-    if leaf is None:  # nobody is left whose gradient it would be
+    if leaf is None or not leaf.parameter.requires_grad:  # it is gone, or was frozen after it was used
         return
     parameter: Any = leaf.parameter
-    if not parameter.requires_grad:  # it was frozen after it was used
-        return
-    if gradient is not None:
+    if gradient is not None:  # None is passed by a pipeline for a parameter that no step used
         for dim, elements in leaf.copied:
             gradient = complete(gradient, dim, elements)
-    if gradient is None:  # handed over by a pipeline for a parameter that no step used
-        pass
-    elif parameter.grad is None:
-        parameter.grad = made_as_dtensors_are(DTensor, gradient, parameter._spec, False)
-    else:
-        local(parameter.grad).add_(gradient.detach())
+        if parameter.grad is None:
+            parameter.grad = made_as_dtensors_are(DTensor, gradient, parameter._spec, False)
+        else:
+            local(parameter.grad).add_(gradient.detach())
     for hook in (parameter._post_accumulate_grad_hooks or {}).values():
         hook(parameter)

@@ -1,46 +1,42 @@
-"""Over how much a step's losses are means, so that parts of a batch can be put together to the mean of all of it.
+"""Records over how much a step's losses are means, so that parts of a batch are put together to the mean of all of it.
 
-A cross-entropy leaves out ignored targets, and a mean over elements or rows counts as many as there are. The mean over
-a batch that ranks or microbatches share is the sum of all their numerators over the sum of all their counts:
+Of a batch that ranks or microbatches share it is
 
     mean = sum_r count_r mean_r / sum_r count_r
 
 So the gradient of each mean is multiplied where the mean was computed, by a `Scale` that is filled in when all counts
 are known. Any sum of means then has the gradient of the whole batch, each of them counting in its own way.
+
+Torch's loss functions tell by their inputs over how much they average, and means by hand are computed by `mean`. The
+functions are replaced for the time of a step, in the modules where `torch.nn.functional` finds them: a
+`TorchFunctionMode` makes every other operation twice as expensive for the host.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar, Token
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from typing_extensions import Self
 
-from lightning_parallel.techniques.step import Run
-from lightning_parallel.techniques.tools.losses import Watched, unwatch, watch
-from lightning_parallel.techniques.tools.reach import is_made_of, linear_nodes, multiples_in
-from lightning_parallel.values import children_of, holds_alike, tensors_of
-
-T = TypeVar("T")
-
-FREED = (
-    "what this value counts over cannot be seen any more: the graph that it comes from was freed by a backward; call "
-    "self.manual_backward(loss) in place of loss.backward(), or log the value before"
-)
+NONE, MEAN, SUM = 0, 1, 2
+"""The reductions as torch numbers them."""
 
 
 class Scale:
-    """The factor by which a gradient is multiplied; none as long as it is not known, and while it rests."""
+    """The factor by which a gradient is multiplied; None as long as it is not known."""
 
     def __init__(self, factor: Tensor | None = None) -> None:
         self.factor = factor
-        self.rests = False
 
     @classmethod
     def to_mean(cls, count: float, device: torch.device) -> Scale:
@@ -49,341 +45,127 @@ class Scale:
 
 
 class _Scaled(Function):
-    """A number whose gradient is multiplied by a scale that is filled in later."""
-
     @staticmethod
     def forward(ctx: Any, mean: Tensor, scale: Scale) -> Tensor:
-        """See `torch.autograd.Function`."""
         ctx.scale = scale
         return mean.clone()
 
     @staticmethod
     def backward(ctx: Any, *incoming: Any) -> Any:
-        """See `torch.autograd.Function`."""
-        gradient, scale = incoming[0], ctx.scale
-        known = scale.factor is not None and not scale.rests
-        return (gradient * scale.factor.to(gradient.dtype) if known else gradient), None
+        gradient, factor = incoming[0], ctx.scale.factor
+        return gradient if factor is None else gradient * factor.to(gradient.dtype), None
 
 
 def scaled(value: Tensor, scale: Scale) -> Tensor:
-    """The number, whose gradient is multiplied by the scale."""
+    """Returns the number, with a gradient that is multiplied by a scale that may be filled in later."""
     result: Tensor = _Scaled.apply(value, scale)  # type: ignore[no-untyped-call]
     return result
 
 
-class Over(NamedTuple):
-    """Over how much a mean is in one part of a batch, or several means together; tensors in float64, or numbers.
-
-    The sum in a part is its mean times `divisor`; the mean of all parts is the sum of these over that of the counts.
-
-    Attributes:
-        count: of what it is over.
-        divisor: of its sum. It is the count, unless a step takes another number where that is nothing.
-        floor: the least by which the sum of all parts is divided.
-    """
-
-    count: Any
-    divisor: Any
-    floor: float = 0.0
-
-    @classmethod
-    def of_all(cls, overs: Sequence[Over]) -> Over:
-        """Over how much several means of one part are together."""
-        counts, divisors, floors = zip(*overs, strict=True)
-        if len(overs) > 1 and any(floors):  # no floor is that of all: parts weigh as much as they were divided by
-            counts, floors = divisors, (0.0,)
-        return cls(sum(counts), sum(divisors), max(floors))
-
-    @property
-    def excess(self) -> float:
-        """How much larger than its mean that of the batch is, in numbers, where pieces were divided by a floor each."""
-        least = max(self.count, self.floor)
-        return float(self.divisor / least) if least else 1.0
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Mean:
     """A mean that a step computed.
 
     Attributes:
-        over: over how much.
+        count: over how much, in float64.
         value: the mean.
         given: what the step got: equal to it, and perhaps changed in place since.
         edge: where it came from in the graph; None without gradients.
         scale: of its gradient.
-        sum: the scale of a gradient that is the sum over all that it counts, and is to become the mean over all ranks'.
-        by: stands for the calls that led to it.
-        of: stands for the targets.
-        targets: these, where a loss function got them.
+        total: the scale of a gradient that is a sum over targets, and becomes the mean over those of all ranks.
     """
 
-    over: Over
+    count: Tensor
     value: Tensor
     given: Tensor
     edge: GradientEdge | None
     scale: Scale
-    by: int
-    of: int
-    by_hand: bool = False
-    targets: Tensor | None = None
-    sum: Scale = field(default_factory=Scale)
+    total: Scale
 
 
-@dataclass
 class Means:
-    """The means of one step, or of one part of it. Others that come with another count are told by `also`.
+    """The means of one step, or of one part of it, recorded while this is entered.
 
     Args:
-        elements: whether means over elements and rows are noted, and not over targets only.
+        elements: whether means over elements and rows are recorded, and not over targets only.
         batch: what the step runs on.
     """
 
-    elements: bool = True
-    batch: Any = None
-    all: list[Mean] = field(default_factory=list)
-    #: numbers without gradient, each with what was divided by what; whether these are means is not known here
-    quotients: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
-    #: plain means without gradient, each with the number of its elements
-    averages: list[tuple[Tensor, int]] = field(default_factory=list)
-    of_logged: int = 0  #: how many of `all` were noted of what the step logged
-    #: of `all`, where these are some of more
-    _numbers: Sequence[int] | None = None
-    _others: list[tuple[Tensor, int]] = field(default_factory=list)
-    _kept: list[tuple[GradientEdge, dict[int, Tensor]]] = field(default_factory=list)
-    _floors: list[tuple[Tensor, Tensor, float]] = field(default_factory=list)
-    _watched: list[Watched] = field(default_factory=list)
-
-    # ---------------------------------------------------------------- watching
-
-    def begin(self) -> None:
-        """Starts to note the means that the step computes."""
-        self._watched.append(watch(self))
-
-    def end(self) -> None:
-        """Stops, if it began."""
-        if self._watched:
-            unwatch(self._watched.pop())
+    def __init__(self, elements: bool = True, batch: Any = None) -> None:
+        self.elements, self.batch = elements, batch
+        self.all: list[Mean] = []
+        self._in_loss: list[Mean] | None = None
+        self._freed: list[tuple[Tensor, dict[Mean, Tensor]]] = []
+        self._entered: list[tuple[list[Any], Token[Means | None]]] = []
 
     def __enter__(self) -> Self:
-        self.begin()
+        own = [vars(loss.owner)[loss.name] for loss in LOSSES]
+        for loss, function in zip(LOSSES, own, strict=True):
+            setattr(loss.owner, loss.name, _recorded(loss, function))
+        self._entered.append((own, WATCHING.set(self)))
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.end()
+        own, before = self._entered.pop()
+        WATCHING.reset(before)
+        for loss, function in zip(LOSSES, own, strict=True):
+            setattr(loss.owner, loss.name, function)
 
-    def note(
-        self,
-        mean: Tensor,
-        count: Tensor,
-        of: Tensor | None = None,
-        by_hand: bool = False,
-        divisor: Tensor | None = None,
-        floor: float = 0.0,
-    ) -> Tensor:
-        """A mean over so much was computed, `of` these targets; returns what the step is to use for it. See `Over`."""
-        scale, count = Scale(), count.detach().double()
-        given: Tensor = _Scaled.apply(mean, scale) if mean.requires_grad else mean.clone()  # type: ignore[no-untyped-call]
+    def note(self, mean: Tensor, count: Tensor | float, total: Scale | None = None) -> Tensor:
+        """Records a mean over so much, whose gradient may be a sum (`Mean.total`); returns what the step is to use."""
+        scale, count = Scale(), torch.as_tensor(count, dtype=torch.float64, device=mean.device).detach()
+        given = scaled(mean, total or scale) if mean.requires_grad else mean.clone()
         edge = get_gradient_edge(given) if given.requires_grad else None
-        targets = len(self.all) if by_hand else 0 if of is None else of.data_ptr()
-        over = Over(count, count if divisor is None else divisor.detach().double(), floor)
-        self.all.append(Mean(over, mean.detach(), given, edge, scale, _place(), targets, by_hand, of))
+        self.all.append(Mean(count, mean.detach(), given, edge, scale, total or Scale()))
         return given
 
-    def floored(self, number: Tensor, result: Tensor, floor: float) -> None:
-        """A number was kept from being less than so much, perhaps to be divided by."""
-        self._floors.append((number, result, floor))
+    def leave_out(self, total: Tensor) -> None:
+        """Leaves out the means of which a total is made that counts otherwise, as those of each sample."""
+        within = self._derivatives(total) if total.requires_grad else {}
+        self.all = [mean for mean in self.all if mean not in within]
 
-    def floor_of(self, divisor: Any) -> tuple[Tensor, float] | None:
-        """The number that a divisor is without its floor, and the floor; None without one."""
-        return next(((number, floor) for number, result, floor in self._floors if result is divisor), None)
-
-    def also(self, value: Tensor, number: int = 0) -> None:
-        """A value is a mean over the same as mean `number`."""
-        self._others.append((value, number))
-
-    def declare(self, over: Over, device: torch.device) -> None:
-        """A mean over so much was computed elsewhere; values of it are given to `also` and `scaled`."""
-        nothing = torch.zeros((), device=device)
-        count, divisor = (torch.tensor(each, dtype=torch.float64, device=device) for each in over[:2])
-        own = Scale.to_mean(max(over.count, over.floor), device)  # until all ranks have told their counts
-        self.all.append(Mean(Over(count, divisor, over.floor), nothing, nothing, None, Scale(), 0, 0, sum=own))
-
-    def scaled(self, value: Tensor, number: int = 0) -> Tensor:
-        """A value that is mean `number`, to be differentiated; its gradient is that of a sum, see `Mean`."""
-        result = scaled(value, self.all[number].sum)
-        self.also(result, number)
-        return result
-
-    @property
-    def numbers(self) -> Sequence[int]:
-        """The number of each of `all`, as values tell by it what is made of a mean."""
-        return range(len(self.all)) if self._numbers is None else self._numbers
-
-    @property
-    def that_learn(self) -> Means:
-        """Those with a gradient, by their numbers."""
-        numbers = [number for number, mean in enumerate(self.all) if mean.edge is not None]
-        return Means(self.elements, self.batch, [self.all[number] for number in numbers], _numbers=numbers)
-
-    def of_single_samples(self, samples: int | None) -> frozenset[int]:
-        """The numbers of those that one place computed for each sample by itself: a mean of them counts samples."""
-        found: dict[int, list[int]] = {}
-        for number, mean in enumerate(self.all):
-            found.setdefault(mean.by, []).append(number)
-        if samples is None or samples < 2:
-            return frozenset()
-        alike = [each for each in found.values() if samples == len(each) == len({self.all[k].of for k in each})]
-        targets = {k: of for each in alike for k in each if (of := self.all[k].targets) is not None}
-        wholes = _by_memory(self.batch, samples) if targets else {}
-        several = {number for number, of in targets.items() if _is_of_several(of, samples, wholes)}
-        return frozenset(number for each in alike if several.isdisjoint(each) for number in each)
-
-    # ---------------------------------------------------------------- what was seen
-
-    @property
-    def counting(self) -> list[Mean]:
-        """Those by which a loss counts as a whole: torch's own go before those made by hand."""
-        awake = [mean for mean in self.all if not mean.scale.rests]
-        return [mean for mean in awake if not mean.by_hand] or awake
-
-    def make_all_of(self, loss: Tensor) -> bool:
-        """Whether a loss is a sum of multiples of the means by which it counts, and of nothing else that learns."""
-        return is_made_of(loss.grad_fn, [mean.edge for mean in self.counting])
-
-    @property
-    def over(self) -> Over | None:
-        """Over how much all means are by which a loss counts, None where there is none."""
-        chosen = self.counting
-        return Over.of_all([mean.over for mean in chosen]) if chosen else None
-
-    @property
-    def values(self) -> list[Tensor]:
-        """The values of all means, as the step got them."""
-        return [mean.given for mean in self.all]
-
-    def parts_of(self, value: Tensor) -> dict[int, Tensor]:
-        """Contributions of the means to a value that is a sum of multiples of them and of others, by their numbers."""
-        for other, number in self._others:
-            if value.data_ptr() == other.data_ptr():
-                return {number: value.detach()}
-        for number, mean in enumerate(self.all):
-            if value.data_ptr() == mean.given.data_ptr() and not mean.given._version:
-                return {number: mean.value}
-        if not self.all or not value.requires_grad or value.dim():
-            return {number: value.detach() for number, mean in enumerate(self.all) if is_among(value, [mean.given])}
-        return {number: factor * self.all[number].value for number, factor in self._multiples(value.grad_fn).items()}
+    def returned(self, loss: Tensor | None) -> None:
+        """Tells of the loss that the step returned: as a whole it counts by the means of which it was computed."""
+        if loss is not None and loss.requires_grad:
+            self._in_loss = [*self._derivatives(loss)]
 
     def before_backward(self, loss: Tensor) -> None:
-        """A loss goes backward before everything is logged: what its graph tells of means is kept, for it is freed."""
-        for node in linear_nodes(loss.grad_fn, self.edges):
-            self._kept.append((GradientEdge(node, 0), self._multiples(node)))
-
-    def rest_within(self, loss: Tensor, together: bool = False) -> None:
-        """Lets means rest by which a loss does not count.
-
-        Those by hand of which it is no sum of multiples: what a model divides within is no mean. Where all means of a
-        loss count as one, as parts of a batch do, also those that are none of the loss's, as of a metric, and those by
-        hand unless it has no other part.
-
-        Args:
-            loss: goes backward next.
-            together: whether all means of a loss count as one.
-        """
-        by_hand = any(mean.by_hand for mean in self.all)
-        if not (self.all and loss.requires_grad):
-            return
-        if not (by_hand or (together and (len(self.all) > 1 or self._learns_nothing))):
-            return
-        parts = self._multiples(loss.grad_fn)
-        of_these = not together or is_made_of(loss.grad_fn, self.edges)
-        for number, mean in enumerate(self.all):
-            if mean.by_hand:
-                mean.scale.rests = not of_these or number not in parts
-            elif together:
-                mean.scale.rests = number not in parts and (bool(parts) or mean.edge is None)
+        """Keeps the parts of a loss that goes backward before everything is logged, for its graph is freed."""
+        self._freed.append((loss.detach(), self.parts_of(loss)))
 
     @property
-    def _learns_nothing(self) -> bool:
-        return all(mean.edge is None for mean in self.all)
+    def count(self) -> Tensor | None:
+        """Over how much the loss of the step is a mean as a whole; None where it is made of no mean."""
+        counts = [mean.count for mean in (self.all if self._in_loss is None else self._in_loss)]
+        return torch.stack(counts).sum() if counts else None
 
-    @property
-    def edges(self) -> list[GradientEdge | None]:
-        """Where the means, and what was made of them before a backward, come from in the graph."""
-        return [*(mean.edge for mean in self.all), *(edge for edge, _ in self._kept)]
+    def parts_of(self, value: Tensor) -> dict[Mean, Tensor]:
+        """Contributions of the means to a value that is a sum of multiples of them and of a rest."""
+        for loss, parts in self._freed:
+            if is_among(value, [loss]):
+                return parts
+        same = [mean for mean in self.all if is_among(value, [mean.given])]
+        if same and not same[0].given._version:
+            return {same[0]: same[0].value}
+        if not value.requires_grad or value.dim():
+            return {mean: value.detach() for mean in same}
+        factors = self._derivatives(value)
+        return {mean: each.detach() * mean.value for mean, each in factors.items() if not each.requires_grad}
 
-    def _multiples(self, node: Any) -> dict[int, Tensor]:
-        """The factors of the means of which what a node makes is a sum of multiples, by their numbers."""
+    def _derivatives(self, value: Tensor) -> dict[Mean, Tensor]:
+        """Derivatives of a value by the means that it depends on. One that needs no gradient is a constant factor."""
+        edges = {mean: mean.edge for mean in self.all if mean.edge is not None}
+        if not edges:
+            return {}
         try:
-            found = multiples_in(node, self.edges)
+            with torch.enable_grad(), torch._C.DisableTorchFunction():
+                found = torch.autograd.grad(value, [*edges.values()], create_graph=True, allow_unused=True)
         except RuntimeError as error:
-            raise ValueError(FREED) from error
-        total: dict[int, Tensor] = {}
-        for number, factor in found.items():
-            own = {number: torch.ones_like(factor)} if number < len(self.all) else self._kept[number - len(self.all)][1]
-            total |= {mean: total.get(mean, 0) + factor * each for mean, each in own.items()}
-        return total
-
-    def counted(self, value: Tensor) -> Tensor:
-        """The value with the contributions of means multiplied as their gradients are, its other parts as they are."""
-        counted = value.detach()
-        for number, part in self.parts_of(value).items():
-            factor = self.all[number].scale.factor
-            counted = counted if factor is None else counted + part * (factor - 1).to(part)
-        return counted
-
-
-class WatchedRun(Run[T]):
-    """The user's step, with an eye on the means that it computes.
-
-    Args:
-        step: the user's.
-        means: notes them; None where nobody asks.
-    """
-
-    def __init__(self, step: Callable[..., T], means: Means | None) -> None:
-        super().__init__(step)
-        self._means = means
-
-    def __call__(self, *args: Any, **kwargs: Any) -> T:
-        """See `Run.__call__`."""
-        if self._means is None:
-            return self._step(*args, **kwargs)
-        self._means.batch = args[0] if args else None
-        watched = watch(self._means)
-        try:
-            return self._step(*args, **kwargs)
-        finally:
-            unwatch(watched)
-
-
-def _tensors_in(batch: Any, samples: int) -> Iterator[tuple[Tensor, bool]]:
-    """The tensors of a batch with a row for each sample, and those in lists with an item for each, which are of one."""
-    if isinstance(batch, Tensor):
-        if batch.dim() and len(batch) == samples:
-            yield batch, False
-    elif holds_alike(batch) and len(batch) == samples:
-        yield from ((tensor, True) for tensor in tensors_of(batch) if tensor.dim())
-    else:
-        for child in children_of(batch):
-            yield from _tensors_in(child, samples)
-
-
-def _by_memory(batch: Any, samples: int) -> dict[int, tuple[Tensor, bool]]:
-    """Those of `_tensors_in`, by their memory; of several in the same memory the first."""
-    found: dict[int, tuple[Tensor, bool]] = {}
-    for tensor, is_of_one in _tensors_in(batch, samples):
-        found.setdefault(tensor.untyped_storage().data_ptr(), (tensor, is_of_one))
-    return found
-
-
-def _is_of_several(targets: Tensor, samples: int, wholes: Mapping[int, tuple[Tensor, bool]]) -> bool:
-    """Whether targets are those of several samples, as of one head of as many as there are samples."""
-    if (found := wholes.get(targets.untyped_storage().data_ptr())) is None:
-        return targets.shape[:1] == (samples,)  # nothing tells of copies but their size
-    whole, is_of_one = found
-    start, row = targets.storage_offset() - whole.storage_offset(), max(whole.stride(0), 1)
-    extent = sum((n - 1) * step for n, step in zip(targets.shape, targets.stride(), strict=True))
-    return not is_of_one and start // row != (start + extent) // row
+            raise ValueError(
+                "what this value counts over cannot be seen any more: its graph was freed by a backward; log it before "
+                "that, or log the loss itself after self.manual_backward(loss), not after loss.backward()"
+            ) from error
+        return {mean: each for mean, each in zip(edges, found, strict=True) if each is not None}
 
 
 def is_among(value: Tensor, means: Sequence[Tensor]) -> bool:
@@ -391,10 +173,118 @@ def is_among(value: Tensor, means: Sequence[Tensor]) -> bool:
     return any(value.data_ptr() == mean.data_ptr() for mean in means)
 
 
-def _place() -> int:
-    """Stands for the calls by which a mean was computed, the same in a loop, and others where a line has two."""
-    frame, calls = sys._getframe(1), []
-    while frame is not None:
-        calls.append((id(frame.f_code), frame.f_lasti))
-        frame = frame.f_back  # type: ignore[assignment]
-    return hash(tuple(calls))
+WATCHING: ContextVar[Means | None] = ContextVar("means", default=None)
+"""What records the means of the step that runs in this thread; losses of other threads are no concern of it."""
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Inside, means are none of the step's: they are of all ranks already, or parts of what is recorded itself."""
+    before = WATCHING.set(None)
+    try:
+        yield
+    finally:
+        WATCHING.reset(before)
+
+
+def mean(total: Tensor, count: Tensor | float) -> Tensor:
+    """Divides a total by a count, as the mean over all of the batch, also what other ranks and microbatches have.
+
+    Torch's own losses, as `F.cross_entropy(..., ignore_index=0)`, count by their targets without this function. A mean
+    that a step computes by hand counts by samples, as under DDP, unless it is computed by this function:
+
+        loss = lp.mean((losses * mask).sum(), mask.sum())
+
+    Losses of torch's within the total then count by it only. Outside of a step this is `total / count`. The count needs
+    no `clamp(min=1)`: the mean of a part of the batch that has nothing to count is 0.
+
+    Args:
+        total: a sum over what counts; one number.
+        count: how much counts. No gradient goes through it.
+    """
+    if total.dim():
+        raise ValueError(f"lp.mean divides one number, and got a total of shape {tuple(total.shape)}: sum it up before")
+    means = None if torch.compiler.is_dynamo_compiling() else WATCHING.get()
+    if means is None or not _is_plain(total):
+        return total / count
+    means.leave_out(total)
+    total = total if total.is_floating_point() else total.to(torch.get_default_dtype())
+    return mean_over(total, torch.as_tensor(count, device=total.device).detach(), total.dtype)
+
+
+def mean_over(total: Tensor, count: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a sum divided by a count, recorded as a mean; over nothing at all it is 0, not 0 / 0."""
+    means = WATCHING.get()
+    if means is None:
+        return (total / count).to(dtype)
+    return means.note((total / count.masked_fill(count == 0, 1).to(total.dtype)).to(dtype), count)
+
+
+def mean_over_elements(mean: Tensor, count: int) -> Tensor:
+    """Returns a mean over so many elements, recorded where means over elements are."""
+    means = WATCHING.get()
+    return mean if means is None or not means.elements else means.note(mean, count)
+
+
+class Loss(NamedTuple):
+    """A loss function of torch's: where it is found, at which place it takes its reduction, over what it is a mean."""
+
+    owner: Any
+    name: str
+    place: int
+    over: str
+
+    def recorded(self, means: Means, function: Callable[..., Tensor], args: tuple[Any, ...]) -> Tensor:
+        """Calls the function, of which these means are recorded."""
+        (values, target), place, features = args[:2], self.place, 1
+        if self.over == "targets" and not target.is_floating_point():
+            counted, weight = target != args[4], args[2]
+            # torch adds up the weights in their own dtype, and counts exactly
+            count = counted.sum() if weight is None else (weight[target.masked_fill(~counted, 0)] * counted).sum()
+            losses = function(*args[:place], NONE, *args[place + 1 :])
+            return mean_over(losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32)), count, losses.dtype)
+        if not means.elements:
+            return function(*args)
+        if self.over != "elements":  # probabilities of classes, or rows
+            features = values.shape[1 if self.over == "targets" and values.dim() > 1 else -1]
+        count = values.numel() // max(features, 1)
+        return means.note(function(*args[:place], MEAN if count else SUM, *args[place + 1 :]), count)
+
+
+NN: Any = torch._C._nn
+OF_ELEMENTS = {"binary_cross_entropy_with_logits": 4, "kl_div": 2, "poisson_nll_loss": 5, "hinge_embedding_loss": 3,
+               "margin_ranking_loss": 4}  # fmt: skip
+OF_ROWS = {"cosine_embedding_loss": 4, "triplet_margin_loss": 7}
+LOSSES = (
+    Loss(NN, "cross_entropy_loss", 3, "targets"),
+    Loss(NN, "nll_loss_nd", 3, "targets"),
+    *(Loss(NN, f"{name}_loss", 2, "elements") for name in ("mse", "l1", "smooth_l1", "huber", "soft_margin")),
+    Loss(NN, "binary_cross_entropy", 3, "elements"),
+    *(Loss(torch, name, place, "elements") for name, place in OF_ELEMENTS.items()),
+    *(Loss(torch, name, place, "rows") for name, place in OF_ROWS.items()),
+    *(Loss(NN, f"{name}_margin_loss", place, "rows") for name, place in (("multi", 5), ("multilabel", 2))),
+)
+
+
+@functools.cache  # made once, and not in every step
+def _recorded(loss: Loss, found: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    function: Callable[..., Tensor] = original(found)  # another step may be running
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Tensor:
+        means = None if torch.compiler.is_dynamo_compiling() else WATCHING.get()
+        if means is None or len(args) <= loss.place or args[loss.place] != MEAN or not _is_plain(args[0]):
+            return function(*args, **kwargs)
+        return loss.recorded(means, partial(function, **kwargs), args)
+
+    return call
+
+
+def original(function: Any) -> Any:
+    """The function of torch's that a recorded one stands for: tensors with rules of their own are told of that one."""
+    return getattr(function, "__wrapped__", function)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor has a value that is this step's: no fake one, and none of a transform such as `vmap`."""
+    return type(tensor) in (Tensor, nn.Parameter) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)

@@ -52,28 +52,25 @@ def redirect_forward(
 
 
 def with_surroundings_of(forward: Forward, run: Forward) -> Forward:
-    """What runs, with that around it which was put around a forward, and which its graphs leave out."""
-    wraps = []
-    while isinstance(forward, Redirected):
-        wraps += [forward.wrap] if isinstance(forward, Surrounded) else []
-        forward = forward.original
-    for wrap in reversed(wraps):
-        run = wrap(run)
-    return run
+    """The function `run` with the surroundings of a forward, which its graphs leave out."""
+    if not isinstance(forward, Redirected):
+        return run
+    run = with_surroundings_of(forward.original, run)
+    return forward.wrap(run) if isinstance(forward, Surrounded) else run
 
 
 def restore_forward(module: nn.Module) -> None:
     """Takes all redirections of the module back."""
-    while isinstance(redirected := module.__dict__.get("forward"), Redirected):
-        put_forward(module, redirected.original)
+    if isinstance(redirected := vars(module).get("forward"), Redirected):
+        vars(module)["forward"] = original = _original(redirected)
+        if own_forward(module, original) is None:
+            del vars(module)["forward"]
 
 
-def put_forward(module: nn.Module, forward: Forward) -> None:
-    """Makes this the module's forward."""
-    if own_forward(module, forward) is None:
-        module.__dict__.pop("forward", None)
-    else:
-        module.__dict__["forward"] = forward
+def _original(forward: Any) -> Any:
+    while isinstance(forward, Redirected):
+        forward = forward.original
+    return forward
 
 
 def own_forward(module: nn.Module, forward: Forward) -> Forward | None:
@@ -82,18 +79,22 @@ def own_forward(module: nn.Module, forward: Forward) -> Forward | None:
 
 
 @contextmanager
-def plain_forwards(module: nn.Module) -> Iterator[None]:
-    """Inside, the module and those in it run as if no technique had touched them."""
-    redirected = {part: vars(part)["forward"] for part in module.modules() if "forward" in vars(part)}
-    for part, forward in redirected.items():
-        while isinstance(forward, Redirected):
-            forward = forward.original
-        vars(part)["forward"] = forward
+def _plain(module: nn.Module, entry: str) -> Iterator[None]:
+    before = {part: vars(part)[entry] for part in module.modules() if isinstance(vars(part).get(entry), Redirected)}
+    for part, redirected in before.items():
+        vars(part)[entry] = _original(redirected)
     try:
         yield
     finally:
-        for part, forward in redirected.items():
-            vars(part)["forward"] = forward
+        for part, redirected in before.items():
+            vars(part)[entry] = redirected
+
+
+plain_forwards = functools.partial(_plain, entry="forward")
+"""Inside, the module and those in it run as if no technique had touched them."""
+
+plain_calls = functools.partial(_plain, entry="_compiled_call_impl")
+"""Inside, calls of the module and of those in it are led nowhere else."""
 
 
 class Listener(TorchFunctionMode):
@@ -101,27 +102,20 @@ class Listener(TorchFunctionMode):
 
 
 def unheard(forward: Forward) -> Forward:
-    """The forward, as it runs where no listener is: a compiler would read it once more, for each of them."""
+    """The forward without listeners, for each of which a compiler would read it once more."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch._C._is_torch_function_mode_enabled() or torch.compiler.is_dynamo_compiling():
             return forward(*args, **kwargs)
-        with without_listeners():
+        modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+        others = [mode for mode in modes if not isinstance(mode, Listener)]
+        _replace_modes(modes, others)
+        try:
             return forward(*args, **kwargs)
+        finally:
+            _replace_modes(others, modes)
 
     return run
-
-
-@contextmanager
-def without_listeners() -> Iterator[None]:
-    """Inside, no listener is active; modes of others are."""
-    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    left = [mode for mode in modes if not isinstance(mode, Listener)]
-    _replace_modes(modes, left)
-    try:
-        yield
-    finally:
-        _replace_modes(left, modes)
 
 
 def _replace_modes(before: list[Any], now: list[Any]) -> None:
@@ -161,24 +155,8 @@ def restore_call(module: nn.Module) -> None:
         module._compiled_call_impl = None if plain else redirected.original
 
 
-@contextmanager
-def plain_calls(module: nn.Module) -> Iterator[None]:
-    """Inside, calls of the module and of those in it are led nowhere else."""
-    redirected = {
-        part: part._compiled_call_impl for part in module.modules() if isinstance(part._compiled_call_impl, Redirected)
-    }
-    for part, call in redirected.items():
-        plain = getattr(call.original, "__func__", None) is nn.Module._call_impl
-        part._compiled_call_impl = None if plain else call.original
-    try:
-        yield
-    finally:
-        for part, call in redirected.items():
-            part._compiled_call_impl = call
-
-
 class Pass(NamedTuple):
-    """What `torch.autograd.backward` is given."""
+    """The arguments of `torch.autograd.backward`."""
 
     tensors: Any
     grad_tensors: Any = None
@@ -189,11 +167,11 @@ class Pass(NamedTuple):
 
 
 Lead = Callable[[Forward, Pass], None]
-"""What is called in place of `torch.autograd.backward`, with it and what it is given."""
+"""Called in place of `torch.autograd.backward`, with it and its arguments."""
 
 
 def led_backward(lead: Lead, plain: Forward) -> Forward:
-    """What stands for `torch.autograd.backward` where `lead` is called in its place."""
+    """A function in place of `torch.autograd.backward`, which calls `lead`."""
 
     @functools.wraps(plain)  # by its name, modes of functions know it
     def backward(*args: Any, **kwargs: Any) -> None:

@@ -6,8 +6,6 @@ scale from the first batch; where ranks read different samples their copies part
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
 
@@ -22,45 +20,31 @@ SHOWN = 4
 
 
 class Replicas:
-    """Compares copies of parameters, once.
-
-    Args:
-        model: whose parameters are whole on every rank, but for what other axes divide.
-        mesh: says who holds a parameter.
-    """
+    """Compares the copies of a model's parameters, once."""
 
     def __init__(self, model: nn.Module, mesh: ParallelMesh) -> None:
         self._copies: dict[Holders, dict[str, nn.Parameter]] = {}
         for name, parameter in model.named_parameters() if mesh.loss.size() > 1 else ():
             self._copies.setdefault(holders_of(parameter, mesh), {})[name] = parameter
 
+    @torch.no_grad()
     def require_alike(self) -> None:
-        """All ranks must call, behind the forward of the first batch that is trained on.
-
-        Raises:
-            ValueError: copies of a parameter differ.
-        """
+        """Raises ValueError if copies differ. Collective over all ranks, after the first forward of training."""
         for holders, parameters in self._copies.items():
-            _require_alike(parameters, holders)
-
-
-@torch.no_grad()
-def _require_alike(parameters: Mapping[str, nn.Parameter], holders: Holders) -> None:
-    sums = torch.stack([_sums(local(parameter)) for parameter in parameters.values()], dim=1)  # (2, parameters)
-    most = torch.cat([sums, -sums[:1]]).nan_to_num()
-    highest(most, holders.all.get_group()).wait()
-    differ = (most[0] + most[2] > ROUNDING * most[1]).tolist()
-    if any(differ):
-        names = [name for name, differs in zip(parameters, differ, strict=True) if differs]
-        ranks = holders.all.size()
-        raise ValueError(
-            f"{', '.join(names[:SHOWN])}{', …' if len(names) > SHOWN else ''}: the {ranks} ranks that hold copies hold "
-            "different values after the first training_step. It, or a hook before it, set them on each rank by "
-            "itself, as from samples, of which each rank has its own; set them from those of all ranks, in a module "
-            "that the plan names (ParallelPlan(whole_batch=...)) or by self.all_gather(), or before the run"
-        )
+            sums = torch.stack([_sums(local(parameter)) for parameter in parameters.values()], dim=1)  # (2, parameters)
+            most = torch.cat([sums, -sums[:1]]).nan_to_num()
+            highest(most, holders.all.get_group()).wait()
+            differ = (most[0] + most[2] > ROUNDING * most[1]).tolist()
+            names = [name for name, differs in zip(parameters, differ, strict=True) if differs]
+            if names:
+                raise ValueError(
+                    f"{', '.join(names[:SHOWN])}{', …' if len(names) > SHOWN else ''}: the {holders.all.size()} ranks "
+                    "that hold copies hold different values after the first training_step, as each rank set them from "
+                    "its own samples; set them from those of all ranks, in a module that the plan names "
+                    "(ParallelPlan(whole_batch=...)) or by self.all_gather(), or before the run"
+                )
 
 
 def _sums(tensor: Tensor) -> Tensor:
-    numbers = tensor.double() if not tensor.is_complex() else torch.view_as_real(tensor).double()
+    numbers = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
     return torch.stack([numbers.sum(), numbers.abs().sum()])

@@ -7,11 +7,12 @@ a rank got of it over the ranks of ZeRO. Parts have ceil(size / ranks) rows, the
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate
 from math import prod
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,25 +26,22 @@ from lightning_parallel.mesh import place_in
 
 
 class ElementsShard(Shard):
-    """The placement of a dimension of which each rank keeps a list of elements of its own.
+    """The placement of a dimension of which each rank keeps elements of its own: `runs` are their spans, by rank.
 
-    So are fused weights divided, of each of whose parts a rank keeps a piece, and heads that ranks do not share evenly.
+    Fused weights are divided so, as each rank keeps a piece of each part, and heads that ranks do not share evenly.
     Several ranks may have copies of the same element.
-
-    Args:
-        dim: the dimension.
-        runs: for each rank the spans of its elements.
     """
 
     def __init__(self, dim: int, runs: Sequence[Runs]) -> None:
         super().__init__(dim)
         self.runs = tuple(runs)
+        # DTensor asserts that each `Shard` equals one of its dimension: torch 2.11 by `==`, 2.13 by `!=`.
+        DTensorSpec._verify_shard_order = _require_shards_beside_elements  # type: ignore[assignment, method-assign]
 
     def __new__(cls, dim: int, runs: Sequence[Runs]) -> ElementsShard:  # noqa: D102
-        make = cast(Callable[..., ElementsShard], super().__new__)
-        return make(cls, dim)
+        return cast(Callable[..., ElementsShard], super().__new__)(cls, dim)
 
-    # DTensor remembers what operations do to placements, under the placements: there `Shard` is another one.
+    # DTensor caches what operations do to placements, by the placements: there `Shard` is another one.
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ElementsShard) and (self.dim, self.runs) == (other.dim, other.runs)
@@ -61,10 +59,6 @@ _require_shards = DTensorSpec._verify_shard_order
 def _require_shards_beside_elements(spec: DTensorSpec, order: Any) -> None:
     if not any(isinstance(placement, ElementsShard) for placement in spec.placements):
         _require_shards(spec, order)
-
-
-# DTensor asserts that each placement which is a `Shard` equals one of its dimension: torch 2.11 by `==`, 2.13 by `!=`.
-DTensorSpec._verify_shard_order = _require_shards_beside_elements  # type: ignore[assignment, method-assign]
 
 
 def placed(dim: int, size: int, runs: Sequence[Runs]) -> Placement:
@@ -85,7 +79,7 @@ def axes_dividing(tensor: Tensor) -> int:
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether ranks hold different parts of the tensor."""
-    return isinstance(tensor, DTensor) and any(map(divides, tensor.placements))
+    return axes_dividing(tensor) > 0
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -105,14 +99,9 @@ def boxes(tensor: Tensor) -> list[Box]:
     """
     found: list[Box] = [((), ())]
     for runs in runs_of(tensor):
-        ends = list(accumulate(stop - start for start, stop in runs))
-        here = [slice(end - (stop - start), end) for end, (start, stop) in zip(ends, runs, strict=True)]
-        offsets = [start for start, _ in runs]
-        found = [
-            ((*slices, own), (*offset, first))
-            for slices, offset in found
-            for own, first in zip(here, offsets, strict=True)
-        ]
+        ends = accumulate(stop - start for start, stop in runs)
+        own = [(slice(end - (stop - start), end), start) for end, (start, stop) in zip(ends, runs, strict=True)]
+        found = [((*slices, here), (*offset, first)) for slices, offset in found for here, first in own]
     return found
 
 
@@ -141,8 +130,8 @@ def once(tensor: Tensor) -> list[Tensor]:
     for axis, placement in enumerate(tensor.placements if isinstance(tensor, DTensor) else ()):
         if isinstance(placement, ElementsShard) and isinstance(tensor, DTensor):
             held = runs_of(tensor)[placement.dim]
-            before = chain.from_iterable(placement.runs[: place_in(tensor.device_mesh, axis)])
-            spans = places(held, without(held, list(before)))
+            before = [span for runs in placement.runs[: place_in(tensor.device_mesh, axis)] for span in runs]
+            spans = places(held, without(held, before))
             found = [piece.narrow(placement.dim, a, b - a) for piece in found for a, b in spans]
     return found
 
@@ -154,8 +143,8 @@ def shard_of(whole: Tensor, like: DTensor) -> DTensor:
     """
     part = whole
     for dim, runs in enumerate(runs_of(like)):
-        rows = [part.narrow(dim, start, stop - start) for start, stop in runs]
-        part = torch.cat(rows, dim) if len(rows) > 1 else rows[0] if rows else part.narrow(dim, 0, 0)
+        rows = [part.narrow(dim, start, stop - start) for start, stop in runs or [(0, 0)]]
+        part = torch.cat(rows, dim) if len(rows) > 1 else rows[0]
     return as_shard(part.contiguous().to(like.device), like)
 
 
@@ -208,17 +197,13 @@ def parameter_part(parameter: nn.Parameter, mesh: DeviceMesh, placements: Sequen
     return made
 
 
-NO_USERS = ("_leaf", "watch", "reads", "made")
-"""Attributes of parameters that techniques give them, each for that one alone."""
-
-
 def given_by_users(parameter: Tensor) -> dict[str, Any]:
-    """The attributes that users gave a parameter, such as flags that tell some apart."""
-    return {name: value for name, value in vars(parameter).items() if name not in NO_USERS}
+    """The attributes that users gave a parameter, such as flags, without those that techniques gave it."""
+    return {name: value for name, value in vars(parameter).items() if name not in ("_leaf", "watch", "reads", "made")}
 
 
 def bear(made: Tensor, parameter: Tensor) -> None:
-    """Gives what stands for a parameter the attributes that users gave it."""
+    """Gives a tensor in place of a parameter the attributes that users gave the parameter."""
     vars(made).update(given_by_users(parameter))
 
 
@@ -234,66 +219,44 @@ def dtensor_of(
     `DTensor.from_local` would move a shard that is kept on the host to the mesh's devices, and costs five times more.
     """
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, stride, part.dtype))
-    return with_spec(part.detach(), spec)
-
-
-def with_spec(part: Tensor, spec: DTensorSpec) -> DTensor:
-    """A local tensor as this rank's part of a whole that is told already, as that of a parameter."""
-    made: DTensor = made_as_dtensors_are(DTensor, part, spec, False)
-    return made
+    return cast(DTensor, made_as_dtensors_are(DTensor, part.detach(), spec, False))
 
 
 made_as_dtensors_are = cast(Callable[[type[Tensor], Tensor, Any, bool], Any], Tensor._dtensor__new__)
-"""A tensor without memory, of a class, over a local one, which becomes its `_local_tensor`: of a spec, which becomes
-its `_spec`, and whose `tensor_meta` tells shape and strides. Told too is whether the local one requires a gradient.
+"""Makes a DTensor of a class, a local tensor, a spec with `tensor_meta`, and whether the local one requires a gradient.
 
-So torch makes each DTensor, in two thirds of the time of what makes tensors of any class. `DTensor(...)` would pass an
-`__init__` besides, which only compilers read and which takes longer than all else.
+`DTensor(...)` would pass an `__init__` besides, which only compilers read and which takes longer than all else.
 """
 
 
 def whole_tensor(value: Tensor, besides: Collection[str] = ()) -> Tensor:
-    """The tensor of which every rank of its mesh holds a part; all of them must call.
-
-    Args:
-        value: of which this rank has a part.
-        besides: axes along which nothing is gathered, and need not call.
-    """
+    """The tensor of which every rank of its mesh holds a part. Collective, but over the axes in `besides`."""
     if not isinstance(value, DTensor):
         return value
     mesh, device, names = value.device_mesh, value.device_mesh.device_type, value.device_mesh.mesh_dim_names or ()
     part = value.to_local()
     if part.device.type != device:  # a mesh of GPUs has no collectives for shards kept on the host
         part = part.to(device)
-    for axis, (placement, shape) in enumerate(zip(value.placements, _shapes(value), strict=True)):
-        if divides(placement) and names[axis] not in besides:
-            part = _gather(part, mesh, axis, placement, shape)
+    size_of, divided = list(value.shape), list[tuple[int, int, list[list[Span]], int]]()
+    for axis, placement in reversed(list(enumerate(value.placements))):
+        if divides(placement):
+            dim: int = placement.dim  # type: ignore[attr-defined]
+            held = [pieces(placement, size_of[dim], mesh.size(axis), rank) for rank in range(mesh.size(axis))]
+            divided.append((axis, dim, held, size_of[dim]))
+            size_of[dim] = length_of(held[place_in(mesh, axis)])
+    for axis, dim, held, size in reversed(divided):
+        if names[axis] not in besides:
+            part = _gather(part, mesh.get_group(axis), dim, held, size)
     left = {n: place for n, place in zip(names, value.placements, strict=True) if n in besides and divides(place)}
     return dtensor_of(part, mesh[(*left,)], [*left.values()], value.shape, value.stride()) if left else part
 
 
-def _shapes(value: DTensor) -> list[list[int]]:
-    """The shapes that the axes of the mesh divide, one for each axis."""
-    mesh, shape = value.device_mesh, list(value.shape)
-    shapes: list[list[int]] = []
-    for axis, placement in reversed(list(enumerate(value.placements))):
-        shapes.insert(0, list(shape))
-        if divides(placement):
-            dim: int = placement.dim  # type: ignore[attr-defined]
-            own = pieces(placement, shape[dim], mesh.size(axis), place_in(mesh, axis))
-            shape[dim] = sum(stop - start for start, stop in own)
-    return shapes
-
-
-def _gather(part: Tensor, mesh: DeviceMesh, axis: int, placement: Placement, shape: list[int]) -> Tensor:
-    dim: int = placement.dim  # type: ignore[attr-defined]
-    ranks, rows = mesh.size(axis), part.movedim(dim, 0)
-    held = [pieces(placement, shape[dim], ranks, rank) for rank in range(ranks)]
-    chunk = max(map(length_of, held))
+def _gather(part: Tensor, group: dist.ProcessGroup, dim: int, held: Sequence[Sequence[Span]], size: int) -> Tensor:
+    chunk, rows = max(map(length_of, held)), part.movedim(dim, 0)
     rows = F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, chunk - rows.shape[0])).contiguous()
-    gathered_rows = rows.new_empty(ranks * chunk, *rows.shape[1:])
-    all_gather(gathered_rows, rows, mesh.get_group(axis)).wait()
-    return _in_order(gathered_rows, held, chunk, shape[dim]).movedim(0, dim).contiguous()
+    gathered_rows = rows.new_empty(len(held) * chunk, *rows.shape[1:])
+    all_gather(gathered_rows, rows, group).wait()
+    return _in_order(gathered_rows, held, chunk, size).movedim(0, dim).contiguous()
 
 
 def _in_order(rows: Tensor, held: Sequence[Sequence[Span]], chunk: int, size: int) -> Tensor:
@@ -311,7 +274,7 @@ def _in_order(rows: Tensor, held: Sequence[Sequence[Span]], chunk: int, size: in
 
 
 def gathered(value: Tensor, keep: bool) -> Tensor:
-    """A tensor whole and on the host where `keep`; elsewhere only its shape. All ranks of its mesh must call."""
+    """A tensor whole and on the host where `keep`; elsewhere only its shape. Collective over the ranks of its mesh."""
     whole = whole_tensor(value)
     return whole.detach().cpu() if keep else torch.empty(whole.shape, dtype=whole.dtype, device="meta")
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.techniques.step import Run, Step, WrappedStep
+from lightning_parallel.techniques.step import Step, StepFn, WrappedStep
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class UncastStep(WrappedStep):
         super().__init__(inner)
         self._model, self._parameters = model, list(model.parameters())
 
-    def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
+    def forward(self, run: StepFn[T], *args: Any, **kwargs: Any) -> T:
         """See `Step.forward`.
 
         Raises:

@@ -22,7 +22,7 @@ from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.techniques.gradients.bucket import Bucket
 from lightning_parallel.techniques.gradients.buckets import BucketedStep, has_shard, nothing
 from lightning_parallel.techniques.gradients.memory import Lent
-from lightning_parallel.techniques.step import Coming, Run, Step
+from lightning_parallel.techniques.step import BatchInfo, Step, StepFn
 from lightning_parallel.techniques.tools.holders import Holders
 from lightning_parallel.techniques.tools.replicas import Replicas
 from lightning_parallel.techniques.tools.shards import local
@@ -69,7 +69,7 @@ class ShardedStatesStep(BucketedStep):
         self._compilers = Compilers(parameters, self._arrivals.before_compiling)
         self._offload, self._stage = offload, stage
         self._gradients = StepsGradients(lambda: {id(parameter): parameter for parameter in self.places})
-        self._in_step = self._asks = False
+        self._in_step = self._may_read_grads = False
         super().__init__(inner, parameters, mesh, self._make_bucket, BUCKET_BYTES, stage == 1, replicas)
 
     def stored(self, parameter: nn.Parameter) -> Tensor:
@@ -83,15 +83,15 @@ class ShardedStatesStep(BucketedStep):
         """See `Step.accumulated`."""
         return self.stored(parameter) if self._stage == 2 else self.inner.accumulated(parameter)
 
-    def expect(self, coming: Coming) -> None:
-        """See `Step.expect`."""
-        self._asks = coming.asks
-        super().expect(coming)
+    def begin_batch(self, info: BatchInfo) -> None:
+        """See `Step.begin_batch`."""
+        self._may_read_grads = info.may_read_grads
+        super().begin_batch(info)
 
-    def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
+    def forward(self, run: StepFn[T], *args: Any, **kwargs: Any) -> T:
         """See `Step.forward`."""
         self._in_step = True
-        if self._asks and torch.is_grad_enabled():
+        if self._may_read_grads and torch.is_grad_enabled():
             self._gradients.show()
         try:
             with self._arrivals.forward():
@@ -169,8 +169,7 @@ class ScatterBucket(Bucket):
     | `settle` | none           | one copy's sum; then all copies' | None                                   |
     | `finish` | none           | what was carried and received    | a view of kept; None if unused         |
 
-    A bucket carries the shards of earlier passes under stage 2: then it receives into a tensor beside them, and so it
-    does where it begins early, for what is kept is of the batch before until `resume`.
+    A bucket carries the shards of earlier passes under stage 2: then it receives into a tensor beside them.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], holders: Holders, offload: bool) -> None:
@@ -200,15 +199,9 @@ class ScatterBucket(Bucket):
 
     # ---------------------------------------------------------------- gradients
 
-    def begin(self, synced: bool, early: bool = False, given: bool = False) -> None:
-        """See `Bucket.begin`."""
-        super().begin(synced, early, given)
-        self._carried = []
-        if not early:
-            self.resume()
-
-    def resume(self) -> None:
-        """See `Bucket.resume`. Gradients that are sharded already step aside, to be added to in `finish`."""
+    def begin(self, synced: bool, given: bool = False) -> None:
+        """See `Bucket.begin`. Gradients that are sharded already step aside, to be added to in `finish`."""
+        super().begin(synced, given)
         if self._lent.is_kept(self.parameters):
             self._make_kept()
         # Views of kept are the gradients that optimizers hold: its memory may go and come, it may not move.
@@ -245,7 +238,7 @@ class ScatterBucket(Bucket):
         if gradient is None:
             chunks.zero_()
         else:
-            self.shards[index].copy_whole(gradient, chunks, self.own_scale)
+            self.shards[index].copy_whole(gradient, chunks, self.scale)
 
     def _allocate(self) -> None:
         if self._message is None:
@@ -259,8 +252,7 @@ class ScatterBucket(Bucket):
         if unused:
             flags[:, unused] = 0
         self._unused = unused
-        beside = self.early or self._carried
-        self._received = self._kept.new_empty(self._width) if beside else self._kept
+        self._received = self._kept.new_empty(self._width) if self._carried else self._kept
         self._pending = reduce_scatter(self._received, self._message, self._shard_group)
 
     def settle(self) -> None:
@@ -279,18 +271,11 @@ class ScatterBucket(Bucket):
     def finish(self) -> None:
         """See `Bucket.finish`."""
         self._pending.wait()
-        if self.early and self.factor != 1:
-            self._received[: self._flags.start].mul_(self.factor)
         unused = set(self._unused_everywhere()) - set(self._carried)
         self._add_carried()
         self._received, self._pending = self._kept, Pending(None)  # lets go of what was only received to be added
         for index, parameter in enumerate(self.parameters):
             parameter.grad = None if index in unused else self._gradients[index]
-
-    def drop(self) -> None:
-        """See `Bucket.drop`."""
-        self._pending.wait()
-        self._message, self._chunks, self._received = None, (), self._kept
 
     def _unused_everywhere(self) -> list[int]:
         if not self._unused:

@@ -12,8 +12,8 @@ from typing import ClassVar, Literal
 from torch import nn
 
 from lightning_parallel.arguments import one_of, true_or_false
-from lightning_parallel.mesh import Axis, ParallelMesh, Size
-from lightning_parallel.techniques.division import Division, Ground
+from lightning_parallel.mesh import Axis, Size
+from lightning_parallel.techniques.division import Division, PartitionContext
 from lightning_parallel.techniques.gradients.average import average_gradients
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
@@ -69,10 +69,10 @@ class Zero(Technique):
             acts_alone=True,
         )
 
-    def divide(self, model: nn.Module, ground: Ground, seen: None) -> Division:
+    def divide(self, model: nn.Module, ground: PartitionContext, seen: None) -> Division:
         """Stage 3 shards the parameters; its model is the root through which steps run."""
         if self.stage == 3:
-            return ShardedParameters(shard_parameters(model, ground.mesh, ground.plan, self.offload), ground.mesh)
+            return ShardedParameters(shard_parameters(model, ground.mesh, ground.plan, self.offload), ground)
         return ShardedStates(model, ground, self)
 
 
@@ -81,19 +81,24 @@ class ShardedParameters(Division):
     """A model of whose parameters each rank keeps shards."""
 
     model: Root
-    mesh: ParallelMesh
+    ground: PartitionContext
 
     def step(self, step: Step) -> Step:
         """Runs the step through the root; gradients of what cannot be sharded are averaged."""
-        step = average_gradients(step, self.model.left_whole, self.mesh)
-        return ShardedParametersStep(step, self.model, self.mesh)
+        self.model.reads.show = self._show_gathered
+        step = average_gradients(step, self.model.left_whole, self.ground.mesh)
+        return ShardedParametersStep(step, self.model, self.ground.mesh)
+
+    def _show_gathered(self) -> None:
+        for division in self.ground.divisions:
+            division.show()
 
 
 @dataclass(eq=False)
 class ShardedStates(Division):
     """A model of whose gradients and optimizer states each rank keeps shards."""
 
-    ground: Ground
+    ground: PartitionContext
     technique: Zero
 
     def step(self, step: Step) -> Step:

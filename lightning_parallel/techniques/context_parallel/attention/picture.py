@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from lightning_parallel.techniques.context_parallel.attention.blocks import Relation
 from lightning_parallel.techniques.context_parallel.attention.course import Course, Meeting
-from lightning_parallel.techniques.tools import pictures
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,7 +39,7 @@ def draw(course: Course, path: str | Path) -> None:
     side = INCHES["panel"] + INCHES["gap"]
     width = max(INCHES["left"] + columns * side + INCHES["right"], 9.0)
     height = INCHES["top"] + rows * side + INCHES["bottom"]
-    figure = pictures.figure(width, height)
+    figure = _figure(width, height)
     for step in range(course.ranks):
         left = INCHES["left"] + step % columns * side
         bottom = height - INCHES["top"] - INCHES["gap"] - INCHES["panel"] - step // columns * side
@@ -48,6 +47,16 @@ def draw(course: Course, path: str | Path) -> None:
         _draw_step(axes, course, step)
     _frame(figure, course, (width, height))
     figure.savefig(path, dpi=110)
+
+
+def _figure(width: float, height: float) -> Figure:
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as missing:
+        raise ModuleNotFoundError(
+            "pictures are drawn by matplotlib, which is not installed: pip install 'lightning-parallel[recipes]'"
+        ) from missing
+    return Figure(figsize=(width, height), facecolor="white")
 
 
 def _draw_step(axes: Axes, course: Course, step: int) -> None:

@@ -22,7 +22,7 @@ from lightning_parallel.techniques.divided.rules.products import require_numbers
 from lightning_parallel.techniques.divided.table import NAMES as OPERATION_NAMES
 from lightning_parallel.techniques.divided.table import LocalCall, operations, rule
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided
-from lightning_parallel.techniques.tools.losses import mean_over
+from lightning_parallel.techniques.tools.means import mean_over
 
 NAMES = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 
@@ -50,12 +50,10 @@ def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     ignored, smoothing = given.get("ignore_index", -100), given.get("label_smoothing", 0.0)
     loss, weights = _of_positions(own, own_target, classes, columns, logits.shape[classes], weight, ignored, smoothing)
-    return reduced(loss, weights, over, given.get("reduction", "mean"), target, logits.own)
+    return reduced(loss, weights, over, given.get("reduction", "mean"), logits.own)
 
 
-def reduced(
-    loss: Tensor, weights: Tensor, over: dict[int, Elements], reduction: str, target: Tensor, own: Tensor
-) -> Tensor:
+def reduced(loss: Tensor, weights: Tensor, over: dict[int, Elements], reduction: str, own: Tensor) -> Tensor:
     """The loss as torch returns it: of each position, their sum, or their mean.
 
     Args:
@@ -63,7 +61,6 @@ def reduced(
         weights: of these positions in a mean.
         over: the dimensions of positions that are divided.
         reduction: "none", "sum" or "mean".
-        target: the labels of all positions, by which a mean over all ranks counts.
         own: this rank's logits, whose dtype the loss gets.
     """
     if reduction == "none":
@@ -73,7 +70,7 @@ def reduced(
         summed, count = total(summed, elements.ranks), total(count, elements.ranks)
     if reduction == "sum":
         return _as_torch(summed, own)
-    return mean_over(summed, count, _as_torch(loss, own).dtype, of=target)
+    return mean_over(summed, count, _as_torch(loss, own).dtype)
 
 
 def _of_positions(

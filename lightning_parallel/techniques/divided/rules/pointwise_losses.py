@@ -12,10 +12,10 @@ from lightning_parallel.techniques.divided.meeting import as_divided, brought_to
 from lightning_parallel.techniques.divided.rules.losses import at_labels, reduced
 from lightning_parallel.techniques.divided.table import rule
 from lightning_parallel.techniques.divided.tensor import is_divided
-from lightning_parallel.techniques.tools.losses import LOSSES, MEAN, NONE, SUM, mean_over_elements, unwatched
+from lightning_parallel.techniques.tools.means import LOSSES, MEAN, NONE, SUM, mean_over_elements
 
 # What torch.nn.functional calls, by its place for the reduction; while a step runs, torch's names lead elsewhere.
-PLACES = {getattr(loss.owner, loss.name): loss.place for loss in LOSSES if loss.of_elements}
+PLACES = {getattr(loss.owner, loss.name): loss.place for loss in LOSSES if loss.over == "elements"}
 REDUCTIONS = {NONE: "none", MEAN: "mean", SUM: "sum"}
 
 
@@ -34,9 +34,7 @@ def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
         return losses
     if args[place] == SUM:
         return losses.sum()
-    with unwatched():
-        mean = losses.mean()
-    return mean_over_elements(mean, losses.numel(), of=args[1])
+    return mean_over_elements(losses.mean(), losses.numel())
 
 
 @rule(torch._C._nn.nll_loss_nd)
@@ -60,4 +58,4 @@ def _of_labels(func: Any, args: Any, kwargs: Any) -> Any:
     at_label = at_labels(own.movedim(classes, -1), label, columns)
     at_label = at_label if columns is None else total(at_label, columns.ranks)
     weights = counted.to(at_label.dtype) if weight is None else weight[label] * counted
-    return reduced(-at_label * weights, weights, over, REDUCTIONS[reduction], target, logs.own)
+    return reduced(-at_label * weights, weights, over, REDUCTIONS[reduction], logs.own)

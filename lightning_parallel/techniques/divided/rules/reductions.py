@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from lightning_parallel.collectives.elements import Elements
 from lightning_parallel.techniques.divided.meeting import as_divided, as_they_are, brought_together
 from lightning_parallel.techniques.divided.table import NAMES, LocalCall, operations, rule
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided
-from lightning_parallel.techniques.tools.losses import mean_of
 
 
 def _dims(divided: Divided, dim: Any) -> tuple[int, ...]:
@@ -52,8 +50,7 @@ def _added_up(func: Any, args: Any, kwargs: Any) -> Any:
         made = _total(divided.own, gone, keepdim, kwargs.get("dtype"), summed)
     elif floats:
         count = math.prod([divided.shape[each] for each in gone])
-        mean = partial(_total, divided.own, gone, keepdim, kwargs.get("dtype"), summed, count)
-        made = mean_of(divided.own, count, lambda: _told(mean())) if len(gone) == divided.dim() else mean()
+        made = _total(divided.own, gone, keepdim, kwargs.get("dtype"), summed, count)
     else:
         return NotImplemented
     return as_divided(made, _left(divided, gone, keepdim))
@@ -65,11 +62,6 @@ def _total(own: Tensor, gone: Any, keepdim: bool, dtype: Any, summed: Sequence[E
     for elements in summed:
         made = total(made, elements.ranks)
     return made
-
-
-def _told(mean: Tensor) -> Tensor:
-    """A mean whose graph tells it from a sum, which steps divide by what they count: that of a number is itself."""
-    return mean if mean.dim() else mean.mean()
 
 
 @rule(*operations("amax", "amin", "max", "min", "argmin", "prod", "all", "any", "var", "std", "var_mean", "std_mean",

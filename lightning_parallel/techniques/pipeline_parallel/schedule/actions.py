@@ -25,13 +25,7 @@ class ActionKind(str, Enum):
 
 
 class Action(NamedTuple):
-    """A computation or message of one stage for one microbatch.
-
-    Args:
-        stage: Number of the stage in the model, from 0. SEND names the sending stage, RECV the receiving one.
-        kind: Computation or message.
-        microbatch: Number of the microbatch, from 0.
-    """
+    """A computation or message of a stage for a microbatch. SEND names the sending stage, RECV the receiving one."""
 
     stage: int
     kind: ActionKind
@@ -46,12 +40,7 @@ Orders = Sequence[Sequence[Action]]
 
 
 def needs(action: Action, stages: int) -> tuple[tuple[Action, ...], ...]:
-    """Actions that must end before a computation starts: one of each tuple (a backward is B or I).
-
-    Args:
-        action: A computation.
-        stages: Number of stages of the pipeline.
-    """
+    """Actions that must end before a computation starts: one of each tuple (a backward is B or I)."""
     stage, kind, microbatch = action.stage, action.kind, action.microbatch
     if kind is ActionKind.F:
         return ((Action(stage - 1, ActionKind.F, microbatch),),) if stage else ()
@@ -69,7 +58,7 @@ def action_times(
     """Start and end of each action if each rank executes its actions one after another, each as early as possible.
 
     Args:
-        orders: Computations of each rank.
+        orders: See `Orders`.
         stages: Number of stages of the pipeline.
         cost: Duration of an action.
         latency: Time that a result takes to another rank.

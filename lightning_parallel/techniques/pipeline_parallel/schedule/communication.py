@@ -1,25 +1,18 @@
 """Sends and receives of a pipeline, placed between computations so that ranks never wait for each other in a circle."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from operator import itemgetter
 
 from lightning_parallel.techniques.pipeline_parallel.schedule.actions import Action, ActionKind, Orders, action_times
 
+MESSAGES = {
+    ActionKind.F: (ActionKind.SEND_F, ActionKind.RECV_F, 1),
+    ActionKind.B: (ActionKind.SEND_B, ActionKind.RECV_B, -1),
+    ActionKind.I: (ActionKind.SEND_B, ActionKind.RECV_B, -1),
+}
+"""How the result of a computation is sent and received, and how many stages further."""
+
 SLOTS = {ActionKind.F: 1, ActionKind.B: 2, ActionKind.I: 1, ActionKind.W: 1}
-
-
-@dataclass(frozen=True)
-class Message:
-    """A message from a stage to a stage of another rank, with the actions that send and receive it.
-
-    `time` is the end of the computation whose result it carries.
-    """
-
-    time: float
-    sender: int
-    receiver: int
-    send: Action
-    receive: Action
 
 
 def with_communication(orders: Orders, stages: int, rank_of: Callable[[int], int]) -> tuple[tuple[Action, ...], ...]:
@@ -30,38 +23,17 @@ def with_communication(orders: Orders, stages: int, rank_of: Callable[[int], int
     moment the first message that has not been delivered is the next one of both its ranks: no circle can form, even if
     every send waits for its receiver and a pair of ranks carries one message at a time.
 
-    Args:
-        orders: Computations of each rank.
-        stages: Number of stages of the pipeline.
-        rank_of: The rank that holds a stage.
+    `rank_of` names the rank that holds a stage.
     """
     times = action_times(orders, stages, cost=lambda action: SLOTS[action.kind])
-    messages = sorted(_messages(orders, stages, rank_of, times), key=lambda message: message.time)
     rows: list[list[tuple[float, int, int, Action]]] = [
         [(times[action][0], 1, number, action) for number, action in enumerate(order)] for order in orders
     ]
-    for number, message in enumerate(messages):
-        rows[message.sender].append((message.time, 0, number, message.send))
-        rows[message.receiver].append((message.time, 0, number, message.receive))
+    ends = [(times[action][1], action) for order in orders for action in order if action.kind in MESSAGES]
+    for number, (end, (stage, kind, microbatch)) in enumerate(sorted(ends, key=itemgetter(0))):
+        send, receive, further = MESSAGES[kind]
+        to = stage + further
+        if 0 <= to < stages and rank_of(to) != rank_of(stage):
+            rows[rank_of(stage)].append((end, 0, number, Action(stage, send, microbatch)))
+            rows[rank_of(to)].append((end, 0, number, Action(to, receive, microbatch)))
     return tuple(tuple(entry[-1] for entry in sorted(row, key=lambda entry: entry[:3])) for row in rows)
-
-
-def _messages(
-    orders: Orders, stages: int, rank_of: Callable[[int], int], times: dict[Action, tuple[float, float]]
-) -> Iterator[Message]:
-    for rank, order in enumerate(orders):
-        for action in order:
-            forward = action.kind is ActionKind.F
-            to = action.stage + (1 if forward else -1)
-            if action.kind is ActionKind.W or not 0 <= to < stages or rank_of(to) == rank:
-                continue
-            send, receive = (
-                (ActionKind.SEND_F, ActionKind.RECV_F) if forward else (ActionKind.SEND_B, ActionKind.RECV_B)
-            )
-            yield Message(
-                times[action][1],
-                rank,
-                rank_of(to),
-                Action(action.stage, send, action.microbatch),
-                Action(to, receive, action.microbatch),
-            )

@@ -4,7 +4,7 @@ Every function takes the rank, the number of ranks `p`, of microbatches `m` and 
 the rank computes, one action after another. Waiting follows from what an action needs, so it is not part of an order.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 
 from lightning_parallel.techniques.pipeline_parallel.schedule.actions import Action, ActionKind
@@ -13,29 +13,21 @@ F, B, I, W = ActionKind.F, ActionKind.B, ActionKind.I, ActionKind.W  # noqa: E74
 
 
 def gpipe(rank: int, p: int, m: int, v: int) -> list[Action]:
-    """All forwards, then all backwards.
-
-    Y. Huang et al., GPipe, NeurIPS 2019 (arXiv:1811.06965).
-    """
+    """All forwards, then all backwards (Y. Huang et al., GPipe, 2019, arXiv:1811.06965)."""
     return [Action(rank, kind, i) for kind in (F, B) for i in range(m)]
 
 
 def one_forward_one_backward(rank: int, p: int, m: int, v: int) -> list[Action]:
     """As many forwards as stages follow, then a forward and a backward in turn, then the remaining backwards.
 
-    D. Narayanan et al., PipeDream-Flush in Memory-Efficient Pipeline-Parallel DNN Training, ICML 2021
-    (arXiv:2006.09503).
+    PipeDream-Flush: D. Narayanan et al., Memory-Efficient Pipeline-Parallel DNN Training, 2021, arXiv:2006.09503.
     """
-    forwards = [Action(rank, F, i) for i in range(m)]
-    backwards = [Action(rank, B, i) for i in range(m)]
+    forwards, backwards = ([Action(rank, kind, i) for i in range(m)] for kind in (F, B))
     return _in_turn(forwards, backwards, warmup=p - 1 - rank)
 
 
 def looped_bfs(rank: int, p: int, m: int, v: int) -> list[Action]:
-    """All microbatches through the rank's first stage, then through its second one, and back.
-
-    J. Lamy-Poirier, Breadth-First Pipeline Parallelism, MLSys 2023 (arXiv:2211.05953).
-    """
+    """All microbatches through one stage of the rank after the other, and back (J. Lamy-Poirier, arXiv:2211.05953)."""
     mine = range(rank, p * v, p)
     forwards = [Action(stage, F, i) for stage in mine for i in range(m)]
     return forwards + [Action(stage, B, i) for stage in reversed(mine) for i in reversed(range(m))]
@@ -44,8 +36,7 @@ def looped_bfs(rank: int, p: int, m: int, v: int) -> list[Action]:
 def interleaved_1f1b(rank: int, p: int, m: int, v: int) -> list[Action]:
     """1F1B in which a round of microbatches visits all stages of the rank before the next round begins.
 
-    D. Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, SC 2021
-    (arXiv:2104.04473).
+    D. Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, 2021, arXiv:2104.04473.
     """
     forwards, backwards = _rounds(F, rank, p, m, v), _rounds(B, rank, p, m, v)
     return _in_turn(forwards, backwards, warmup=(v - 1) * round_length(p, m) + 2 * (p - 1 - rank))
@@ -54,8 +45,7 @@ def interleaved_1f1b(rank: int, p: int, m: int, v: int) -> list[Action]:
 def interleaved_zero_bubble(rank: int, p: int, m: int, v: int) -> list[Action]:
     """Interleaved 1F1B whose weight gradients follow `rank` backwards later and fill the wait at the end.
 
-    With one stage per rank this is ZB-H1 of P. Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024
-    (arXiv:2401.10241).
+    With one stage per rank this is ZB-H1 of P. Qi et al., Zero Bubble Pipeline Parallelism, 2024, arXiv:2401.10241.
     """
     forwards, inputs = _rounds(F, rank, p, m, v), _rounds(I, rank, p, m, v)
     order = _in_turn(forwards, inputs, warmup=(v - 1) * round_length(p, m) + p - 1 - rank)
@@ -80,20 +70,18 @@ def round_length(p: int, m: int) -> int:
 def _rounds(kind: ActionKind, rank: int, p: int, m: int, v: int) -> list[Action]:
     """Round after round through the rank's stages, forwards from the first one, backwards from the last one."""
     length = round_length(p, m)
-    mine = [rank + p * local for local in range(v)]
-    stages = mine if kind is F else mine[::-1]
+    stages = range(rank, p * v, p)[:: 1 if kind is F else -1]
     return [Action(s, kind, i) for first in range(0, m, length) for s in stages for i in range(first, first + length)]
 
 
 def _with_weights(order: list[Action], inputs: list[Action], delay: int) -> Iterator[Action]:
-    weights = [Action(action.stage, W, action.microbatch) for action in inputs]
-    seen = 0
+    weights = deque(Action(action.stage, W, action.microbatch) for action in inputs)
     for action in order:
         yield action
-        if action.kind is I:
-            seen += 1
-            yield from weights[seen - 1 - delay : seen - delay] if seen > delay else ()
-    yield from weights[max(0, seen - delay) :]
+        delay -= action.kind is I
+        if action.kind is I and delay < 0:
+            yield weights.popleft()
+    yield from weights
 
 
 def zbv(rank: int, p: int, m: int, v: int) -> list[Action]:

@@ -23,14 +23,7 @@ from lightning_parallel.techniques.pipeline_parallel.schedule.communication impo
 
 @dataclass(frozen=True)
 class Schedule:
-    """The work of all ranks of one pipeline for one batch.
-
-    Args:
-        name: Name of the schedule, or the path of its CSV file.
-        stages: Number of stages over all ranks.
-        microbatches: Number of microbatches of a batch.
-        computations: Computations of each rank, in the order in which the rank executes them.
-    """
+    """The work of all ranks of one pipeline for one batch: what each rank computes, in its order."""
 
     name: str
     stages: int
@@ -61,11 +54,7 @@ class Schedule:
         return any(action.kind is ActionKind.W for row in self.computations for action in row)
 
     def with_communication(self) -> tuple[tuple[Action, ...], ...]:
-        """Computations, sends and receives of each rank, in an order that cannot deadlock.
-
-        Both ranks of a pair order their messages alike, so sends may wait for their receiver. Stages of one rank
-        exchange no messages.
-        """
+        """Computations, sends and receives of each rank, in an order that cannot deadlock; cached."""
         return self._with_communication
 
     @cached_property
@@ -79,10 +68,7 @@ class Schedule:
             ValueError: The schedule has fewer microbatches, or the number is below 1.
         """
         if not 1 <= microbatches <= self.microbatches:
-            raise ValueError(
-                f"{microbatches} microbatches are not within 1 to {self.microbatches}, the microbatches of the "
-                "schedule; make another schedule for more"
-            )
+            raise ValueError(f"{microbatches} microbatches are not within 1 to {self.microbatches}, those scheduled")
         if microbatches not in self._shortened:
             rows = (tuple(action for action in row if action.microbatch < microbatches) for row in self.computations)
             self._shortened[microbatches] = Schedule(self.name, self.stages, microbatches, tuple(rows))
@@ -93,13 +79,12 @@ class Schedule:
 
         So forwards come first, as in GPipe, and backwards follow in the order that they had.
         """
-        loss, last = self.stages, self.rank_of(self.stages - 1)
-        F, B = ActionKind.F, ActionKind.B  # noqa: N806  (as in orders)
-        middle = [Action(loss, kind, microbatch) for kind in (F, B) for microbatch in range(self.microbatches)]
-        rows = []
+        kinds, rows = (ActionKind.F, ActionKind.B), []
+        loss = [Action(self.stages, kind, microbatch) for kind in kinds for microbatch in range(self.microbatches)]
         for rank, row in enumerate(self.computations):
-            forwards, backwards = [a for a in row if a.kind is F], [a for a in row if a.kind is not F]
-            rows.append((*forwards, *(middle if rank == last else ()), *backwards))
+            middle = loss if rank == self.rank_of(self.stages - 1) else ()
+            forwards, backwards = [a for a in row if a.kind is kinds[0]], [a for a in row if a.kind is not kinds[0]]
+            rows.append((*forwards, *middle, *backwards))
         return Schedule(self.name, self.stages + 1, self.microbatches, tuple(rows))
 
     def _slots(self) -> list[list[str]]:
@@ -132,17 +117,13 @@ class Rule:
         order: Computations of a rank, given the rank, ranks, microbatches and stages per rank.
         stages_per_rank: Default number of stages of each rank.
         fixed: True if ranks can hold no other number of stages.
-        in_rounds: True if microbatches pass in rounds of equal length, at least one microbatch per rank each.
+        in_rounds: True if microbatches pass in rounds of equal length, e.g. on 4 ranks 8 microbatches, but not 9.
     """
 
     order: Callable[[int, int, int, int], list[Action]]
     stages_per_rank: int = 1
     fixed: bool = True
     in_rounds: bool = False
-
-    def accepts(self, ranks: int, microbatches: int) -> bool:
-        """True if the schedule exists for these sizes, e.g. in rounds on 4 ranks for 8 microbatches, but not for 9."""
-        return not self.in_rounds or microbatches % max(1, microbatches // ranks) == 0
 
 
 SCHEDULES = {
@@ -156,13 +137,9 @@ SCHEDULES = {
 
 
 def make_schedule(name_or_csv_path: str, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Schedule:
-    """Make the schedule of a name of `SCHEDULES`, or read it from a CSV file.
+    """Make the schedule of a name of `SCHEDULES`, or read it from a file that ends in `.csv`.
 
-    Args:
-        name_or_csv_path: Name, or path of a file that ends in `.csv`.
-        ranks: Number of ranks of the pipeline.
-        microbatches: Number of microbatches of a batch.
-        stages_per_rank: Number of stages of each rank; None takes the schedule's own.
+    `stages_per_rank=None` takes the schedule's own number.
 
     Raises:
         ValueError: The name is unknown, the schedule does not accept a number, or the file is no complete schedule.
@@ -180,16 +157,14 @@ def make_schedule(name_or_csv_path: str, ranks: int, microbatches: int, stages_p
                 f"pipeline has {ranks} ranks and {microbatches} microbatches; change the pipeline or the file"
             )
         return schedule
-    rule = SCHEDULES[name]
-    if not rule.accepts(ranks, microbatches):
-        near = nearest_legal_microbatches(name, ranks, microbatches)
+    near = nearest_legal_microbatches(name, ranks, microbatches)
+    if near != (microbatches,):
         raise ValueError(
             f"{name} on {ranks} ranks needs rounds of equal length, at least {ranks} microbatches each: {microbatches} "
-            f"cannot be divided into {microbatches // ranks}; nearest {'is' if len(near) == 1 else 'are'} "
-            + " and ".join(map(str, near))
+            f"cannot be divided into {microbatches // ranks}; nearest are {' and '.join(map(str, near))}"
         )
-    v = stages_per_rank or rule.stages_per_rank
-    rows = (tuple(rule.order(rank, ranks, microbatches, v)) for rank in range(ranks))
+    v = stages_per_rank or SCHEDULES[name].stages_per_rank
+    rows = (tuple(SCHEDULES[name].order(rank, ranks, microbatches, v)) for rank in range(ranks))
     return Schedule(name, ranks * v, microbatches, tuple(rows))
 
 
@@ -222,12 +197,13 @@ def check_stages_per_rank(name: str, stages_per_rank: int | None) -> None:
 
 def nearest_legal_microbatches(name: str, ranks: int, microbatches: int) -> tuple[int, ...]:
     """The number itself if the schedule of this name accepts it, else the next smaller (if any) and next larger one."""
-    accepts = SCHEDULES[name].accepts
-    if microbatches >= 1 and accepts(ranks, microbatches):
-        return (microbatches,)
-    below = next((m for m in range(microbatches - 1, 0, -1) if accepts(ranks, m)), None)
-    above = next(m for m in itertools.count(max(1, microbatches + 1)) if accepts(ranks, m))
-    return (above,) if below is None else (below, above)
+
+    def is_legal(m: int) -> bool:
+        return not SCHEDULES[name].in_rounds or m % max(1, m // ranks) == 0
+
+    above = next(m for m in itertools.count(max(1, microbatches)) if is_legal(m))
+    below = next((m for m in range(microbatches, 0, -1) if is_legal(m)), above)
+    return tuple(sorted({below, above}))
 
 
 def file_sizes(path: str) -> tuple[int, int]:
@@ -236,14 +212,8 @@ def file_sizes(path: str) -> tuple[int, int]:
     return schedule.ranks, schedule.microbatches
 
 
-CELL = re.compile(r"(\d+)([FBIW])(\d+)")
-
-
 def read_csv(path: str) -> Schedule:
     """Read a schedule from a file with one row per rank and cells like `0F0`; empty cells have no meaning.
-
-    Its simulation finds what is wrong with it as a whole: a missing or repeated action, a stage on two ranks, ranks
-    that wait for ever.
 
     Raises:
         ValueError: There is no such file, a cell is no action, or the file is no complete schedule.
@@ -255,19 +225,15 @@ def read_csv(path: str) -> Schedule:
     for number, cells in enumerate(csv.reader(text.splitlines()), 1):
         row = []
         for column, cell in enumerate(map(str.strip, cells), 1):
-            if match := CELL.fullmatch(cell):
+            if match := re.fullmatch(r"(\d+)([FBIW])(\d+)", cell):
                 row.append(Action(int(match[1]), ActionKind(match[2]), int(match[3])))
             elif cell:
-                raise ValueError(
-                    f"{path}: row {number}, column {column}: {cell!r} is no action; write one action per cell, as "
-                    "<stage><F, B, I or W><microbatch>, e.g. 2F0"
-                )
+                where = f"{path}: row {number}, column {column}"
+                raise ValueError(f"{where}: {cell!r} is no action; write one action per cell, e.g. 2F0")
         rows.append(tuple(row))
     if not rows or not all(rows):
-        raise ValueError(
-            f"{path}: {sum(map(bool, rows))} of its {len(rows)} rows have actions; write a row per rank with cells "
-            "like 0F0"
-        )
+        have = f"{sum(map(bool, rows))} of its {len(rows)} rows have actions"
+        raise ValueError(f"{path}: {have}; write a row per rank with cells like 0F0")
     actions = [action for row in rows for action in row]
     stages, microbatches = 1 + max(a.stage for a in actions), 1 + max(a.microbatch for a in actions)
     try:

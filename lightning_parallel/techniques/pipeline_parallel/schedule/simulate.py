@@ -15,9 +15,8 @@ class Timeline(NamedTuple):
         times: Start and end of each action.
         step: The end of the last action.
         bubble: The idle share of the ranks' time: 1 - ideal / step. The ideal is the work divided evenly over ranks.
-        peak_activations: Per rank the largest number of microbatches whose activations it keeps, in units of all its
-            layers. A stage keeps a microbatch from F to the end of B, or of W if the backward is split. On a rank with
-            v stages each of them counts 1 / v.
+        peak_activations: Per rank the largest number of microbatches whose activations it keeps, each from F to the end
+            of B, or of W if the backward is split. On a rank with v stages, each of them counts 1 / v.
     """
 
     times: dict[Action, tuple[float, float]]
@@ -30,7 +29,7 @@ def simulate(schedule: Schedule, costs: tuple[float, float, float] = (1, 1, 1), 
     """Simulate a schedule: each rank computes in its order, each action as early as possible.
 
     Args:
-        schedule: The schedule.
+        schedule: Orders of all ranks.
         costs: Times of F, I and W of one rank's layers for one microbatch. B takes I + W; each of v stages of a rank
             takes 1 / v of these times.
         latency: Time of an activation or gradient to another rank; ranks compute meanwhile.

@@ -4,7 +4,7 @@ Between the forwards of its blocks a unit is sharded, so code of the step's own 
 runs these have the class `Away`, which every use of them in Python passes through. The first function that reads values
 of one gathers its unit; from then on the unit is whole from the beginning of every step to its end, as is what belongs
 to no unit. All ranks must read in the same step, as they must run the same blocks. Where ranks have parts of the whole,
-the step shows what looks whole for it (`Run.show`), as for what was there when it began.
+the step shows what looks whole for it (`Division.show`), as for what was there when it began.
 
 | a unit | in a forward | in a backward |
 |---|---|---|
@@ -133,7 +133,7 @@ class OutsideReads:
         self._watched: list[Any] = []
         self.gradients = gradients
         self.show: Callable[[], None] = nothing
-        """Shows what looks whole for what was gathered within a step, see `Run.show`."""
+        """Shows what looks whole for what was gathered within a step, see `Division.show`."""
         for units, state in self._units:
             for group in groups_of(state):
                 group.pre_backward = partial(self._before_backward, units, state, group.pre_backward)

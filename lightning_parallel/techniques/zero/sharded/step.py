@@ -12,7 +12,7 @@ from torch import nn
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.techniques.gradients.asked import Given
 from lightning_parallel.techniques.gradients.buckets import nothing
-from lightning_parallel.techniques.step import Coming, Run, Step, WrappedStep
+from lightning_parallel.techniques.step import BatchInfo, Step, StepFn, WrappedStep
 from lightning_parallel.techniques.zero.casts import refuse_casts
 from lightning_parallel.techniques.zero.sharded.backward import ShardedBackward
 from lightning_parallel.techniques.zero.sharded.groups import states_of
@@ -32,16 +32,16 @@ class ShardedParametersStep(WrappedStep):
         self._backward = ShardedBackward(root, mesh.loss.get_group())
         self._flags = Learning({id(module): module for module in (root, *entrances(root.model))})
         self._given = Given()
-        self._began = self._asks = False
+        self._began = self._may_read_grads = False
         self._writes, self._gradients = StepsWrites(states_of(root), root), root.reads.gradients
         root.before_forward_of, root.before_end = self._flags.agree, self._writes.end
 
-    def expect(self, coming: Coming) -> None:
-        """See `Step.expect`."""
-        self._asks = coming.asks
-        self.inner.expect(coming)
+    def begin_batch(self, info: BatchInfo) -> None:
+        """See `Step.begin_batch`."""
+        self._may_read_grads = info.may_read_grads
+        self.inner.begin_batch(info)
 
-    def forward(self, run: Run[T], *args: Any, **kwargs: Any) -> T:
+    def forward(self, run: StepFn[T], *args: Any, **kwargs: Any) -> T:
         """See `Step.forward`."""
 
         def whole(*args: Any, **kwargs: Any) -> T:
@@ -50,17 +50,15 @@ class ShardedParametersStep(WrappedStep):
                 self._began = True
             self._flags.agree(self._root)
             self._backward.attend()
-            if self._asks and torch.is_grad_enabled():
+            if self._may_read_grads and torch.is_grad_enabled():
                 self._gradients.show()
             output = self.inner.forward(run, *args, **kwargs)
             self._flags.agree(self._root)
             return output if torch.is_grad_enabled() else self._writes.with_copies(output)
 
-        self._root.reads.show = run.show
         try:
             result: T = self._root(whole, *args, **kwargs)
         finally:
-            self._root.reads.show = nothing
             self._gradients.hide()
         refuse_casts(self._root.model, self._backward.casts())
         refuse_views(result)  # on one device they would follow the optimizer's step, which copies do not

@@ -46,7 +46,7 @@ def own_generators(model: nn.Module) -> list[torch.Generator]:
     return list(dict.fromkeys(each for each in kept if isinstance(each, torch.Generator)))
 
 
-class StepsDraws:
+class StageRNG:
     """The generators from which the steps of one model draw.
 
     Args:

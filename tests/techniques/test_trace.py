@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.plan import ParallelPlan
-from lightning_parallel.techniques.observed.hooked import hooks_call
-from lightning_parallel.techniques.observed.positions import Traversal
-from lightning_parallel.techniques.observed.recorder import traverse
-from lightning_parallel.techniques.pipeline_parallel.cut import Cut
+from lightning_parallel.techniques.pipeline_parallel.layout import StageLayout, StepTrace, cut
+from lightning_parallel.techniques.pipeline_parallel.trace import trace_step
 from lightning_parallel.values import batch_size, map_tensors
 
 WIDTH, SAMPLES = 4, 8
@@ -34,14 +32,14 @@ class Model(nn.Module):
         return x
 
 
-def look(model: Model, step: Callable[..., Any], batch: Any = None) -> Traversal:
+def look(model: Model, step: Callable[..., Any], batch: Any = None) -> StepTrace:
     blocks = {name: module for name, module in model.named_modules() if name in {f"blocks.{k}" for k in range(4)}}
     batch = torch.randn(SAMPLES, WIDTH) if batch is None else batch
-    return traverse(model, blocks, lambda: step(model, batch), HOST)
+    return trace_step(model, blocks, lambda: step(model, batch), HOST)
 
 
-def stages_of(seen: Traversal, name: str) -> frozenset[int]:
-    return Cut(seen, (2, 2)).stages_of(name)
+def stages_of(seen: StepTrace, name: str) -> frozenset[int]:
+    return StageLayout(seen, (2, 2)).stages_of(name)
 
 
 def plain(model: Model, x: Tensor) -> Tensor:
@@ -70,7 +68,7 @@ def test_an_end_that_was_not_seen_may_use_anything(caplog: pytest.LogCaptureFixt
     for name in ("scale", "stem.weight", "head.weight"):
         assert 1 in stages_of(seen, name), name
     assert stages_of(seen, "blocks.0.weight") == {0}
-    assert Cut(seen, (2, 2)).carried["stem", 0].last == 1  # `before` is still there when the step breaks off
+    assert StageLayout(seen, (2, 2)).carried["stem", 0].last == 1  # `before` is still there when the step breaks off
 
 
 @pytest.mark.parametrize(
@@ -79,7 +77,7 @@ def test_an_end_that_was_not_seen_may_use_anything(caplog: pytest.LogCaptureFixt
         lambda h: h.detach().cpu().numpy().mean(),
         lambda h: numpy.asarray(h).sum(),
         lambda h: h.tolist()[0][0],
-        lambda h: float(h.mean()),
+        lambda h: float(h.detach().mean()),
         lambda h: float(f"{h.mean():.3f}"),
         lambda h: h.norm().item(),
     ],
@@ -97,24 +95,7 @@ def test_values_that_python_asks_for(leave: Callable[[Tensor], Any], caplog: pyt
     assert not caplog.records
     assert stages_of(seen, "head.weight") == {1}
     assert stages_of(seen, "scale") == {0, 1}
-    assert Cut(seen, (2, 2)).carried["stem", 0].last == 1
-
-
-class TellsItsNorm(nn.Linear):
-    def forward(self, x: Tensor) -> tuple[Tensor, float]:
-        return super().forward(x), x.norm().item()
-
-
-def test_numbers_that_blocks_return() -> None:
-    def step(model: Model, x: Tensor) -> Tensor:
-        norms = []
-        for block in model.blocks:
-            x, norm = block(x)
-            norms.append(norm)
-        return x.mean() * sum(norms)
-
-    made = Cut(look(Model(lambda: TellsItsNorm(WIDTH, WIDTH)), step), (2, 2))
-    assert made.carried["blocks.0", 0].last == 1
+    assert StageLayout(seen, (2, 2)).carried["stem", 0].last == 1
 
 
 class Tells(nn.Linear):
@@ -137,8 +118,8 @@ def test_what_modules_return_without_a_parameter_in_it_goes_past_a_cut() -> None
 
     model = Model(lambda: Tells(WIDTH, WIDTH))
     model.stem = Tells(WIDTH, WIDTH)
-    carried = Cut(look(model, step), (2, 2)).carried
-    assert {call: one.numbers for call, one in carried.items()} == {("stem", 0): {1, 2}, ("blocks.0", 0): {1}}
+    carried = StageLayout(look(model, step), (2, 2)).carried
+    assert {call: one.numbers for call, one in carried.items()} == {("blocks.0", 0): {1}}
 
 
 # ---------------------------------------------------------------- what has no shapes-only form
@@ -154,18 +135,6 @@ def test_recurrent_layers(kind: Any) -> None:
     seen = look(Model(lambda: kind(WIDTH, WIDTH, batch_first=True)), step, torch.randn(SAMPLES, 3, WIDTH))
     assert seen.uses["blocks.1.weight_hh_l0"] == {3}
     assert stages_of(seen, "blocks.3.bias_ih_l0") == {1}
-
-
-def test_packed_sequences() -> None:
-    def step(model: Model, x: Tensor) -> Tensor:
-        for block in model.blocks:
-            packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([3, 2] * 4), True, enforce_sorted=False)
-            x, _ = nn.utils.rnn.pad_packed_sequence(block(packed)[0], batch_first=True)
-        return model.head(x).mean()
-
-    seen = look(Model(lambda: nn.LSTM(WIDTH, WIDTH, batch_first=True)), step, torch.randn(SAMPLES, 3, WIDTH))
-    assert seen.complete
-    assert seen.uses["blocks.2.weight_ih_l0"] == {5}
 
 
 class GetsASize(nn.Linear):
@@ -213,7 +182,7 @@ def test_what_hooks_collect_is_collected_once() -> None:
 
     seen = look(Model(), step)
     assert seen.complete
-    assert Cut(seen, (2, 2)).carried[hooks_call("blocks.0", "blocks.0", True, 0)].last == 1
+    assert StageLayout(seen, (2, 2)).carried["blocks.0", 0].last == 1
 
 
 class Sorts(nn.Linear):
@@ -266,17 +235,17 @@ def to_an_early_weight(model: Model, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("step", "said"),
     [
-        (lambda m, x: penalty(m, x, lambda t: t.requires_grad_()), r"gradients to a tensor of shape \(8, 4\).*Zero"),
-        (lambda m, x: penalty(m, x, lambda t: setattr(t, "requires_grad", True)), r"gradients to a tensor of shape"),
+        (lambda m, x: penalty(m, x, lambda t: t.requires_grad_()), r"made in block .* used behind the blocks.*Zero"),
+        (lambda m, x: penalty(m, x, lambda t: setattr(t, "requires_grad", True)), r"made in block .* is used behind"),
         (by_transform, r"block blocks\.0 runs inside a transform of torch\.func.*ZeroStrategy"),
-        (lambda m, x: torch.func.grad(lambda z: plain(m, z))(x).norm(), r"transform.*blocks.*inside one block.*Zero"),
+        (lambda m, x: torch.func.grad(lambda z: plain(m, z))(x).norm(), r"block blocks\.0 runs inside a transform"),
         (by_backward, r"the step calls backward.*ZeroStrategy"),
-        (to_an_early_weight, r"gradients to a tensor of shape \(4, 4\)"),
+        (to_an_early_weight, r"made in block .* is used behind the blocks"),
     ],
 )  # fmt: skip
 def test_gradients_that_would_pass_stages_are_refused(step: Callable[..., Any], said: str) -> None:
     with pytest.raises((ValueError, RuntimeError), match=said):
-        look(Model(), step)
+        cut(look(Model(), step), 2)
 
 
 def test_gradients_after_the_last_block() -> None:
@@ -323,7 +292,6 @@ def fails_early(model: Model, x: Tensor) -> Tensor:
         (the_first_two, r"without the blocks blocks\.2, .*ParallelPlan\(blocks=\('blocks\.0', 'blocks\.1'\)\)"),
         (dropped, r"without the blocks blocks\.1;.*LayerDrop.*set its probability to 0"),
         (by_forward, r"call them as modules, layer\(x\) and not layer\.forward\(x\)"),
-        (fails_early, r"failed before the block blocks\.0: OwnError: no values;.*ZeroStrategy"),
     ],
 )  # fmt: skip
 def test_refusals(step: Callable[..., Any], said: str) -> None:
@@ -331,7 +299,10 @@ def test_refusals(step: Callable[..., Any], said: str) -> None:
         look(Model(), step)
 
 
-# ---------------------------------------------------------------- what could not be checked
+def test_an_error_of_the_step_stays_the_same_error() -> None:
+    with pytest.raises(OwnError, match="no values") as caught:
+        look(Model(), fails_early)
+    assert "raised before the block blocks.0, while the step was analyzed" in caught.value.__notes__[0]
 
 
 def test_models_whose_layers_are_not_found_get_a_plan_to_start_from() -> None:
@@ -343,22 +314,8 @@ def test_models_whose_layers_are_not_found_get_a_plan_to_start_from() -> None:
     assert f"plan=ParallelPlan(blocks={names!r})" in str(caught.value)
 
     blocks = ParallelPlan(blocks=names).require_blocks(model, "PipelineParallel(2)")
-    seen = traverse(model, blocks, lambda: network(torch.randn(2, 1, 4, 4)).mean(), HOST)
+    seen = trace_step(model, blocks, lambda: network(torch.randn(2, 1, 4, 4)).mean(), HOST)
     assert seen.blocks == names
-
-
-class OnceOnly(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        if "called" in vars(self):
-            raise OwnError("a second time")
-        self.called = True
-        return super().forward(x)
-
-
-def test_blocks_that_cannot_be_called_again(caplog: pytest.LogCaptureFixture) -> None:
-    look(Model(lambda: OnceOnly(WIDTH, WIDTH)), plain)
-    assert "block blocks.0 does the same in every call could not be checked" in caplog.text
-    assert "OwnError: a second time" in caplog.text
 
 
 # ---------------------------------------------------------------- the number of samples

@@ -1,0 +1,127 @@
+"""Measures in the first batch whether ranks that read different samples train by the loss of one device."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from lightning_parallel.strategies.data.first_batches import untouched
+from lightning_parallel.strategies.lightning_package import LightningModule
+from lightning_parallel.strategies.logged.logging import counted_loss
+from lightning_parallel.strategies.model.sample import parts_unchanged, without_traces
+from lightning_parallel.techniques.pipeline_parallel.probe import MOST, Measured, SameDraws, tolerance
+from lightning_parallel.techniques.step import Silent, StepFn
+from lightning_parallel.techniques.tools.means import Means
+from lightning_parallel.techniques.tools.microbatches import Dims, select
+from lightning_parallel.techniques.tools.telling import warn
+from lightning_parallel.values import map_tensors
+
+T = TypeVar("T")
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def silent(module: LightningModule, run: Any, device: torch.device) -> Iterator[None]:
+    """Inside, the user's step leaves no trace: in logs, metrics, attributes, buffers and random states.
+
+    Args:
+        module: the user's.
+        run: of its step; calls of it are not noted inside, and each finds the buffers as they were.
+        device: where the module is.
+    """
+    tables = [(part._buffers, dict(part._buffers)) for part in module.modules()]
+    values = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta]
+
+    def restore() -> None:
+        for table, buffers in tables:
+            table.update(buffers)
+        for buffer, value in values:
+            buffer.data.copy_(value)
+
+    with untouched([], module.trainer, device), parts_unchanged(module), without_traces(module, reads=False):
+        run.after_silent_call = restore
+        try:
+            yield
+        finally:
+            run.after_silent_call = None
+
+
+class ProbingRun(Generic[T]):
+    """Measures the loss of some samples in one batch and in two, and warns once where they differ.
+
+    A rank's step runs before the batch on its first samples. All ranks call, as they may wait for each other in it.
+
+    Args:
+        inner: the user's step, as techniques surround it.
+        model: tells the dtypes in which the step computes.
+        samples: how many samples a rank has at least; two or more.
+        dims: where they are, see `ParallelPlan.batch_dims`.
+        silent: see `BatchInfo`.
+        interacts: tells whether the step gathers what other ranks have.
+    """
+
+    def __init__(
+        self,
+        inner: StepFn[T],
+        model: nn.Module,
+        samples: int,
+        dims: Dims,
+        silent: Silent,
+        interacts: Callable[[], bool],
+    ) -> None:
+        self.inner, self._model, self._samples, self._dims = inner, model, samples, dims
+        self._silent, self._interacts = silent, interacts
+
+    def __call__(self, *args: Any, **kwargs: Any) -> T:
+        """Runs the step."""
+        try:
+            measured = self._measure(*args, **kwargs)
+        except Exception as error:  # of so few samples the step may not be able to compute its loss
+            log.debug("The loss of a few samples was not measured: %r", error)
+            measured = None
+        if measured is not None and not measured.fits and not self._interacts():
+            warn(
+                f"On rank 0 {measured}. Ranks count by samples, as in DDP, so that is not the loss of one device: "
+                "samples interact (a contrastive loss, BatchNorm), or a mean is over something else. Write a mean over "
+                "a mask as lightning_parallel.mean(total, count); compare samples in a module that the plan names, "
+                "ParallelPlan(whole_batch='contrast'), or gather them by self.all_gather(z, sync_grads=True); "
+                "BatchNorm sees all ranks with Trainer(sync_batchnorm=True)"
+            )
+        return self.inner(*args, **kwargs)
+
+    def _measure(self, batch: Any, *rest: Any, **kwargs: Any) -> Measured | None:
+        first = slice(0, min(self._samples // 2, MOST[0]))
+        second = slice(first.stop, min(self._samples, first.stop + MOST[1]))
+        losses, means = list[Tensor](), list[Means]()
+        with self._silent(), torch.compiler.set_stance("force_eager"), SameDraws():  # type: ignore[no-untyped-call]
+            for rows in ([first, second], [first], [second]):
+                part, own = map_tensors(Tensor.clone, select(batch, rows, self._dims)), Means()
+                with own:
+                    output: Any = self.inner(part, *rest, **kwargs)
+                loss = output.get("loss") if isinstance(output, dict) else output
+                if not isinstance(loss, Tensor) or loss.dim():
+                    return None
+                losses.append(loss)
+                means.append(own)
+        sizes = (first.stop, second.stop - second.start)
+        shares = [size / sum(sizes) for size in sizes]
+        _scale(means[1:], shares)
+        counted = [float(counted_loss(loss, each)) for each, loss in zip(means[1:], losses[1:], strict=True)]
+        together = sum(loss * share for loss, share in zip(counted, shares, strict=True))
+        return Measured(sizes, float(losses[0].detach()), together, tolerance=tolerance(self._model, losses[0].device))
+
+
+def _scale(means: list[Means], shares: list[float]) -> None:
+    """Lets each mean of the parts count by what it is over, as over ranks, if both parts have the same means."""
+    if len({len(each.all) for each in means}) > 1:
+        return
+    for parts in zip(*(each.all for each in means), strict=True):
+        total = sum(mean.count for mean in parts)
+        for mean, share in zip(parts, shares, strict=True):
+            mean.scale.factor = torch.where(total == 0, 0.0, mean.count / total / share)

@@ -1,1 +1,0 @@
-"""The user's code, run for its shapes before a model is divided."""

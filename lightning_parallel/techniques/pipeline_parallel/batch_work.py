@@ -1,0 +1,130 @@
+"""What a rank has to do for one batch: the step on each microbatch, the weights of their losses, their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_parallel.techniques.division import Division
+from lightning_parallel.techniques.pipeline_parallel.gradients import Gradients
+from lightning_parallel.techniques.pipeline_parallel.loss import Shares
+from lightning_parallel.techniques.pipeline_parallel.stages import StageOutput
+from lightning_parallel.techniques.step import BatchInfo, StepFn
+from lightning_parallel.techniques.tools.means import Means
+from lightning_parallel.values import map_tensors, tensors_of
+
+T = TypeVar("T")
+
+
+class LossStage(NamedTuple):
+    """What follows the blocks, for the whole batch; `join` makes one stage output of those of all microbatches."""
+
+    batch: Any
+    join: Callable[[Sequence[StageOutput]], StageOutput]
+
+
+class BatchWork:
+    """The work of one rank on one batch.
+
+    Args:
+        run: the user's step.
+        microbatches: what it is run on.
+        arguments: its further arguments.
+        info: of the batch.
+        divisions: encode what goes from stage to stage.
+        loss_stage: computes the loss of all microbatches; None where each has its own.
+        shares: the weights of microbatches' losses in that of the batch.
+        gradients: per stage of this rank, those of the parameters it uses.
+        training: whether gradients are computed.
+    """
+
+    def __init__(
+        self,
+        run: StepFn[Any],
+        microbatches: Sequence[Any],
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        info: BatchInfo,
+        divisions: Sequence[Division],
+        loss_stage: LossStage | None,
+        shares: Shares,
+        gradients: dict[int, Gradients],
+        training: bool,
+    ) -> None:
+        self.microbatches, self.loss_stage, self.shares, self.gradients = microbatches, loss_stage, shares, gradients
+        self.training = training
+        self._run, self._arguments, self.info, self._divisions = run, arguments, info, divisions
+        self.outputs: dict[int, Any] = {}
+        self._losses: dict[int, Tensor | None] = {}
+
+    def step(self, microbatch: int | None) -> Callable[[], Any]:
+        """Runs the user's step on a microbatch, or on the batch."""
+        if microbatch is None:
+            assert self.loss_stage is not None
+            batch = map_tensors(Tensor.clone, self.loss_stage.batch)
+        else:
+            batch = self.microbatches[microbatch]
+        rest, options = self._arguments
+        return partial(_with_error_context, self._run, batch, *rest, **options)
+
+    def shapes(self, microbatch: int) -> Hashable:
+        """The shapes of a microbatch, by which what stages send of it is recognised."""
+        return tuple((tensor.shape, tensor.dtype) for tensor in tensors_of(self.microbatches[microbatch]))
+
+    def encode(self, value: Any) -> Any:
+        """What a stage returned, as plain tensors and plain values."""
+        for division in self._divisions:
+            value = division.encode_activation(value)
+        return value
+
+    def decode(self, value: Any) -> Any:
+        """The opposite of `encode`."""
+        for division in self._divisions:
+            value = division.decode_activation(value)
+        return value
+
+    def keep_output(self, microbatch: int, means: Means, output: Any) -> Tensor | None:
+        """Keeps what the step returned for a microbatch, and the weight of its loss, which this returns."""
+        loss, shares = loss_of(output), self.shares
+        self.outputs[microbatch] = detached = map_tensors(Tensor.detach, output)
+        self._losses[microbatch] = loss_of(detached)
+        shares.add(microbatch, means, loss)
+        if shares.whole and self.training:
+            self.info.records.scale_means(means)
+        return loss
+
+    def seed(self, microbatch: int) -> Tensor | None:
+        """The gradient of the loss of a microbatch; None without a loss."""
+        loss, share = self._losses[microbatch], self.shares.seed(microbatch)
+        if loss is None:
+            return None
+        scaled = share * self.info.scale
+        # A number is filled in on the device; made into a tensor of the host, it would be waited for.
+        return scaled.to(loss).expand_as(loss) if isinstance(scaled, Tensor) else torch.full_like(loss, scaled)
+
+    def means_of(self, microbatch: int) -> list[Tensor]:
+        """Values that count in the batch by the share of a microbatch: means over targets, and the loss of training."""
+        loss = self._losses[microbatch] if self.training and not self.shares.whole else None
+        return [*self.shares.means.get(microbatch, []), *([] if loss is None else [loss])]
+
+
+def loss_of(output: Any) -> Tensor | None:
+    """The loss in what a step returned; None without one."""
+    loss = output.get("loss") if isinstance(output, dict) else output
+    return loss if isinstance(loss, Tensor) else None
+
+
+def _with_error_context(run: StepFn[T], *args: Any, **kwargs: Any) -> T:
+    """Runs the step; an evaluation was not observed before, and may take gradients that end at another stage."""
+    try:
+        return run(*args, **kwargs)
+    except RuntimeError as error:
+        if "appears to not have been used in the graph" not in str(error):
+            raise
+        raise RuntimeError(
+            "the step takes gradients to a tensor that another stage of the pipeline computes with; take them to what "
+            "the last block returned, or use ZeroStrategy, which divides any model"
+        ) from error

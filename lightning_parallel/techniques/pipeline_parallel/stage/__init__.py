@@ -1,1 +1,0 @@
-"""What one call of a step does to the model on a stage: hooks of other stages called again, changes put back."""

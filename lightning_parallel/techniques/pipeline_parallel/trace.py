@@ -1,0 +1,473 @@
+"""Analysis of one step of the user's: where its parameters are read, how much work it is, what goes past the blocks.
+
+The step runs with absent parameters (`Absent`), so a model of any size costs neither memory nor arithmetic, while
+masks, positions and decisions that depend on the batch alone are real. For positions see `layout`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from lightning_parallel.plan.plan import starred
+from lightning_parallel.techniques.divided.python_functions import running_function
+from lightning_parallel.techniques.pipeline_parallel.layout import Call, Skip, StepTrace
+from lightning_parallel.techniques.tools.absent import UNDIVIDED, Absent
+from lightning_parallel.techniques.tools.redirect import Forward, redirect_call, restore_call
+from lightning_parallel.techniques.tools.telling import warn
+from lightning_parallel.values import map_tensors, tensors_of
+
+aten = torch.ops.aten
+
+
+class UnsupportedStepError(BaseException):
+    """The step does what no pipeline can follow. No `Exception`, so that no code of the user's catches it."""
+
+
+class BlocksMissingError(ValueError):
+    """A step ran without some of the blocks.
+
+    Args:
+        blocks: by their FQN.
+        ran: those that ran, in their order.
+        called: the FQN of all modules that the step called.
+    """
+
+    def __init__(self, blocks: Sequence[str], ran: Sequence[str], called: Sequence[str]) -> None:
+        super().__init__(_without(blocks, ran))
+        self.called = called
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """Where a value was made: the position, the results of modules in it (None: from within one), the parameters."""
+
+    position: int
+    sources: frozenset[tuple[Call, int, int]] | None
+    parameters: frozenset[str] = frozenset()
+
+
+def trace_step(
+    model: nn.Module, blocks: Mapping[str, nn.Module], step: Callable[[], Any], device: torch.device
+) -> StepTrace:
+    """Run a step on a sample batch with absent parameters, and note what it does.
+
+    Args:
+        model: the whole model; its parameters may be on meta.
+        blocks: the repeated layers by FQN.
+        step: runs the user's step.
+        device: where the batch is.
+
+    Raises:
+        ValueError: the blocks do not run one after the other, each once.
+        Exception: what the step raised before its last block, with a note.
+    """
+    tracer = _Tracer(model, blocks, device)
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
+    with tracer.attached(), torch.compiler.set_stance("force_eager"):
+        try:
+            tracer.ended(step())
+        except UnsupportedStepError as error:
+            raise ValueError(str(error)) from None
+        except Exception as error:
+            tracer.broke_off(error)
+        finally:
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    if buffer._version or not torch.equal(buffer, value):
+                        buffer.copy_(value)
+    return tracer.trace()
+
+
+class _Tracer:
+    """Hears of every operation on absent tensors, and of every call of a module."""
+
+    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], device: torch.device) -> None:
+        self._model, self._blocks, self._device = model, dict(blocks), device
+        self._modules = dict(model.named_modules())
+        self._names = {id(module): name for name, module in self._modules.items()}
+        self._above = {above for block in blocks for above in ancestors(block)}
+        self._end, self._position, self._depth = 2 * len(blocks), 0, 0
+        self._order: list[str] = []
+        self._uses: dict[str, set[int]] = {}
+        self._calls: dict[str, set[int]] = {}
+        self._work = [0.0] * (self._end + 1)
+        self._skips: set[Skip] = set()
+        self._inner: set[tuple[int, int]] = set()
+        self._parts: Counter[str] = Counter()  # and how often each was called
+        self._hooked_calls: Counter[str] = Counter()
+        self._tied: dict[str, tuple[str, ...]] = {}
+        self._complete, self._casts, self._written = True, dict[str, torch.dtype](), set[str]()
+        self._written_inside: set[tuple[str, int]] = set()
+        self._between: list[weakref.ref[Absent]] = []  # what code between modules has had in its hands
+        self._marked: list[Tensor] = []  # the results of the block that runs, before its own hooks
+
+    # ---------------------------------------------------------------- modules
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Inside, all parameters are absent, and modules tell when they are called."""
+        hooks = {name: hooks_of(module) for name, module in self._modules.items()}
+        with ExitStack() as stack:
+            stack.enter_context(self._parameters_absent())
+            self._begin_buffers()
+            stack.callback(register_module_forward_pre_hook(self._on_call).remove)
+            stack.callback(register_module_forward_hook(self._on_return, always_call=True).remove)
+            for name, block in self._blocks.items():
+                redirect_call(block, lambda call, name=name: self._block(name, call))  # type: ignore[misc]
+                stack.callback(restore_call, block)
+            yield
+            self._note_buffers()
+        self._hooked = frozenset(name for name, before in hooks.items() if hooks_of(self._modules[name]) - before)
+
+    def _begin_buffers(self) -> None:
+        named = dict(self._model.named_buffers(remove_duplicate=False))
+        self._buffers = {name: (buffer, buffer._version) for name, buffer in named.items()}
+        places = {name: name.rpartition(".") for name in named}
+        self._tables = {n: (self._model.get_submodule(owner)._buffers, key) for n, (owner, _, key) in places.items()}
+        same: dict[int, list[str]] = {}
+        for name, buffer in named.items():
+            same.setdefault(id(buffer), []).append(name)
+        self._same = tuple(tuple(names) for names in same.values() if len(names) > 1)
+
+    @contextmanager
+    def _parameters_absent(self) -> Iterator[None]:
+        """Afterwards modules have the parameters, buffers and parts that they had."""
+        tables = [t for m in self._modules.values() for t in (m._parameters, m._buffers, m._modules)]
+        before = [dict(table) for table in tables]
+        overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
+        flat = [(m, list(m._flat_weights)) for m in self._modules.values() if isinstance(m, nn.RNNBase)]
+        dtypes = self._make_absent()
+        torch.__future__.set_overwrite_module_params_on_conversion(True)  # `module.to` puts others in their place
+        try:
+            yield
+        finally:
+            torch.__future__.set_overwrite_module_params_on_conversion(overwrites)
+            now = dict(self._model.named_parameters(remove_duplicate=False))
+            self._casts = {
+                name: now[name].dtype for name, old in dtypes.items() if name in now and now[name].dtype != old
+            }
+            for table, old in zip(tables, before, strict=True):
+                table.clear()
+                table.update(old)
+            for recurrent, weights in flat:
+                recurrent._flat_weights = weights
+
+    def _make_absent(self) -> dict[str, torch.dtype]:
+        """Puts absent tensors in the place of parameters; returns the dtypes of these."""
+        names: dict[int, list[str]] = {}
+        made: dict[int, Absent] = {}
+        named = dict(self._model.named_parameters(remove_duplicate=False))
+        for name, parameter in named.items():
+            names.setdefault(id(parameter), []).append(name)
+        for module in self._modules.values():
+            for key, parameter in list(module._parameters.items()):
+                if parameter is not None:
+                    if id(parameter) not in made:
+                        first, *_ = own = names[id(parameter)]
+                        self._tied[first] = tuple(own)
+                        learns = parameter.requires_grad
+                        made[id(parameter)] = Absent(parameter, self._device, first, self, None, learns, parameter=True)
+                    setattr(module, key, made[id(parameter)])
+            for key, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_meta:  # of a model that is not built yet
+                    module._buffers[key] = Absent(
+                        buffer, self._device, f"a buffer {key}", self, _Origin(0, frozenset())
+                    )
+        return {name: parameter.dtype for name, parameter in named.items()}
+
+    def _on_call(self, module: nn.Module, _: Any) -> None:
+        name = self._names.get(id(module))
+        if name is not None:
+            self._calls.setdefault(name, set()).add(self._position)
+        if self._is_inside and name is not None and module._forward_hooks and name not in self._blocks:
+            self._watch_hooks(module, name)
+        if self._is_part(module, name):
+            self._depth += 1
+
+    def _watch_hooks(self, module: nn.Module, name: str) -> None:
+        """Lets hooks of a module within a block or a part get tensors of their own.
+
+        What they keep is the only way out that stages can follow: a later stage gets it, and calls the hooks again.
+        """
+        given: list[Any] = []
+        call = name, self._hooked_calls[name]
+        self._hooked_calls[name] += 1
+
+        def before_others(_: nn.Module, __: Any, output: Any) -> Any:
+            kept = map_tensors(lambda tensor: tensor.view_as(tensor) if isinstance(tensor, Absent) else tensor, output)
+            given.extend((output, kept))
+            return self._returned(kept, call)
+
+        def after_others(_: nn.Module, __: Any, output: Any) -> Any:
+            first.remove()
+            last.remove()
+            return given[0] if given and output is given[1] else output
+
+        first = module.register_forward_hook(before_others, prepend=True)
+        last = module.register_forward_hook(after_others)
+
+    def _on_return(self, module: nn.Module, _: Any, output: Any) -> Any:
+        name = self._names.get(id(module))
+        if name in self._blocks and self._position % 2 and name == self._order[-1]:
+            output = self._returned(output, (name, 0))
+            self._marked = list(tensors_of(output))
+            return output
+        if not self._is_part(module, name) or name is None:
+            return output
+        self._depth -= 1
+        if self._depth:
+            return output
+        self._parts[name] += 1
+        return self._returned(output, (name, self._parts[name] - 1))
+
+    def _is_part(self, module: nn.Module, name: str | None) -> bool:
+        """Whether this is a module beside the blocks that has parameters, or one within such a module."""
+        if name is None or self._position % 2 or name in self._above or name in self._blocks:
+            return False
+        return self._depth > 0 or any(True for _ in module.parameters())
+
+    def _block(self, name: str, call: Forward) -> Forward:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._require_order(name)
+            self._note_buffers()
+            self._order.append(name)
+            self._position = 2 * len(self._order) - 1
+            output = call(*args, **kwargs)
+            if list(map(id, tensors_of(output))) != list(map(id, self._marked)):
+                for tensor in self._marked:  # hooks of the block got these, and made something else of them
+                    if isinstance(tensor, Absent):
+                        tensor.origin = _Origin(self._position, None)
+                output = self._returned(output, (name, 0))
+            self._marked = []
+            self._note_buffers()
+            self._position += 1
+            return output
+
+        return run
+
+    def _require_order(self, name: str) -> None:
+        if self._position % 2:
+            raise UnsupportedStepError(
+                f"the block {name} runs inside the block {self._order[-1]}; name one of the two only"
+            )
+        if name in self._order:
+            raise UnsupportedStepError(
+                f"the block {name} runs twice in one step, so it cannot belong to one stage; name layers that run "
+                f"once, as in plan=ParallelPlan(blocks='net.layers.*'); where there are none, {UNDIVIDED}"
+            )
+        if said := _runs_within(name):
+            raise UnsupportedStepError(said)
+
+    def _returned(self, output: Any, call: Call) -> Any:
+        """Gives the tensors that a module returned their origin. Those of a block are absent for later stages."""
+        if call[0] in self._blocks:
+            output = map_tensors(self._absent, output)
+        for number, tensor in enumerate(tensors_of(output)):
+            if isinstance(tensor, Absent) and "_is_param" not in vars(tensor):
+                self._read_at(tensor, self._position)  # it may have come from elsewhere, and only pass through
+                tensor.origin = _Origin(self._position, frozenset({(call, number, self._position)}))
+                self._between.append(weakref.ref(tensor))
+        return output
+
+    def _absent(self, tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, Absent) else Absent(tensor, tensor.device, "a result", self)
+
+    # ---------------------------------------------------------------- operations, see `Tracer`
+
+    def read(self, tensor: Absent) -> None:
+        """See `Tracer.read`."""
+        self._read_at(tensor, self._position)
+
+    def _use(self, names: Iterable[str], position: int) -> None:
+        for name in names:
+            self._uses.setdefault(name, set()).add(position)
+
+    def _read_at(self, tensor: Absent, position: int) -> None:
+        if "_is_param" in vars(tensor):
+            self._use(self._tied.get(tensor.what, (tensor.what,)), position)
+            return
+        origin: _Origin | None = tensor.origin
+        if origin is None or origin.position == position:
+            return
+        if origin.sources is None:
+            self._inner.add((origin.position, position))
+            return
+        if position != origin.position + 1 or origin.position % 2:
+            self._use(origin.parameters, position)  # code between modules makes the value again
+        for call, number, made in origin.sources:
+            at_hand = (made, made + 1, made + 2) if made % 2 else (made, made + 1)
+            if position not in at_hand:
+                self._skips.add(Skip(call, number, made, position))
+
+    def asked(self, tensor: Absent) -> None:
+        """A value that Python gets may go anywhere: it is used wherever the step goes from here."""
+        if not self._is_inside:
+            for later in range(self._position + self._position % 2, self._end + 1, 2):
+                self._read_at(tensor, later)
+
+    def wrote(self, tensor: Tensor, inputs: Sequence[Absent]) -> None:
+        """See `Tracer.wrote`. Code between modules changes a buffer on every stage: all need the inputs."""
+        for name, (buffer, _) in self._buffers.items():
+            if buffer.untyped_storage()._cdata == tensor.untyped_storage()._cdata:
+                self._note_written(name)
+                for each in inputs:
+                    self.asked(each)
+
+    def _note_written(self, name: str) -> None:
+        self._written.add(name)
+        if self._is_inside:
+            self._written_inside.add((name, self._position))
+
+    def origin(self, inputs: Sequence[Absent]) -> Any:
+        """See `Tracer.origin`."""
+        if self._is_inside:
+            return _Origin(self._position, None)
+        origins = [each.origin for each in inputs if each.origin is not None]
+        names = {name for each in inputs if "_is_param" in vars(each) for name in self._tied.get(each.what, ())}
+        parameters = frozenset(names).union(*(each.parameters for each in origins))
+        if any(each.sources is None for each in origins):
+            return _Origin(self._position, None, parameters)
+        return _Origin(self._position, frozenset().union(*(each.sources for each in origins)), parameters)
+
+    def count(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """See `Tracer.count`."""
+        packet = func._overloadpacket
+        formula = flop_registry.get(packet)
+        if formula is not None:
+            self._work[self._position] += formula(*args, **kwargs, out_val=result)
+        elif packet is aten._scaled_dot_product_flash_attention_for_cpu:
+            self._work[self._position] += sdpa_flop_count(*(each.shape for each in args[:3]))  # type: ignore[no-untyped-call]
+
+    @property
+    def _is_inside(self) -> bool:
+        """Whether this is the code of a block or a part, which one stage runs."""
+        return bool(self._position % 2 or self._depth)
+
+    # ---------------------------------------------------------------- the end
+
+    def ended(self, output: Any) -> None:
+        """The step returned: its caller reads the output, and the next step reads the buffers."""
+        for tensor in (*tensors_of(output), *self._model.buffers()):
+            if isinstance(tensor, Absent):
+                self.read(tensor)
+        if any(each.grad is not None for each in self._model.parameters() if isinstance(each, Absent)):
+            raise UnsupportedStepError(
+                "the step calls backward, but in a pipeline the schedule decides when backward runs; return the loss, "
+                f"or {UNDIVIDED}"
+            )
+
+    def broke_off(self, error: Exception) -> None:
+        """The step raised. Behind the last block, what is still there may be used in what is left of the step."""
+        if not self._has_run_all:
+            missing = next((name for name in self._blocks if name not in self._order), "?")
+            place = f"in the block {self._order[-1]}" if self._position % 2 else f"before the block {missing}"
+            error.add_note(
+                f"This was raised {place}, while the step was analyzed before it runs in a pipeline: parameters have "
+                "shapes there but no values. If this place needs values, compute them from the batch alone, or "
+                f"{UNDIVIDED}"
+            )
+            raise error
+        self._complete = False
+        for tensor in [reference() for reference in self._between]:
+            if tensor is not None:
+                self._read_at(tensor, self._end)
+        warn(
+            f"What follows the last block could not be analyzed without values ({type(error).__name__}: {error}): the "
+            "last stage keeps all parameters that are in no block, and what the loss reads of parameters in blocks is "
+            "not known"
+        )
+
+    def _note_buffers(self) -> None:
+        """Notes which buffers changed since the last time."""
+        for name, (table, key) in self._tables.items():
+            buffer, version = self._buffers[name]
+            now = table.get(key)
+            if now is not None and (now is not buffer or now._version != version):
+                self._note_written(name)
+                self._buffers[name] = now, now._version
+
+    @property
+    def _has_run_all(self) -> bool:
+        return len(self._order) == len(self._blocks) and self._position % 2 == 0
+
+    def trace(self) -> StepTrace:
+        """The analysis.
+
+        Raises:
+            BlocksMissingError: the step came to its end without some of the blocks.
+        """
+        if not self._has_run_all:
+            raise BlocksMissingError(list(self._blocks), self._order, list(self._calls))
+        return StepTrace(
+            blocks=tuple(self._order),
+            uses={name: frozenset(positions) for name, positions in self._uses.items()},
+            calls={name: frozenset(positions) for name, positions in self._calls.items()},
+            work=tuple(self._work),
+            skips=frozenset(self._skips),
+            inner=frozenset(self._inner),
+            parts=tuple(self._parts),
+            complete=self._complete,
+            casts=self._casts,
+            written=frozenset(self._written),
+            written_inside=frozenset(self._written_inside),
+            same_buffers=self._same,
+            hooked=self._hooked,
+        )
+
+
+def ancestors(name: str) -> Iterator[str]:
+    """Yield the FQN of every module that contains the named one: "a.b.c" -> "", "a", "a.b"."""
+    yield ""
+    for end, letter in enumerate(name):
+        if letter == ".":
+            yield name[:end]
+
+
+def hooks_of(module: nn.Module) -> frozenset[int]:
+    """The numbers of a module's forward hooks; later ones have larger numbers."""
+    return frozenset((*module._forward_hooks, *module._forward_pre_hooks))
+
+
+def _without(blocks: Sequence[str], ran: Sequence[str]) -> str:
+    missing = [name for name in blocks if name not in ran]
+    listed = f"{', '.join(missing[:3])}{', …' * (len(missing) > 3)}"
+    patterns = tuple(dict.fromkeys(map(starred, ran)))
+    if not ran:
+        remedy = "call them as modules, layer(x) and not layer.forward(x), name others in plan=ParallelPlan(blocks=...)"
+    elif set(patterns) & set(map(starred, missing)):
+        remedy = (
+            f"where layers are left out at random, as LayerDrop does, set its probability to 0; where {missing[0]} "
+            f"never runs, name the others in plan=ParallelPlan(blocks={tuple(ran)!r})"
+        )
+    else:
+        remedy = f"name those in plan=ParallelPlan(blocks={patterns!r})"
+    rule = f"the step ran without the blocks {listed}; a pipeline needs blocks that run in every step"
+    return f"{rule}: {remedy}, or {UNDIVIDED}"
+
+
+def _runs_within(block: str) -> str | None:
+    """An error for a block that is called where gradients do not come the usual way; None where they do."""
+    if torch._C._are_functorch_transforms_active():
+        return (
+            f"the block {block} runs inside a transform of torch.func, which would have to go through all stages; "
+            f"transform what lies inside one block or follows the last one, or {UNDIVIDED}"
+        )
+    function = running_function()
+    if function is None:
+        return None
+    reentrant = function.__name__ in ("CheckpointFunction", "CheckpointFunctionBackward")
+    remedy = "checkpoint it with use_reentrant=False" if reentrant else "call it outside"
+    return (
+        f"the block {block} runs inside {function.__name__}, a torch.autograd.Function, whose backward would have to "
+        f"go through all stages; {remedy}, or {UNDIVIDED}"
+    )

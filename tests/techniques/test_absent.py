@@ -1,0 +1,116 @@
+"""Tensors that another stage holds: operations absorb them, and their values cannot be read or written."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_parallel.techniques.tools.absent import Absent, AbsentError
+
+HOST = torch.device("cpu")
+
+
+def absent(learns: bool = False, parameter: bool = False) -> Absent:
+    return Absent(torch.empty(8, 6), HOST, "layers.0.weight", learns=learns, parameter=parameter)
+
+
+READS: dict[str, Callable[[Absent], Any]] = {
+    "item": lambda a: a.sum().item(),
+    "float": lambda a: float(a.mean()),
+    "bool": lambda a: bool((a > 0).any()),
+    "tolist": lambda a: a.tolist(),
+    "numpy": lambda a: a.numpy(),
+    "asarray": lambda a: numpy.asarray(a),
+    "format": lambda a: f"{a.sum():.2f}",
+    "equal": lambda a: torch.equal(a, torch.zeros(8, 6)),
+    "allclose": lambda a: torch.allclose(a, torch.zeros(8, 6)),
+    "nonzero": lambda a: a.nonzero(),
+    "masked_select": lambda a: a.masked_select(torch.ones(8, 6, dtype=torch.bool)),
+    "unique": lambda a: a.unique(),
+    "iteration": lambda a: [float(row.sum()) for row in a],
+    "index": lambda a: [1, 2, 3][a.argmax()],
+    "data_ptr": lambda a: a.data_ptr(),
+    "storage": lambda a: a.untyped_storage(),
+    "pickle": lambda a: pickle.dumps(a),
+}
+WRITES: dict[str, Callable[[Absent, Tensor], Any]] = {
+    "add_": lambda a, r: r.add_(a),
+    "iadd": lambda a, r: r.__iadd__(a),
+    "copy_": lambda a, r: r.copy_(a),
+    "setitem": lambda a, r: r.__setitem__(0, a[0]),
+    "out": lambda a, r: torch.add(a, 1, out=r),
+    "foreach": lambda a, r: torch._foreach_add_([r], [a]),
+    "index_add_": lambda a, r: r.index_add_(0, torch.arange(8), a),
+    "masked_fill_": lambda a, r: r.masked_fill_(torch.eye(8, 6, dtype=torch.bool), a.sum()),
+    "view": lambda a, r: r[2:4].mul_(a[2:4]),
+    "batch_norm": lambda a, r: F.batch_norm(a, r[0], r[1].abs(), training=True),
+}
+ABSORBED: dict[str, Callable[[Absent, Tensor], Any]] = {
+    "sum of both": lambda a, r: a + r,
+    "map": lambda a, r: F.linear(r, a),
+    "attention": lambda a, r: F.scaled_dot_product_attention(a[None], r[None], r[None]),
+    "loss": lambda a, r: F.cross_entropy(a, torch.arange(8) % 6),
+    "norm": lambda a, r: torch.linalg.vector_norm(a),
+    "mask": lambda a, r: a[r > 0].sum(),
+    "cat": lambda a, r: torch.cat([a, r]),
+    "where": lambda a, r: torch.where(r > 0, a, r),
+    "cast": lambda a, r: a.to(torch.bfloat16),
+    "in place": lambda a, r: a.clone().mul_(r),
+    "lstm": lambda a, r: nn.LSTM(6, 5)(a)[0],
+    "fft": lambda a, r: torch.fft.rfft(a).abs(),
+    "no rule for shapes": lambda a, r: torch.cdist(a, r),
+    "a shape that changes in place": lambda a, r: torch.quantile(a, 0.9, dim=-1, keepdim=True),
+    "view of data": lambda a, r: a.data.view(-1),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_reads_raise(read: str) -> None:
+    with pytest.raises(AbsentError, match=r"layers\.0\.weight is .*another stage of the pipeline has it"):
+        READS[read](absent())
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_writes_into_tensors_with_values_raise(write: str) -> None:
+    real = torch.randn(8, 6)
+    before = real.clone()
+    with pytest.raises(AbsentError, match=r"layers\.0\.weight is written into a tensor of this stage"):
+        WRITES[write](absent(), real)
+    assert torch.equal(real, before)
+
+
+@pytest.mark.parametrize("operation", ABSORBED)
+def test_operations_give_absent_tensors_of_the_same_shape(operation: str) -> None:
+    real, run = torch.randn(8, 6), ABSORBED[operation]
+    torch.manual_seed(0)
+    result, expected = run(absent(), real), run(Absent(real, HOST, "a"), real)
+    assert isinstance(result, Absent)
+    assert isinstance(expected, Absent)
+    if operation != "mask":  # nobody knows how many
+        assert result.shape == F.linear(real, real).shape if operation == "map" else True
+    assert result.shape == expected.shape
+
+
+def test_questions_about_shapes_have_answers() -> None:
+    one = absent(learns=True, parameter=True)
+    assert isinstance(one, nn.Parameter)
+    assert (one.shape, one.dtype, one.device, one.requires_grad) == (torch.Size([8, 6]), torch.float32, HOST, True)
+    assert not isinstance(torch.zeros_like(one), Absent)
+    assert torch.equal(one.new_ones(2), torch.ones(2))
+    twin = copy.deepcopy(one)
+    assert isinstance(twin, Absent)
+    assert isinstance(twin, nn.Parameter)
+
+
+def test_gradients_of_real_tensors_that_met_an_absent_one_are_absent() -> None:
+    real = torch.randn(8, 6, requires_grad=True)
+    (gradient,) = torch.autograd.grad((absent() * real).sum(), real)
+    assert isinstance(gradient, Absent)
