@@ -363,7 +363,7 @@ class MeshStrategy(RankStrategy):
     def _probing(self, steps: StepFn[T], quiet: Silent) -> StepFn[T]:
         """The step, which measures its loss in the first batch of training; a pipeline does so by itself."""
         module, batches = self._module(), self._batches
-        if not (self._probes and module.trainer.training) or batches is None:
+        if not (self._probes and module.trainer.training) or batches is None or self._log is None:
             return steps
         self._probes, samples = False, batches.fewest_samples or 1
         alone = self._readers().ranks == 1 or self._whole.pipeline.ranks > 1
@@ -371,7 +371,7 @@ class MeshStrategy(RankStrategy):
         if alone or synced or samples < 2 or not module.automatic_optimization:
             return steps
         self.has_gathered = False
-        return ProbingRun(steps, module, samples, batches.batch_dims, quiet, lambda: self.has_gathered)
+        return ProbingRun(steps, module, samples, batches.batch_dims, quiet, lambda: self.has_gathered, self._log)
 
     @property
     def _weight(self) -> float:

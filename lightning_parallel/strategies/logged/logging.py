@@ -79,6 +79,8 @@ class StepLog:
         #: those of the step that runs or ran last; none where no other rank reads other samples
         self.means: Means | None = None
         self._sums: BatchSums | None = None
+        #: whether losses of training count by samples in any case
+        self.counts_by_samples = False
         self._differed = False
         self._counted: tuple[Tensor, Tensor] | None = None
         # comparisons are alike everywhere, those of batches too
@@ -351,7 +353,8 @@ class StepLog:
 
     def _agree(self, what: int, more: int, said: str, names: list[str]) -> Sequence[Mean]:
         """The step's means if all ranks computed the same, else those that learn, or none; others count by samples."""
-        means: Sequence[Mean] = [] if self.means is None else [*self.means.all]
+        by_samples = self.counts_by_samples and self._module.trainer.training
+        means: Sequence[Mean] = [] if self.means is None or by_samples else [*self.means.all]
         learning = [mean for mean in means if mean.edge is not None]
         mark = (what, more, 0, zlib.crc32("\n".join(names).encode()))
         comparison = Comparison(mark, NOTHING, self._host, self._content, means=(len(means), len(learning)))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_parallel.strategies.data.first_batches import untouched
 from lightning_parallel.strategies.lightning_package import LightningModule
-from lightning_parallel.strategies.logged.logging import counted_loss
+from lightning_parallel.strategies.logged.logging import StepLog, counted_loss
 from lightning_parallel.strategies.model.sample import parts_unchanged, without_traces
 from lightning_parallel.techniques.pipeline_parallel.probe import MOST, Measured, SameDraws, tolerance
 from lightning_parallel.techniques.step import Silent, StepFn
@@ -64,6 +64,11 @@ class ProbingRun(Generic[T]):
         dims: where they are, see `ParallelPlan.batch_dims`.
         silent: see `BatchInfo`.
         interacts: tells whether the step gathers what other ranks have.
+        log: counts the losses of all later training steps.
+
+    Attributes:
+        numbers_vary: whether the number of mean losses that the step computes depends on its samples, as in a loop over
+            them. Such a loss is a mean over the targets of its sample, not over those of the batch.
     """
 
     def __init__(
@@ -74,9 +79,11 @@ class ProbingRun(Generic[T]):
         dims: Dims,
         silent: Silent,
         interacts: Callable[[], bool],
+        log: StepLog,
     ) -> None:
         self.inner, self._model, self._samples, self._dims = inner, model, samples, dims
-        self._silent, self._interacts = silent, interacts
+        self._silent, self._interacts, self._log = silent, interacts, log
+        self.numbers_vary = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> T:
         """Runs the step."""
@@ -85,6 +92,8 @@ class ProbingRun(Generic[T]):
         except Exception as error:  # of so few samples the step may not be able to compute its loss
             log.debug("The loss of a few samples was not measured: %r", error)
             measured = None
+        if self.numbers_vary:
+            self._log.counts_by_samples = True
         if measured is not None and not measured.fits and not self._interacts():
             warn(
                 f"On rank 0 {measured}. Ranks count by samples, as in DDP, so that is not the loss of one device: "
@@ -111,16 +120,16 @@ class ProbingRun(Generic[T]):
                 means.append(own)
         sizes = (first.stop, second.stop - second.start)
         shares = [size / sum(sizes) for size in sizes]
-        _scale(means[1:], shares)
+        self.numbers_vary = len({len(each.all) for each in means}) > 1
+        if not self.numbers_vary:
+            _scale(means[1:], shares)
         counted = [float(counted_loss(loss, each)) for each, loss in zip(means[1:], losses[1:], strict=True)]
         together = sum(loss * share for loss, share in zip(counted, shares, strict=True))
         return Measured(sizes, float(losses[0].detach()), together, tolerance=tolerance(self._model, losses[0].device))
 
 
 def _scale(means: list[Means], shares: list[float]) -> None:
-    """Lets each mean of the parts count by what it is over, as over ranks, if both parts have the same means."""
-    if len({len(each.all) for each in means}) > 1:
-        return
+    """Lets each mean of the parts count by what it is over, as over ranks."""
     for parts in zip(*(each.all for each in means), strict=True):
         total = sum(mean.count for mean in parts)
         for mean, share in zip(parts, shares, strict=True):
