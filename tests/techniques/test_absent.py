@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -41,20 +42,24 @@ READS: dict[str, Callable[[Absent], Any]] = {
     "storage": lambda a: a.untyped_storage(),
     "pickle": lambda a: pickle.dumps(a),
 }
-WRITES: dict[str, Callable[[Absent, Tensor], Any]] = {
+INTO_INTERMEDIATE: dict[str, Callable[[Absent, Tensor], Any]] = {
     "add_": lambda a, r: r.add_(a),
     "iadd": lambda a, r: r.__iadd__(a),
     "copy_": lambda a, r: r.copy_(a),
     "setitem": lambda a, r: r.__setitem__(0, a[0]),
-    "out": lambda a, r: torch.add(a, 1, out=r),
-    "foreach": lambda a, r: torch._foreach_add_([r], [a]),
     "index_add_": lambda a, r: r.index_add_(0, torch.arange(8), a),
     "masked_fill_": lambda a, r: r.masked_fill_(torch.eye(8, 6, dtype=torch.bool), a.sum()),
+}
+"""Writes after which a tensor that nothing else knows is absent itself."""
+
+WRITES: dict[str, Callable[[Absent, Tensor], Any]] = {
+    "out": lambda a, r: torch.add(a, 1, out=r),
+    "foreach": lambda a, r: torch._foreach_add_([r], [a]),
     "view": lambda a, r: r[2:4].mul_(a[2:4]),
     "batch_norm": lambda a, r: F.batch_norm(a, r[0], r[1].abs(), training=True),
 }
 ABSORBED: dict[str, Callable[[Absent, Tensor], Any]] = {
-    "sum of both": lambda a, r: a + r,
+    "operators": lambda a, r: (a + r) * (r + a) / (r - a) ** (a @ r.T @ r),
     "map": lambda a, r: F.linear(r, a),
     "attention": lambda a, r: F.scaled_dot_product_attention(a[None], r[None], r[None]),
     "loss": lambda a, r: F.cross_entropy(a, torch.arange(8) % 6),
@@ -87,6 +92,31 @@ def test_writes_into_tensors_with_values_raise(write: str) -> None:
     assert torch.equal(real, before)
 
 
+@pytest.mark.parametrize("write", INTO_INTERMEDIATE)
+@pytest.mark.parametrize("learns", [False, True])
+def test_intermediate_tensors_become_absent_by_writes(write: str, learns: bool) -> None:
+    real: Tensor = nn.Linear(6, 6)(torch.randn(8, 6)) if learns else torch.randn(8, 6)
+    INTO_INTERMEDIATE[write](absent(), real)
+    assert isinstance(real, Absent)
+    assert real.requires_grad == learns
+    with pytest.raises(AbsentError, match=r"layers\.0\.weight is read"):
+        (real * 2).sum().item()
+
+
+@pytest.mark.parametrize("write", INTO_INTERMEDIATE)
+@pytest.mark.parametrize("known", ["by a view", "by autograd", "as a buffer", "as a parameter"])
+def test_writes_into_tensors_that_others_know_raise(write: str, known: str) -> None:
+    weight = nn.Parameter(torch.randn(8, 6))
+    real = weight if known == "as a parameter" else weight.exp()  # exp keeps its result for backward
+    if known in ("by a view", "as a buffer"):
+        real = real.detach().clone()
+    before, knows = real.detach().clone(), real[0] if known == "by a view" else weakref.ref(real)
+    with torch.no_grad(), pytest.raises(AbsentError, match=r"layers\.0\.weight is written into a tensor of this stage"):
+        INTO_INTERMEDIATE[write](absent(), real)
+    assert torch.equal(real, before)
+    del knows
+
+
 @pytest.mark.parametrize("operation", ABSORBED)
 def test_operations_give_absent_tensors_of_the_same_shape(operation: str) -> None:
     real, run = torch.randn(8, 6), ABSORBED[operation]
@@ -97,6 +127,7 @@ def test_operations_give_absent_tensors_of_the_same_shape(operation: str) -> Non
     if operation != "mask":  # nobody knows how many
         assert result.shape == F.linear(real, real).shape if operation == "map" else True
     assert result.shape == expected.shape
+    assert type(real) is Tensor
 
 
 def test_questions_about_shapes_have_answers() -> None:

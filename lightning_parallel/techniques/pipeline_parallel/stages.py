@@ -7,6 +7,7 @@ that is not here raises.
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -97,6 +98,7 @@ class Stages:
         self._now: _ForwardState | None = None
         self._last = layout.stages - 1
         self.draws = StageRNG(model, device)
+        self._buffers = list(map(weakref.ref, model.buffers()))  # no absent tensor takes the place of one, see `Absent`
         self._model, self._modules = model, dict(model.named_modules())
         self._list = list(self._modules.values())
         above = {name for block in layout.trace.blocks for name in ancestors(block) if name}

@@ -132,6 +132,7 @@ class _Tracer:
     def _begin_buffers(self) -> None:
         named = dict(self._model.named_buffers(remove_duplicate=False))
         self._buffers = {name: (buffer, buffer._version) for name, buffer in named.items()}
+        self._stay = list(map(weakref.ref, named.values()))  # no absent tensor takes the place of one, see `Absent`
         places = {name: name.rpartition(".") for name in named}
         self._tables = {n: (self._model.get_submodule(owner)._buffers, key) for n, (owner, _, key) in places.items()}
         same: dict[int, list[str]] = {}

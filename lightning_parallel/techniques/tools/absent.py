@@ -1,7 +1,8 @@
 """Tensors without values, in place of what another stage of a pipeline holds.
 
 An absent tensor has a shape, a dtype and a device. Operations absorb it: the result of an operation on an absent tensor
-is absent. Reading its value, or writing it into a tensor that has values, raises. One class serves the analysis of a
+is absent. Reading its value raises, and so does writing it into a tensor that a module or a view has; an intermediate
+tensor into which it is written, as by `x += weight`, becomes absent itself. One class serves the analysis of a
 step, in which all parameters are absent and a tracer notes where each is read, and the run of a stage, in which
 whatever lies on other stages is absent.
 
@@ -45,12 +46,19 @@ MEMORY = {"apply_", "map_", "map2_", "data_ptr", "untyped_storage"}
 """Functions that end the process where there is no memory."""
 
 
+ALONE = 2
+"""References to the memory of a tensor that no other tensor shares: the tensor, and who asks for the memory."""
+
 PLAIN = torch._C._disabled_torch_function_impl
 SET_DATA: Any = vars(torch._C.TensorBase)["data"].__set__
 
 
 class AbsentError(RuntimeError):
     """A value was used that another stage of the pipeline has."""
+
+
+class WrittenError(AbsentError):
+    """An operation writes an absent tensor into one that has values."""
 
 
 class ShapeChangedError(RuntimeError):
@@ -141,12 +149,7 @@ class Absent(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if any(kind is not cls and kind.__torch_function__ is not PLAIN for kind in types):
                 args, kwargs = pytree.tree_map_only(Tensor, _plain, (args, kwargs))
-            try:
-                return func(*args, **kwargs)
-            except ShapeChangedError:
-                if name.endswith("_"):
-                    raise
-                return _at_once(func, args, kwargs)
+            return _called(func, name, args, kwargs)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Absent({self.what}, {tuple(self.shape)})"
@@ -183,9 +186,56 @@ class Absent(Tensor):
                 _note_write(value)
             else:
                 if tracer is None:
-                    raise refusal(first.what, "is written into a tensor of this stage")
+                    raise WrittenError(str(refusal(first.what, "is written into a tensor of this stage")))
                 tracer.wrote(value, absent)
         return _on_meta(func, leaves, structure, absent, tracer)
+
+
+def _called(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    try:
+        result = func(*args, **kwargs)
+    except WrittenError as error:
+        error.__traceback__ = None  # whose frames know views of the tensor
+        if not _absorb(name, args, kwargs):
+            raise
+        return None if name == "__setitem__" else args[0]
+    except ShapeChangedError:
+        if name.endswith("_"):
+            raise
+        return _at_once(func, args, kwargs)
+    if _is_in_place(name) and type(args[0]) is Tensor:  # only an analysis writes into a tensor with values
+        _absorb(name, args, kwargs)
+    return result
+
+
+def _is_in_place(name: str) -> bool:
+    """Whether a function changes its first argument: `add_`, `__iadd__`, `__setitem__`, but not `__add__`."""
+    return name.endswith("_") and (name.startswith("__i") or name == "__setitem__" or not name.endswith("__"))
+
+
+def _absorb(name: str, args: Any, kwargs: Any) -> bool:
+    """Makes the tensor absent into which a function writes; returns whether it could.
+
+    Only an intermediate tensor of the step can be: it is no parameter, nothing else looks into its memory, and nobody
+    has a weak reference to it, as stages have to their buffers.
+    """
+    if not _is_in_place(name) or type(args[0]) is not Tensor or args[0]._is_view():
+        return False
+    target = args[0]
+    absent = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Absent)]
+    first, tracer = absent[0], absent[0].tracer
+    if torch._C._storage_Use_Count(target.untyped_storage()._cdata) > ALONE:
+        return False
+    origin = None if tracer is None else tracer.origin(absent)
+    learns = target.requires_grad or any(each.requires_grad for each in absent)
+    with torch.enable_grad():  # a copy is no leaf: code may go on writing into it
+        like = torch.empty_like(target, device="meta")
+        made = Absent(like, target.device, first.what, tracer, origin, learns).clone()
+    try:
+        torch.utils.swap_tensors(target, made)  # type: ignore[no-untyped-call]
+    except RuntimeError:  # autograd keeps it, or somebody has a weak reference
+        return False
+    return True
 
 
 def _note_write(tensor: Absent) -> None:
