@@ -152,14 +152,7 @@ def load_balancing(probabilities: Tensor, index: Tensor) -> tuple[Tensor, Tensor
 
 
 class Experts(nn.Module):
-    """Feed-forwards side by side, each of which maps the tokens that chose it.
-
-    Attributes:
-        drop_rate: Share of the pairs of token and expert that were left out; `ExpertParallel` sets it where it has a
-            capacity.
-    """
-
-    drop_rate: float | Tensor = 0.0
+    """Feed-forwards side by side, each of which maps the tokens that chose it."""
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
@@ -232,8 +225,7 @@ class MixtureOfExperts(nn.Module):
         y = self.experts(x.flatten(0, 1), index.flatten(0, 1), weights.flatten(0, 1)).view_as(x)
         if self.shared is not None:
             y = y + self.shared(x)
-        dropped = torch.as_tensor(self.experts.drop_rate, dtype=spread.dtype, device=spread.device)
-        return y, torch.cat((spread, dropped.expand(len(spread), 1)), -1)
+        return y, spread
 
 
 class MoEBlock(Block):
@@ -249,7 +241,7 @@ class MoEBlock(Block):
     def forward(  # type: ignore[override]
         self, x: Tensor, rotary: tuple[Tensor, Tensor], mask: Tensor | None, routing: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Map the hidden state ``x`` (B, T, C) to the next one, and add a layer to ``routing`` (B, L, 2E + 3)."""
+        """Map the hidden state ``x`` (B, T, C) to the next one, and add a layer to ``routing`` (B, L, 2E + 2)."""
         x = x + self.attention(self.attention_norm(x), rotary, mask)
         y, spread = self.feed_forward(self.feed_forward_norm(x))
         return x + y, torch.cat((routing, spread[:, None]), dim=1)
@@ -263,14 +255,13 @@ class Routing:
         probability: Mean probability of each expert (L, E).
         entropy: Mean entropy of the probabilities of a token (L).
         z: Mean square of the log of the router's sum (L).
-        dropped: Share of pairs left out (L).
     """
 
     def __init__(self, of_samples: Tensor) -> None:
-        experts = (of_samples.shape[2] - 3) // 2
+        experts = of_samples.shape[2] // 2 - 1
         self.fraction = of_samples[..., :experts].mean(0)
-        self.probability = of_samples[..., experts:-3].mean(0)
-        self.entropy, self.z, self.dropped = (of_samples[..., place].mean(0) for place in (-3, -2, -1))
+        self.probability = of_samples[..., experts:-2].mean(0)
+        self.entropy, self.z = (of_samples[..., place].mean(0) for place in (-2, -1))
 
 
 class BalanceLoss(nn.Module):
@@ -299,7 +290,7 @@ class MoEGPT(GPT):
         """Return what the head maps to logits, (B, T, C), and what `Routing` tells of; see ``GPT.forward``."""
         x, *places = self.enter(input_ids, position_ids, documents)
         exact = torch.promote_types(x.dtype, torch.float32)
-        routing = torch.zeros(len(x), 0, 2 * self.config.n_experts + 3, dtype=exact, device=x.device)
+        routing = torch.zeros(len(x), 0, 2 * self.config.n_experts + 2, dtype=exact, device=x.device)
         for layer, block in enumerate(self.blocks):
             if layer < self.config.dense_layers:
                 x = block(x, *places)
@@ -364,7 +355,6 @@ class MoEModule(GPTModule):
         self.fraction = routing.fraction.detach()
         self.log("train_loss", loss, prog_bar=True)
         self.log("router_entropy", routing.entropy.mean())
-        self.log("drop_rate", routing.dropped.mean())
         if self.config.balance == "aux":
             unequal = self.balance_loss(noted)
             self.log("balance_loss", unequal.mean())

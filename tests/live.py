@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lightning_parallel.techniques.gradients.absent import AbsentTensor
 from lightning_parallel.techniques.tools.absent import Absent
 
 LEFT = attrgetter("grad")
@@ -47,10 +48,11 @@ class LiveBytes(TorchDispatchMode):
         return sum(storage.nbytes() for storage in alive.values() if storage is not None)
 
     def _follow(self, tensor: Tensor) -> None:
-        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if not own.is_meta and not isinstance(own, Absent):  # of which the storage is as large, but no memory
-            storage = own.untyped_storage()
-            self._live[storage._cdata] = StorageWeakRef(storage)
+        with torch._C.DisableTorchFunctionSubclass():  # else another rank would be asked for a staged tensor
+            own = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            if not own.is_meta and not isinstance(own, (Absent, AbsentTensor)):  # which have a size, but no memory
+                storage = own.untyped_storage()
+                self._live[storage._cdata] = StorageWeakRef(storage)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -65,7 +67,8 @@ def reachable() -> list[Tensor]:
     """All tensors that Python can reach, gradients among them."""
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
-    return tensors + [left for left in map(LEFT, filter(attrgetter("is_leaf"), tensors)) if left is not None]
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensors + [left for left in map(LEFT, filter(attrgetter("is_leaf"), tensors)) if left is not None]
 
 
 @contextmanager

@@ -19,10 +19,7 @@ class ExpertParallelStrategy(MeshStrategy):
         self,
         size: Size = "auto",
         *,
-        capacity_factor: float | None = None,
-        send_once: bool = True,
         plan: ParallelPlan | None = None,
         **lightning: Any,
     ) -> None:
-        technique = ExpertParallel(size, capacity_factor=capacity_factor, send_once=send_once)
-        super().__init__([DataParallel(), technique], plan, **lightning)
+        super().__init__([DataParallel(), ExpertParallel(size)], plan, **lightning)

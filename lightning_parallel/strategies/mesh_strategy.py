@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import SyncBatchNorm
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.plan.find import check_plan, find_plan
 from lightning_parallel.plan.plan import ParallelPlan, require_plan
@@ -20,14 +21,13 @@ from lightning_parallel.strategies.checkpoint import auto
 from lightning_parallel.strategies.checkpoint.resumption import Resumption
 from lightning_parallel.strategies.data.batches import Batches
 from lightning_parallel.strategies.data.loaders import compared, divide
-from lightning_parallel.strategies.data.randomness import decorrelate
-from lightning_parallel.strategies.hooks.shown_hooks import ShownHooks
-from lightning_parallel.strategies.hooks.whole_gradients import AFTER_BACKWARD
+from lightning_parallel.strategies.data.randomness import seed_per_data_rank
 from lightning_parallel.strategies.lightning_package import LightningModule, Trainer, TrainerFn
-from lightning_parallel.strategies.logged.logging import StepLog
-from lightning_parallel.strategies.logged.parts import PartsRun, SeenRun
+from lightning_parallel.strategies.logged.logging import ObservedStep, StepLog
+from lightning_parallel.strategies.logged.microbatch_step import MicrobatchStep
 from lightning_parallel.strategies.logged.probing import ProbingRun, silent
-from lightning_parallel.strategies.model import start_table
+from lightning_parallel.strategies.model import between_steps, start_table
+from lightning_parallel.strategies.model.between_steps import BetweenSteps
 from lightning_parallel.strategies.model.buffers import Buffers
 from lightning_parallel.strategies.model.building import Building
 from lightning_parallel.strategies.model.divided_model import DividedModel, no_sample, readers_of
@@ -35,19 +35,25 @@ from lightning_parallel.strategies.model.nonfinite import NonFinite
 from lightning_parallel.strategies.model.postponed import Postponed
 from lightning_parallel.strategies.precision import adapt_precision, convert_before_loading, restore_precision, scale_of
 from lightning_parallel.strategies.rank_strategy import RankStrategy
+from lightning_parallel.strategies.ranks.agreement import gather_objects
+from lightning_parallel.strategies.run.callback import MeshCallback
+from lightning_parallel.strategies.run.patches import TrainerPatches
 from lightning_parallel.strategies.trainer import lightnings
-from lightning_parallel.strategies.trainer.adoption import Adoption
-from lightning_parallel.strategies.trainer.callback import MeshCallback
 from lightning_parallel.strategies.trainer.optimizers import StoredOptimizers
 from lightning_parallel.techniques.division import Sample
 from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer
-from lightning_parallel.techniques.step import BatchInfo, BatchRecords, Silent, Step, StepFn
+from lightning_parallel.techniques.step import BatchContext, BatchRecords, Step, StepFn
 from lightning_parallel.techniques.technique import Technique
-from lightning_parallel.techniques.tools.microbatches import Dims
+from lightning_parallel.techniques.tools.global_shard import GlobalShard
+from lightning_parallel.techniques.tools.shards import gathered
+from lightning_parallel.techniques.tools.staged import Staged, full
 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
+
+AROUND_BACKWARD = ("on_before_backward", "backward"), ("on_after_backward",)
+"""Hooks that see gradients of single batches while they accumulate, which ranks reduce where somebody overrides one."""
 
 
 class MeshStrategy(RankStrategy):
@@ -69,7 +75,11 @@ class MeshStrategy(RankStrategy):
         self._begin()
 
     def _begin(self) -> None:
-        self._ready = self._within_step = self._over = False
+        self._ready = self._over = False
+        #: of the step that runs, or that raised
+        self._batch: BatchContext | None = None
+        #: of the step that ran last
+        self._latest = BatchContext()
         #: the division of the model, where it waits for the first batch
         self._postponed: Postponed | None = None
         self._probes = True
@@ -78,12 +88,13 @@ class MeshStrategy(RankStrategy):
         self._log: StepLog | None = None
         self._building = Building(self.techniques)
         self._divided: DividedModel | None = None
+        self._between: BetweenSteps | None = None
+        self._reduces_each = False
         self._batches: Batches | None = None
         self._callback: MeshCallback | None = None
         self._buffers: Buffers | None = None
-        self._adopted: Adoption | None = None
+        self._adopted: TrainerPatches | None = None
         self._resumption = Resumption()
-        self._latest: PartsRun[Any] | None = None
         self._detached = ExitStack()
 
     # ---------------------------------------------------------------- before the model
@@ -124,19 +135,21 @@ class MeshStrategy(RankStrategy):
             self.precision_plugin.convert_module(module)
         refusals.refuse_module(module, self._mesh(), self.techniques)
         if self.is_distributed:
-            self._log = StepLog(
-                module, readers_of(self._mesh(), self.techniques), self._host_group(), lambda: self._weight
-            )
+            assert self._batches is not None
+            readers = readers_of(self._mesh(), self.techniques)
+            pipelined = self._mesh().sizes["pp"] > 1
+            self._log = StepLog(module, readers, self._host_group(), self._batches, pipelined)
             self._detached.callback(self._log.close)
         if self._mesh().sizes["pp"] == 1:
             self._divide_model(no_sample)
         else:
-            self._postponed = Postponed(trainer, self._mesh(), self._host_group(), self._divide_model)
+            assert self._batches is not None
+            self._postponed = Postponed(trainer, self._mesh(), self._host_group(), self._divide_model, self._batches)
             self._building.draw(self._host_group())
             if fitting:
                 self.setup_optimizers(trainer)
             self.setup_precision_plugin()
-        decorrelate(self.root_device, self._readers().rank, self._host_group())
+        seed_per_data_rank(self.root_device, self._readers().rank, self._host_group())
 
     def _divide_model(self, sample: Callable[[], Sample]) -> None:
         """Divides the model, attaches what acts on this rank's part, and lets optimizers step that. Collective.
@@ -152,22 +165,21 @@ class MeshStrategy(RankStrategy):
         if fitting:
             needed = 0 if self._checkpoints.in_parts else self._whole.bytes_of_parameters()
             refusals.refuse_checkpoints(self._callbacks(), needed, self._host_group())
-        hooks = ShownHooks(self._whole, self._callbacks(), self._host_group(), self._stored, sharded)
-        self._detached.callback(hooks.close)
+        self._let_hooks_see_wholes(module)
         self._nonfinite = NonFinite(self._policy, module, sharded, self._host_group(), self._mesh().world)
-        manual, holding = not module.automatic_optimization, self._whole.ranks_holding()
-        self._gradients, self._shows_groups = hooks.gradients, manual or hooks.ask_for_groups
-        reduced = (lambda found: self._stored.reduced(self._step, found)) if manual else list
-        world = self._mesh().world
-        adapt_precision(self.precision_plugin, world, sharded, holding, reduced, self._gradients, self._nonfinite)
+        reduced, holding = partial(self._stored.reduced, self._step), self._whole.ranks_holding()
+        world, local, plugin = self._mesh().world, self._whole.local, self.precision_plugin
+        adapt_precision(plugin, world, sharded, holding, reduced, self._nonfinite, local)
         if self.is_distributed:
             self._buffers = Buffers(module, self._whole.readers, self._host_group())
         postponed, self._postponed = self._postponed, None
+        self._whole.begin()
         if fitting and postponed is None:
             self.setup_optimizers(trainer)
         elif fitting:
             self._take_optimizers(with_states=True)
-        self._whole.beside.tell_of_others()
+        with self._whole.local():
+            self._whole.beside.tell_of_others()
         if postponed is None:
             self.setup_precision_plugin()
         self._stored.reach_wrappers()
@@ -175,6 +187,35 @@ class MeshStrategy(RankStrategy):
         for optimizer, state in [] if postponed is None else postponed.states():
             self._whole.load_optimizer_state(self._stored.of(optimizer), state)
         self._ready = True
+
+    def _let_hooks_see_wholes(self, module: LightningModule) -> None:
+        if self._whole.in_parts:
+            self._between = BetweenSteps(module)
+            self._detached.callback(self._between.enter_step)
+            averages = lightnings.averages_of(self._callbacks())
+            between_steps.shard_averages(module, [average.module for average in averages])
+        overrides = (lightnings.somebody_overrides(it, module, self._callbacks()) for it in AROUND_BACKWARD)
+        self._reduces_each = any(gather_objects(any(overrides), self._host_group()))
+
+    @contextmanager
+    def full_parameters(
+        self, module: nn.Module | None = None, *, gradients: bool = False, writable: bool = False
+    ) -> Iterator[None]:
+        """Inside, parameters are plain whole tensors on this rank. Collective: all ranks must enter it.
+
+        Between steps sharded parameters compute as the whole anyway, and gather what an operation needs. Inside this
+        context everything is gathered at once, so that code below PyTorch, or on one rank only, may read it.
+
+        Args:
+            module: whose parameters are gathered; the whole model by default.
+            gradients: whether gradients are gathered too.
+            writable: whether what is written to them is kept. All ranks must write the same.
+        """
+        if self._batch is not None:
+            raise RuntimeError("full_parameters() is called in a step; call it in a hook, such as on_train_batch_end")
+        of = self._module() if module is None else module
+        with between_steps.full_parameters(of.modules(), gradients, writable):
+            yield
 
     def _divide_early(self, why: str) -> None:
         if self._postponed is None:
@@ -184,10 +225,10 @@ class MeshStrategy(RankStrategy):
             self._callback.show_whole()
 
     def _adopt_trainer(self, trainer: Trainer) -> None:
-        adopted = self._adopted = Adoption(trainer)
+        adopted = self._adopted = TrainerPatches(trainer)
         adopted.save_checkpoints_by(self._saves())
         if not self.is_distributed:
-            adopted.be_silent_on_syncing()
+            adopted.ignore_sync_dist_warning()
             return
         signals, acts = lambda: adopted.signals, (self._others_come, self._unite_buffers, self._unite_metrics)
         self._batches = Batches(self._readers(), self._host_group(), signals, self._saves(), self._stored.settings)
@@ -195,9 +236,9 @@ class MeshStrategy(RankStrategy):
         self._callback = MeshCallback(self._batches, *acts, self._shown, early)
         adopted.call_first(self._callback)
         adopted.show_full_to_loggers(
-            lambda: self._within_step and sys.exc_info()[0] is None, lambda *given: self._whole.full(*given)
+            lambda: self._batch is not None and sys.exc_info()[0] is None, lambda *given: self._whole.full(*given)
         )
-        adopted.keep_ranks_together(self.broadcast, self._batches.compare_loaders)
+        adopted.keep_ranks_together(self.broadcast, self._batches, self._host_group())
 
     def _parallelize(self, module: LightningModule, sample: Callable[[], Sample]) -> None:
         plan = find_plan(module, self._given_plan)
@@ -228,8 +269,9 @@ class MeshStrategy(RankStrategy):
             super().setup_optimizers(trainer)
             refusals.refuse_states_without_values(self.optimizers)
             return
-        with self._whole.read():
+        with self._whole.shown(looks=True):
             super().setup_optimizers(trainer)
+        self._whole.beside.look()
         self._take_optimizers(with_states=False)
 
     def _take_optimizers(self, with_states: bool) -> None:
@@ -238,18 +280,20 @@ class MeshStrategy(RankStrategy):
         self._stored.take(self._whole.steppable())
 
     def _store(self, optimizers: Sequence[Optimizer]) -> list[StoredOptimizer]:
-        elsewhere, shards = self._whole.stand_ins(), self._whole.steps_parts(self._step)
-        refusals.refuse_optimizers(optimizers, self._mesh(), shards, self._callbacks())
-        manual = not self._module().automatic_optimization
-        return [StoredOptimizer(each, self._step, self._mean_loss, shards, elsewhere, manual) for each in optimizers]
+        local = self._whole.local if self._whole.pipeline.ranks > 1 else nullcontext
+        with local():
+            elsewhere, shards = self._whole.stand_ins(), self._whole.steps_parts(self._step)
+            refusals.refuse_optimizers(optimizers, self._mesh(), shards, self._callbacks())
+            options = shards, elsewhere, not self._module().automatic_optimization, local
+            return [StoredOptimizer(each, self._step, self._mean_loss, *options) for each in optimizers]
 
     def _mean_loss(self, loss: Any) -> Any:
         """The loss of the whole batch, for optimizers that decide by it how far to go, as LBFGS does."""
         log = self._log if isinstance(loss, Tensor) else None
-        return loss if log is None else super().reduce(log.counted(loss) * self._weight, self._whole.readers)
+        return loss if log is None else super().reduce(log.counted(loss) * self._latest.weight, self._whole.readers)
 
     @property
-    def _adoption(self) -> Adoption:
+    def _adoption(self) -> TrainerPatches:
         assert self._adopted is not None
         return self._adopted
 
@@ -283,9 +327,10 @@ class MeshStrategy(RankStrategy):
         self._resumption.begin_training(trainer, self._readers().rank, self._host_group())
 
     def _begin_training(self, trainer: Trainer) -> None:
-        self._gradients.meet_foreign_hooks(self.optimizers)
+        self._whole.refuse_foreign_hooks(self.optimizers)
         if self._callback is not None:
-            start_table.tell(trainer, self._whole, self._step, self._host_group())
+            with self._whole.local():
+                start_table.tell(trainer, self._whole, self._step, self._host_group())
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """All hooks that start training have run: the model is divided now, where it is not yet."""
@@ -300,7 +345,7 @@ class MeshStrategy(RankStrategy):
         self._saves().count_step()
         self._stored.take()
         module = self._module()
-        run = self._stored.in_step(module) if self._shows_groups else module.training_step
+        run = module.training_step if module.automatic_optimization else self._stored.in_step(module)
         output = self._run(self.precision_plugin.train_step_context(), run, args, kwargs)
         if self._log is not None and (output is None or not module.automatic_optimization):
             self._log.settle()  # there is no backward to wait for
@@ -327,40 +372,48 @@ class MeshStrategy(RankStrategy):
         return output
 
     def _run(self, context: AbstractContextManager[None], run: Callable[..., T], args: Any, kwargs: Any) -> T:
-        self._adoption.stepped = self._within_step = True
+        self._adoption.stepped = True
         if self._batches is None and self._saves().failed:
             self._saves().wait()
-        whole = self._whole
-        output = self._run_step(context, whole.mesh.as_user(run), whole.batch(args[0]), args[1:], kwargs)
-        self._within_step = False  # not where it raised
+        whole, log = self._whole, self._log
+        with self._in_step():
+            batch, run = whole.batch(args[0]), whole.mesh.as_user(run)
+            self._batch = BatchContext()
+            if log is None or self._batches is None:
+                self._step.begin_batch(self._batch)
+                with context:
+                    output = whole.outputs(self._step.forward(whole.run(run), batch, *args[1:], **kwargs))
+            else:
+                observed, self._batch = self._begin_batch(run, log, self._batches)
+                with context, log.step(self._batch):
+                    self._step.begin_batch(self._batch)
+                    steps = self._probing(whole.run(observed), self._batch)
+                    output = whole.outputs(self._step.forward(steps, batch, *args[1:], **kwargs))
+                log.reduce_step(self._batch, output)
+        self._latest, self._batch = self._batch, None  # not where it raised
         return output
 
-    def _run_step(
-        self, context: AbstractContextManager[None], run: Callable[..., T], batch: Any, rest: Any, kwargs: Any
-    ) -> T:
-        whole, batches, log, seen = self._whole, self._batches, self._log, self._gradients
-        if log is None or batches is None:
-            self._step.begin_batch(BatchInfo(may_read_grads=seen.in_steps))
-            with context:
-                return whole.outputs(self._step.forward(whole.run(run), batch, *rest, **kwargs))
-        weight, fewest = self._weight, batches.fewest_samples if self._meets_in_forward else None
-        parts = None if whole.pipeline.ranks == 1 else self._in_parts(run, log, batches.batch_dims)
-        noted: SeenRun[T] | PartsRun[T] = parts or SeenRun(run, log)
-        quiet = partial(silent, self._module(), noted, self.root_device)
-        info = BatchInfo(
-            scale_of(self.precision_plugin), weight, fewest, log.alone, seen.in_steps, parts or BatchRecords(), quiet
+    def _begin_batch(self, run: Callable[..., T], log: StepLog, batches: Batches) -> tuple[StepFn[T], BatchContext]:
+        """The user's step, whose logs are taken, and what is known of the batch."""
+        module, pipeline = self._module(), self._whole.pipeline
+        in_pipeline = pipeline.ranks > 1
+        observed = (
+            MicrobatchStep(run, module, log, pipeline.rank, batches.batch_dims)
+            if in_pipeline
+            else ObservedStep(run, log)
         )
-        with context, log.counting(weight), parts or nullcontext():
-            self._step.begin_batch(info)
-            output = whole.outputs(self._step.forward(self._probing(whole.run(noted), quiet), batch, *rest, **kwargs))
-        log.reduce_step(weight, output)
-        return output
+        context = BatchContext(
+            index=module.trainer.fit_loop.total_batch_idx if in_pipeline else 0,
+            weight=batches.weight,
+            samples=batches.fewest_samples if self._meets_in_forward else None,
+            scale=scale_of(self.precision_plugin),
+            alone=log.alone,
+            records=observed if isinstance(observed, MicrobatchStep) else BatchRecords(),
+            silent=partial(silent, module, observed, self.root_device),
+        )
+        return observed, context
 
-    def _in_parts(self, run: Callable[..., T], log: StepLog, dims: Dims) -> PartsRun[T]:
-        self._latest = parts = PartsRun(run, self._module(), log, self._whole.pipeline.rank, dims)
-        return parts
-
-    def _probing(self, steps: StepFn[T], quiet: Silent) -> StepFn[T]:
+    def _probing(self, steps: StepFn[T], batch: BatchContext) -> StepFn[T]:
         """The step, which measures its loss in the first batch of training; a pipeline does so by itself."""
         module, batches = self._module(), self._batches
         if not (self._probes and module.trainer.training) or batches is None or self._log is None:
@@ -371,11 +424,9 @@ class MeshStrategy(RankStrategy):
         if alone or synced or samples < 2 or not module.automatic_optimization:
             return steps
         self.has_gathered = False
-        return ProbingRun(steps, module, samples, batches.batch_dims, quiet, lambda: self.has_gathered, self._log)
-
-    @property
-    def _weight(self) -> float:
-        return 1.0 if self._batches is None else self._batches.weight
+        return ProbingRun(
+            steps, module, samples, batches.batch_dims, batch.silent, lambda: self.has_gathered, self._log
+        )
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Lightning's backward inside the techniques' step."""
@@ -383,14 +434,20 @@ class MeshStrategy(RankStrategy):
         scaled = plugin.pre_backward(closure_loss, module)
         differentiate = self._mesh().as_library(self._differentiate)  # a manual backward comes from the user's step
         differentiate(closure_loss, scaled, lambda loss: plugin.backward(loss, module, optimizer, *args, **kwargs))
-        with self._gradients.shown(AFTER_BACKWARD):
-            return plugin.post_backward(scaled, module)
+        return plugin.post_backward(scaled, module)
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        with self._whole.local(), nullcontext() if self._between is None else self._between.in_step():
+            yield
 
     def _differentiate(self, loss: Tensor, scaled: Tensor, backward: Callable[[Tensor], None]) -> None:
         """Runs the backward pass of a loss, which a plugin has scaled, by the weight of this rank's samples."""
-        weight, log = self._weight, self._log
-        scaled = self._nonfinite.seen(loss, scaled)
-        with nullcontext() if log is None else log.around_backward(weight, loss, self._stored.look_at_loss):
+        batch, log = self._batch or self._latest, self._log
+        scaled, weight = self._nonfinite.seen(loss, scaled), batch.weight
+        around = nullcontext() if log is None else log.around_backward(batch, loss, self._stored.look_at_loss)
+        self._whole.gradients_changed()
+        with self._in_step(), around:
             self._step.backward(
                 lambda: backward(scaled if weight == 1.0 or self._step.applies_sample_weight else scaled * weight)
             )
@@ -407,8 +464,8 @@ class MeshStrategy(RankStrategy):
         return super().reduce(tensor, group or (self._divided and self._divided.readers), reduce_op)
 
     def block_backward_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        """Gradients of the batches inside are reduced with those of a later one."""
-        return self._gradients.unsynced(self._step)
+        """Gradients of the batches inside are reduced with those of a later one, unless hooks look at them there."""
+        return nullcontext() if self._reduces_each else self._step.unsynced()
 
     # ---------------------------------------------------------------- checkpoints
 
@@ -435,6 +492,11 @@ class MeshStrategy(RankStrategy):
                     "No checkpoint at %s: the parts of other ranks are missing, for not all came to it", filepath
                 )
             return
+        if self._whole.pipeline.ranks > 1:
+            checkpoint.update(tree_map_only(Staged, full, checkpoint))
+        if not self._checkpoints.in_parts:  # averages of weights, which callbacks keep
+            keep = self.is_global_zero
+            checkpoint.update(tree_map_only(GlobalShard, lambda each: gathered(each, keep), checkpoint))
         self._resumption.keep(checkpoint, self._module().trainer, self._step, self._host_group())
         self._saves().save(checkpoint, filepath, self._whole.source(), storage_options, waits=not self._ready)
         self._resumption.wrote = True
@@ -447,7 +509,7 @@ class MeshStrategy(RankStrategy):
         if not self._others_come(what):
             return False
         analyzes = self._postponed is not None and self._postponed.analyzes
-        refusals.refuse_saving_in_a_step(analyzes or (self._ready and self._within_step), self._mesh())
+        refusals.refuse_saving_in_a_step(analyzes or (self._ready and self._batch is not None), self._mesh())
         if sys.exc_info()[0] is None:
             self._divide_early("a checkpoint is saved before it; save after the first batch")
         return self._postponed is None
@@ -492,8 +554,10 @@ class MeshStrategy(RankStrategy):
             self._adopted.require_begun()
 
     def _detach(self, module: LightningModule) -> None:
+        if self._divided is not None:
+            self._divided.end()
         self._detached.close()
-        if self._ready and self._within_step:
+        if self._ready and self._batch is not None:
             module.state_dict()  # a step failed: the hooks of `fully_shard` put the shards back
         self._step.close()
         if self._callback is not None:
@@ -512,13 +576,15 @@ class MeshStrategy(RankStrategy):
 
     def _unite_buffers(self) -> None:
         if self._buffers is not None:
-            self._buffers.unite()
+            with self._whole.local():
+                self._buffers.unite()
 
     def _unite_metrics(self) -> None:
-        if self._divided is None:  # there was no batch
+        if self._divided is None or self._log is None:  # there was no batch
             return
-        self._whole.pipeline.share_metrics(self._module(), None if self._latest is None else self._latest.origin)
+        with self._whole.local():
+            self._whole.pipeline.share_metrics(self._module(), self._log.metrics.last_stage)
 
     def _begun(self) -> dict[str, int] | None:
         """Within a step of a pipeline, messages may be under way that nobody takes any more."""
-        return None if self._within_step and self._whole.pipeline.ranks > 1 else super()._begun()
+        return None if self._batch is not None and self._whole.pipeline.ranks > 1 else super()._begun()

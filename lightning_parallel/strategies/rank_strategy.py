@@ -39,17 +39,10 @@ from lightning_parallel.strategies.lightning_package import (
 from lightning_parallel.strategies.logged.sums import reduce_tensor
 from lightning_parallel.strategies.model.nonfinite import Policy
 from lightning_parallel.strategies.ranks.agreement import gather_objects
-from lightning_parallel.strategies.ranks.backends import backend_for
-from lightning_parallel.strategies.ranks.failures import Failure, Failures, said_of
-from lightning_parallel.strategies.ranks.launchers import Launcher, make_launcher
-from lightning_parallel.strategies.ranks.roll_call import RollCall
-from lightning_parallel.strategies.ranks.signals import (
-    die_with_launcher,
-    end_children,
-    launcher_of,
-    outlive_launcher,
-)
-from lightning_parallel.strategies.ranks.tracebacks import note, show_in_one_line, show_own_frames, tell_torchrun
+from lightning_parallel.strategies.ranks.failures import Failure, Failures, add_note, one_line, tell_torchrun
+from lightning_parallel.strategies.ranks.launchers import Launcher, backend_for, end_children, make_launcher
+from lightning_parallel.strategies.ranks.roll_call import wait_for_all
+from lightning_parallel.strategies.ranks.signals import die_with_launcher, launcher_of, outlive_launcher
 from lightning_parallel.strategies.ranks.watchdog import Watchdog
 from lightning_parallel.strategies.trainer import lightnings
 from lightning_parallel.techniques.technique import Technique
@@ -183,10 +176,7 @@ class RankStrategy(StrategyOfPackage):
         self._checkpoints.require_own_io(self._checkpoint_io)
         environment = self._environment()
         sizes = self.num_processes, self.num_nodes
-        self._launcher = make_launcher(self, environment, self._start_method, *sizes, self._last_words)
-        self._roll_call = RollCall(environment)
-        if environment.creates_processes_externally:
-            self._roll_call.tell_of_failures()
+        self._launcher = make_launcher(self, environment, self._start_method, *sizes, self._hang_summary)
 
     def _resolve_sizes(self, world_size: int) -> dict[Axis, int]:
         sizes = resolve_sizes((technique.claim for technique in self.techniques), world_size)
@@ -208,20 +198,20 @@ class RankStrategy(StrategyOfPackage):
         device = self.root_device
         backend = backend_for(self.parallel_devices or (), self._backend)
         bound = device if device.type == "cuda" and "nccl" in backend else None
+        met = None
         if self.is_distributed and not dist.is_initialized():
-            self._roll_call.wait(self._timeout or default_pg_timeout)
+            met = wait_for_all(self._environment(), self._timeout or default_pg_timeout)
         _init_dist_connection(self._environment(), backend, timeout=self._timeout, device_id=bound)
         if self._world is not world_group():
             self.mesh = ParallelMesh(self._resolve_sizes(dist.get_world_size()), device.type)
             self._world, self._control = world_group(), _host_group(self._timeout)
-            self._roll_call.close()
+            del met  # the store of the group is another one
             self._saving = (
                 dist.new_group(backend="gloo", timeout=self._timeout) if self._checkpoints.async_save else None
             )
         self._saver = Saver(self._checkpoints, self.checkpoint_io, self._host_group(), self._saving)
         if self.is_distributed:
             self._failures = Failures(self.global_rank, dist.get_world_size())
-            self._failures.forgive()
             self._watchdog = self._new_watchdog()
         self.share_randomness()  # not reset to its seed: one device draws on from where the user's script stands
 
@@ -331,27 +321,27 @@ class RankStrategy(StrategyOfPackage):
 
     def on_exception(self, exception: BaseException) -> None:
         """This rank failed. Where others did not, nobody may wait for it, and nobody it launched may stay behind."""
-        note(exception, "" if self._watchdog is None else self._watchdog.stop(), behind := self._last_words())
-        note(exception, "" if self._saver is None else self._saver.said_of_read(exception))
+        report, behind = ("", "") if self._watchdog is None else (self._watchdog.stop(), self._hang_summary())
+        add_note(exception, report)
+        add_note(exception, "" if self._saver is None else self._saver.said_of_read(exception))
         lightnings.take_patches_back()
-        mine = Failure(self.global_rank, said_of(exception))
-        told = mine if self._failures is None else self._failures.end(exception, self._begun)
+        mine = Failure(self.global_rank, one_line(exception))
+        first = mine if self._failures is None else self._failures.end(exception, self._begun)
         if self._is_alone:
             hang_up(kept=self._saving)  # which a save may need that is under way
-        if self._is_alone and isinstance(self._launcher, Launcher):
-            end_children(self._launcher.procs, first=told.rank - self.node_rank * self.num_processes - 1)
-        if told.rank != self.global_rank:
-            said = "; ".join(filter(None, [_because(told, mine), behind]))
-            if mine.is_consequence:
-                exception.args = (str(told),)  # for scripts that catch it, too
-            show_in_one_line(exception, f"[rank{self.global_rank}]: {said}")
-        else:
-            show_own_frames(exception)
+            if isinstance(self._launcher, Launcher):
+                end_children(self._launcher.procs)
+        if first.rank != self.global_rank and mine.is_consequence:
+            exception.args = (str(first),)  # for scripts that catch it, too
+        elif first.error != mine.error:  # else all fail alike, and each of them says why
+            add_note(exception, str(first))
+        add_note(exception, behind)  # last: torchrun and launchers end with it
+        if first.rank == self.global_rank:
             tell_torchrun(exception)
 
-    def _last_words(self) -> str:
-        """Of a rank that hangs, in one line: who is behind."""
-        return "" if self._watchdog is None else self._watchdog.last_words()
+    def _hang_summary(self) -> str:
+        """Of a rank that hangs: who is behind, in one line."""
+        return "" if self._watchdog is None else self._watchdog.hang_summary()
 
     def teardown(self) -> None:
         """See Lightning."""
@@ -410,10 +400,3 @@ def _host_group(timeout: timedelta | None) -> dist.ProcessGroup:
     backends = dict(part.split(":") for part in dist.get_backend_config().split(","))
     group: dist.ProcessGroup = dist.new_group(backend=backends.get("cpu", "gloo"), timeout=timeout)
     return group
-
-
-def _because(told: Failure, mine: Failure) -> str:
-    if told.error == mine.error:
-        return f"failed as rank {told.rank} did: {told.error}"
-    also = "" if mine.is_consequence else f" (here afterwards: {mine.error[:100]})"
-    return f"{told}{also}"

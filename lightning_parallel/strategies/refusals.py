@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,17 +27,14 @@ from lightning_parallel.strategies.lightning_package import (
     OnExceptionCheckpoint,
     is_param_in_hook_signature,
 )
-from lightning_parallel.strategies.ranks.agreement import gather_objects, together
+from lightning_parallel.strategies.ranks.agreement import gather_objects, run_or_raise_on_all
 from lightning_parallel.techniques.gradients.coupled import couples
 from lightning_parallel.techniques.technique import Technique
-from lightning_parallel.techniques.tools.elsewhere import hidden_tensors
-
-if TYPE_CHECKING:
-    from lightning_parallel.strategies.model.divided_model import DividedModel
+from lightning_parallel.techniques.tools.elsewhere import tree_of
 
 
 def refuse_callbacks(callbacks: list[Callback], parameters_are_sharded: bool) -> None:
-    """Raises for a callback that would put others in the place of sharded parameters, by its name."""
+    """Raise for a callback that would replace sharded parameters."""
     for callback in callbacks:
         if parameters_are_sharded and isinstance(callback, ModelPruning):
             raise ValueError(
@@ -48,15 +46,15 @@ def refuse_callbacks(callbacks: list[Callback], parameters_are_sharded: bool) ->
 
 
 def refuse_checkpoints(callbacks: list[Callback], needed: int, group: dist.ProcessGroup) -> None:
-    """Raises on all ranks where what callbacks will save would find no folder, or no room on the way there.
+    """Raise on all ranks where what callbacks will save would find no folder, or no room on the way there.
 
     Args:
         callbacks: the trainer's, of which some may save.
-        needed: what rank 0 would gather in memory at least: the bytes of the model's parameters, where it does so;
-            states of optimizers come on top, and nobody knows how many.
+        needed: bytes that rank 0 would gather in memory at least: the model's parameters. States of optimizers, of
+            unknown size, come on top.
         group: all ranks.
     """
-    together(lambda: _refuse_folders(callbacks) if group.rank() == 0 else None, "save checkpoints", group)
+    run_or_raise_on_all(lambda: _require_folders(callbacks) if group.rank() == 0 else None, "save checkpoints", group)
     memory = gather_objects(memory_of_host(), group)[0]
     if memory is not None and needed > memory and any(isinstance(callback, Checkpoint) for callback in callbacks):
         raise ValueError(
@@ -65,31 +63,32 @@ def refuse_checkpoints(callbacks: list[Callback], needed: int, group: dist.Proce
         )
 
 
-def _refuse_folders(callbacks: list[Callback]) -> None:
+def memory_of_host() -> int | None:
+    """The bytes of memory that this host has in all; None where it does not say."""
+    if "SC_PHYS_PAGES" not in os.sysconf_names:
+        return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _require_folders(callbacks: list[Callback]) -> None:
+    """Raise where no file could be made in a folder, or in the one in which it will be made."""
     for saver in (each for each in callbacks if isinstance(each, (ModelCheckpoint, OnExceptionCheckpoint))):
-        if saver.dirpath is not None and "://" not in str(saver.dirpath):
-            _require_writable(Path(saver.dirpath).absolute(), type(saver).__name__)
-
-
-def _require_writable(folder: Path, saver: str) -> None:
-    """Raises where no file could be made in a folder, or in the one in which it will be made."""
-    there = folder
-    try:
-        there = next(path for path in (folder, *folder.parents) if path.exists())
-        with TemporaryFile(dir=there):
-            return
-    except OSError as error:
-        raise ValueError(
-            f"{saver} would save checkpoints in {folder}, and nobody can write to {there}: {error.strerror}; pass it "
-            "another dirpath, or have this one made writable"
-        ) from error
-
-
-LEFT_AS_THEY_ARE = "or use DataParallel() or Zero(stage=2), which leave modules as they are"
+        if saver.dirpath is None or "://" in str(saver.dirpath):
+            continue
+        folder = there = Path(saver.dirpath).absolute()
+        try:
+            there = next(path for path in (folder, *folder.parents) if path.exists())
+            with TemporaryFile(dir=there):
+                continue
+        except OSError as error:
+            raise ValueError(
+                f"{type(saver).__name__} would save checkpoints in {folder}, and nobody can write to {there}: "
+                f"{error.strerror}; pass it another dirpath, or have this one made writable"
+            ) from error
 
 
 def refuse_saving_in_a_step(within: bool, mesh: ParallelMesh) -> None:
-    """Raises where a step asks for the whole model, but other ranks are at other places of it, or see parts as wholes.
+    """Raise where a step asks for the whole model, but other ranks are at other places of it, or see parts as wholes.
 
     An exception that left a step has ended it: what saves then comes on all ranks.
     """
@@ -107,7 +106,7 @@ def refuse_saving_in_a_step(within: bool, mesh: ParallelMesh) -> None:
 
 
 def refuse_logger_in_step(name: str, stages: int) -> None:
-    """Raises where the step of a pipeline calls a logger: the last stage ends the step, and loggers write on rank 0."""
+    """Raise where the step of a pipeline calls a logger: the last stage ends the step, and loggers write on rank 0."""
     raise ValueError(
         f"{name} is called in a step, but each of the {stages} stages of a pipeline runs a part of the step, for each "
         "microbatch, and loggers write on rank 0 only, which does not have the rest; log numbers by self.log, return "
@@ -116,73 +115,65 @@ def refuse_logger_in_step(name: str, stages: int) -> None:
     )
 
 
-def memory_of_host() -> int | None:
-    """The bytes of memory that this host has in all; None where it does not say."""
-    if "SC_PHYS_PAGES" not in os.sysconf_names:
-        return None
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+# ---------------------------------------------------------------- a module
+
+
+LEFT_AS_THEY_ARE = "or use DataParallel() or Zero(stage=2), which leave modules as they are"
 
 
 def refuse_module(module: LightningModule, mesh: ParallelMesh, techniques: Sequence[Technique]) -> None:
-    """Raises for a module that cannot be divided on this mesh, whatever its plan."""
+    """Raise for a module that cannot be divided on this mesh, whatever its plan."""
     _refuse_divided(module)
-    _refuse_lazy(module)
-    for technique in techniques:
-        if technique.traits.acts_alone or any(mesh.sizes[axis] > 1 for axis in technique.axes):
-            _refuse_scripted(module, technique)
-            _refuse_own_kinds(module, technique)
-    _refuse_max_norm(module, mesh)
-    _refuse_reading(module, mesh)
-    _refuse_manual_optimization(module, mesh)
+    checks = [_tensors_without_shape(module), *(_kinds(module, mesh, each) for each in techniques)]
+    for fault in itertools.chain(*checks, _layers(module, mesh), _steps(module, mesh)):
+        raise ValueError(fault)
 
 
 def _refuse_divided(module: LightningModule) -> None:
-    """Raises for a module that an earlier run left divided."""
-    if hidden_tensors(module) or any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+    """Raise for a module that an earlier run left divided."""
+    if tree_of(module) is not None or any(isinstance(parameter, DTensor) for parameter in module.parameters()):
         raise ValueError(
             f"{type(module).__name__} is divided already: a run before failed, or the host had no room for the whole "
             "model; build it anew, and go on from a checkpoint"
         )
 
 
-def _refuse_lazy(module: LightningModule) -> None:
-    """Raises for parameters and buffers that get their shape from the first batch: ranks divide what has one."""
+def _tensors_without_shape(module: LightningModule) -> Iterator[str]:
+    """Parameters and buffers that get their shape from the first batch."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
-            raise ValueError(
+            yield (
                 f"{name} has no shape before the module of torch.nn.Lazy… around it has run; run it once on a batch, "
                 "as in __init__ or configure_model, or give its layer the number of features"
             )
 
 
-def _refuse_scripted(module: LightningModule, technique: Technique) -> None:
-    """Raises for modules of TorchScript: what they compute with is not what Python puts in their tables."""
+def _kinds(module: LightningModule, mesh: ParallelMesh, technique: Technique) -> Iterator[str]:
+    """Modules and parameters of classes that a technique, which replaces tensors, cannot replace."""
+    if not technique.traits.acts_alone and all(mesh.sizes[axis] == 1 for axis in technique.axes):
+        return
     scripted = [name for name, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)]
     if scripted and technique.traits.replaces_tensors:
-        raise ValueError(
+        yield (
             f"{scripted[0]} is a module of TorchScript, which computes with its own tensors, and {technique} gives "
             "modules others in their place; pass it as it was before torch.jit.script or torch.jit.trace "
             f"(Compile() compiles blocks), {LEFT_AS_THEY_ARE}"
         )
-
-
-def _refuse_own_kinds(module: LightningModule, technique: Technique) -> None:
-    """Raises for parameters of classes of their own: what stands in their place is of none of these."""
     for name, parameter in module.named_parameters():
         kind = type(parameter).__name__
         if technique.traits.replaces_parameters and type(parameter) is not nn.Parameter:
-            raise ValueError(
+            yield (
                 f"{name} is of the class {kind}, and {technique} puts parts in its place that are no {kind}: code that "
                 "asks for it, or that the class brings, would not run; tell parameters apart by attributes "
                 f"(parameter.{kind.lower()} = True), which their parts have too, {LEFT_AS_THEY_ARE}"
             )
 
 
-def _refuse_max_norm(module: LightningModule, mesh: ParallelMesh) -> None:
-    """Raises for tables that shorten the rows they read: ranks read other samples, and their copies would part."""
+def _layers(module: LightningModule, mesh: ParallelMesh) -> Iterator[str]:
+    """Tables that shorten the rows they read: ranks read other samples, and their copies would part."""
     for name, table in module.named_modules():
         if mesh.data.size() > 1 and isinstance(table, (nn.Embedding, nn.EmbeddingBag)) and table.max_norm is not None:
-            raise ValueError(
+            yield (
                 f"{name} has max_norm={table.max_norm:g}, by which it shortens the rows that are read, but the "
                 f"{mesh.data.size()} ranks that share a batch read other rows and would train other weights; shorten "
                 "all rows in on_train_batch_start (torch.renorm) and leave max_norm out, or use a layout that does not "
@@ -190,108 +181,89 @@ def _refuse_max_norm(module: LightningModule, mesh: ParallelMesh) -> None:
             )
 
 
-def _refuse_reading(module: LightningModule, mesh: ParallelMesh) -> None:
-    """Raises for steps that read their batches themselves: what one counts is asked before its step."""
+def _steps(module: LightningModule, mesh: ParallelMesh) -> Iterator[str]:
+    """Steps that read their batches themselves, and in a pipeline those that run their own backward."""
+    kind = type(module).__name__
     for name in ("training_step", "validation_step", "test_step", "predict_step"):
         if mesh.world_size > 1 and is_param_in_hook_signature(getattr(module, name), "dataloader_iter", explicit=True):
-            raise ValueError(
-                f"{type(module).__name__}.{name}(dataloader_iter) reads its batches by itself, but {mesh.world_size} "
+            yield (
+                f"{kind}.{name}(dataloader_iter) reads its batches by itself, but {mesh.world_size} "
                 "ranks agree on every batch, and on how much it counts, before its step; write "
                 f"{name}(self, batch, batch_idx), and let the Trainer read"
             )
-
-
-def _refuse_manual_optimization(module: LightningModule, mesh: ParallelMesh) -> None:
-    """Raises for a module that runs its own backward: a pipeline runs it for each microbatch, in its own order."""
     if mesh.sizes["pp"] > 1 and not module.automatic_optimization:
-        raise ValueError(
-            f"{type(module).__name__} optimizes manually, but a pipeline of {mesh.sizes['pp']} stages decides "
+        yield (
+            f"{kind} optimizes manually, but a pipeline of {mesh.sizes['pp']} stages decides "
             "itself when backward runs; use automatic optimization, or a layout without a pipeline"
         )
+
+
+# ---------------------------------------------------------------- optimizers
 
 
 def refuse_optimizers(
     optimizers: Sequence[Optimizer], mesh: ParallelMesh, shards: bool, callbacks: Sequence[Callback]
 ) -> None:
-    """Raises for an optimizer of a pipeline that couples parameters: a stage has the gradients of its own only.
+    """Raise for optimizers that cannot step, or save, what ranks hold.
 
-    And, where ranks hold parts, for one that wraps another with lists of its own, or that checkpoints could not hold.
+    Args:
+        optimizers: the user's.
+        mesh: of the run. A stage of a pipeline has the gradients and states of its own parameters only.
+        shards: whether ranks hold shards of parameters.
+        callbacks: the trainer's, of which some may save.
     """
-    if mesh.sizes["pp"] > 1 and any(isinstance(callback, Checkpoint) for callback in callbacks):
+    stages = mesh.sizes["pp"]
+    if stages > 1 and any(isinstance(callback, Checkpoint) for callback in callbacks):
         refuse_own_states(optimizers)
-    if shards or mesh.sizes["pp"] > 1:
-        _refuse_wrapped(optimizers)
     for optimizer in optimizers:
-        if mesh.sizes["pp"] > 1 and couples(optimizer):
-            kind = type(optimizer).__name__
-            raise ValueError(
-                f"{kind} lets the step of a parameter depend on other parameters or their gradients, as a norm over "
-                f"all or one direction for all do (seen in a trial on copies), but each of the {mesh.sizes['pp']} "
-                f"stages of a pipeline has its own only; clip by gradient_clip_val of the Trainer, whose norm is that "
-                f"of all stages, with AdamW or another optimizer that steps parameters one by one, or use ZeroStrategy"
-            )
-
-
-def refuse_own_states(optimizers: Sequence[Optimizer]) -> None:
-    """Raises for an optimizer of a pipeline that writes its state in a way of its own, which no other rank knows."""
-    for optimizer in optimizers:
-        if type(optimizer).state_dict is not Optimizer.state_dict:
-            kind = type(optimizer).__name__
-            raise ValueError(
-                f"{kind}.state_dict writes the state in a way of its own, but for a checkpoint of a pipeline that of "
-                f"all stages is put together by parameters; keep it in self.state and leave state_dict to Optimizer "
-                f"(an optimizer within {kind} can share it: inner.state = self.state), pass "
-                "enable_checkpointing=False to the Trainer, or use ZeroStrategy"
-            )
-
-
-def _refuse_wrapped(optimizers: Sequence[Optimizer]) -> None:
-    """Raises for an optimizer that steps another one with lists of parameters of its own.
-
-    Only what lies in the outer one's lists is exchanged for the parts while it steps: the inner one would go on
-    stepping what nobody stores, without a word.
-    """
-    for optimizer in optimizers:
+        kind = type(optimizer).__name__
         lists = {id(group["params"]) for group in optimizer.param_groups}
-        for name, inner in vars(optimizer).items():
+        for name, inner in vars(optimizer).items() if shards or stages > 1 else ():
+            # the inner one would go on stepping what nobody stores, without a word
             if isinstance(inner, Optimizer) and any(id(group["params"]) not in lists for group in inner.param_groups):
-                kind = type(optimizer).__name__
                 raise ValueError(
                     f"{kind}.{name} is a {type(inner).__name__} with lists of parameters of its own, and ranks hold "
                     f"parts of the parameters, which take their place in the lists of {kind} only; share them, as by "
                     f"self.{name}.param_groups = self.param_groups, or use DataParallelStrategy"
                 )
+        if stages > 1 and couples(optimizer):
+            raise ValueError(
+                f"{kind} lets the step of a parameter depend on other parameters or their gradients, as a norm over "
+                f"all or one direction for all do (seen in a trial on copies), but each of the {stages} stages of a "
+                "pipeline has its own only; clip by gradient_clip_val of the Trainer, whose norm is that of all "
+                "stages, with AdamW or another optimizer that steps parameters one by one, or use ZeroStrategy"
+            )
+
+
+def refuse_own_states(optimizers: Sequence[Optimizer]) -> None:
+    """Raise for an optimizer of a pipeline that writes its state in a way of its own, which no other rank knows."""
+    for kind in (type(each).__name__ for each in optimizers if type(each).state_dict is not Optimizer.state_dict):
+        raise ValueError(
+            f"{kind}.state_dict writes the state in a way of its own, but for a checkpoint of a pipeline that of "
+            f"all stages is put together by parameters; keep it in self.state and leave state_dict to Optimizer "
+            f"(an optimizer within {kind} can share it: inner.state = self.state), pass "
+            "enable_checkpointing=False to the Trainer, or use ZeroStrategy"
+        )
 
 
 def refuse_combinations(techniques: Sequence[Technique]) -> None:
-    """Raises for techniques that cannot be in one strategy; those that claim one axis, `resolve_sizes` refuses."""
-    _refuse_repetition(techniques)
-    _refuse_split_backward(techniques)
-
-
-def _refuse_repetition(techniques: Sequence[Technique]) -> None:
-    """Raises where a technique without an axis is there twice."""
+    """Raise for techniques that cannot be in one strategy; those that claim one axis, `resolve_sizes` refuses."""
     seen: dict[type[Technique], Technique] = {}
     for technique in techniques:
         if not technique.axes and type(technique) in seen:
             raise ValueError(f"{seen[type(technique)]!r} and {technique!r} would both act on every block; keep one")
         seen[type(technique)] = technique
+    for splitting, whole in itertools.product(techniques, repeat=2):
+        if splitting.traits.splits_backward and whole.traits.keeps_backward_whole is not None:
+            raise ValueError(
+                f"{splitting!r} computes gradients of inputs and of weights one after the other, but {whole!r} "
+                f"{whole.traits.keeps_backward_whole}, so all of it would be computed twice; choose a schedule "
+                "such as '1f1b' or 'interleaved_1f1b', or leave the other out"
+            )
 
 
-def _refuse_split_backward(techniques: Sequence[Technique]) -> None:
-    """Raises where one technique computes a backward in two halves, and another one cannot."""
-    for splitting in techniques:
-        for whole in techniques:
-            if splitting.traits.splits_backward and whole.traits.keeps_backward_whole is not None:
-                raise ValueError(
-                    f"{splitting!r} computes gradients of inputs and of weights one after the other, but {whole!r} "
-                    f"{whole.traits.keeps_backward_whole}, so all of it would be computed twice; choose a schedule "
-                    "such as '1f1b' or 'interleaved_1f1b', or leave the other out"
-                )
-
-
-def refuse_old_parameters(optimizers: Sequence[Optimizer], divided: DividedModel, host: dist.ProcessGroup) -> None:
-    """Raises on all ranks for an optimizer made before the module was divided: it steps what is no part of it now."""
+def refuse_old_parameters(optimizers: Sequence[Optimizer], divided: Any, host: dist.ProcessGroup) -> None:
+    """Raise on all ranks for an optimizer made before the module was divided: it steps what is no part of it now."""
     if not divided.in_parts:
         return
     known, names = set(map(id, divided.known())), {id(old): name for name, old in divided.beside.before().items()}
@@ -312,7 +284,7 @@ def has_states(optimizer: Optimizer) -> bool:
 
 
 def refuse_states_without_values(optimizers: Sequence[Optimizer]) -> None:
-    """Raises for states made for parameters that `configure_model` built, which have no values before the division."""
+    """Raise for states made for parameters that `configure_model` built, which have no values before the division."""
     for optimizer in optimizers:
         tables = [values for values in optimizer.state.values() if isinstance(values, dict)]
         states = [state for table in tables for state in table.values()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_parallel.techniques.gradients.buckets import nothing
-from lightning_parallel.techniques.step import BatchInfo, StepFn, WrappedStep
+from lightning_parallel.techniques.step import StepFn, WrappedStep
 from lightning_parallel.techniques.tools.redirect import Pass, backward_led
 
 T = TypeVar("T")
@@ -21,10 +20,6 @@ class ManualOptimizationStep(WrappedStep):
     """Refuses plain backward passes of manual optimization: in them, samples of all ranks would count alike."""
 
     _running = False
-
-    def begin_batch(self, info: BatchInfo) -> None:
-        """See `Step.begin_batch`."""
-        self.inner.begin_batch(replace(info, may_read_grads=True))
 
     def forward(self, run: StepFn[T], *args: Any, **kwargs: Any) -> T:
         """See `Step.forward`."""

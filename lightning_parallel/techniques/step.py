@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 
-from lightning_parallel.techniques.tools import microbatches
-
 if TYPE_CHECKING:
     from lightning_parallel.techniques.tools.means import Means
 
@@ -22,32 +20,18 @@ Silent = Callable[[], AbstractContextManager[None]]
 
 
 class BatchRecords:
-    """What the user's step logs, returns and keeps in the microbatches of one batch. Without a log: what it returns."""
-
-    @property
-    def batch_idx(self) -> int:
-        """How many batches of training came before this one."""
-        return 0
+    """What the user's step logs and keeps in the microbatches of one batch. This class keeps nothing."""
 
     def track_buffers(self, buffers: Sequence[str]) -> None:
         """Let all calls together update these replicated buffers once for the batch."""
 
-    def collect(
-        self, shares: Sequence[float] = (), means: Sequence[Sequence[Tensor]] = (), targets: float | None = None
-    ) -> Any:
+    def collect(self, means: Sequence[Sequence[Tensor]] = (), targets: float | None = None) -> Any:
         """The records of all calls, to be sent to ranks that did not see the step to its end.
 
         Args:
-            shares: the weight of each call's loss in that of the batch.
             means: by call, its losses and other values that are averaged alike.
             targets: the number of targets that all these are means over; None for means over samples.
         """
-
-    def merge_outputs(
-        self, outputs: Sequence[Any], sizes: Sequence[int], shares: Sequence[float], means: Sequence[Sequence[Tensor]]
-    ) -> Any:
-        """The output of the step for the whole batch, of its outputs for `sizes` samples each; see `collect`."""
-        return microbatches.merge(outputs, sizes)
 
     def replay(self, records: Any) -> None:
         """Logs and keeps on this rank what was collected, perhaps on another one."""
@@ -64,24 +48,24 @@ class BatchRecords:
 
 
 @dataclass(frozen=True)
-class BatchInfo:
-    """Facts about a batch that are known before its forward.
+class BatchContext:
+    """Facts about a batch, known when it begins.
 
     Attributes:
-        scale: by what the loss will be multiplied before backward, for steps that compute gradients before that.
-        weight: how much this rank's samples count against those of other ranks on average; 0 if it has none of its own.
+        index: how many batches of training came before it.
+        weight: how much this rank's samples count, 1 on average over ranks; 0.0 if it has none of its own.
         samples: the least number of samples of the ranks that communicate within the forward; None if none do.
+        scale: by what the loss will be multiplied before backward, for steps that compute gradients before that.
         alone: whether no other rank has samples of this batch, so that what has no target here has none at all.
-        may_read_grads: whether the step may read gradients, as one does that calls backward itself.
         records: takes what the step logs, where it runs on microbatches.
         silent: makes a context in which the step leaves no trace in logs, metrics, buffers and random states.
     """
 
-    scale: float = 1.0
+    index: int = 0
     weight: float = 1.0
     samples: int | None = None
+    scale: float = 1.0
     alone: bool = True
-    may_read_grads: bool = False
     records: BatchRecords = field(default_factory=BatchRecords)
     silent: Silent = nullcontext
 
@@ -97,17 +81,17 @@ class Step:
 
     @property
     def applies_sample_weight(self) -> bool:
-        """True if gradients have the weight of `BatchInfo`, so that the loss must not be multiplied by it."""
+        """True if gradients have the weight of `BatchContext`, so that the loss must not be multiplied by it."""
         return self.inner is not None and self.inner.applies_sample_weight
 
     def forward(self, run: StepFn[T], *args: Any, **kwargs: Any) -> T:
         """Run the user's own `training_step` (or validation, test, predict) with its arguments."""
         return self.inner.forward(run, *args, **kwargs) if self.inner else run(*args, **kwargs)
 
-    def begin_batch(self, info: BatchInfo) -> None:
+    def begin_batch(self, batch: BatchContext) -> None:
         """Take what is known of the next batch."""
         if self.inner:
-            self.inner.begin_batch(info)
+            self.inner.begin_batch(batch)
 
     def backward(self, run: Callable[[], None]) -> None:
         """Run the backward pass; afterwards gradients are those of the global batch, unless inside `unsynced`."""
@@ -132,6 +116,11 @@ class Step:
         """
         if self.inner:
             self.inner.average_given(parameters)
+
+    def shard_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Cut whole gradients, which hooks put in the place of sharded ones, to this rank's part. No message."""
+        if self.inner:
+            self.inner.shard_gradients(parameters)
 
     def before_backward(self) -> None:
         """Called in manual optimization before `backward`, so that gradients are as the step has left them."""

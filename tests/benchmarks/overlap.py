@@ -127,7 +127,7 @@ def first_stage() -> Iterator[None]:
     """Inside, what other stages would tell rank 0 is what it would tell: it computes its own stage, and never waits."""
 
     def shared(_: PipelineStep, work: BatchWork) -> LastStage:
-        return LastStage(torch.zeros(()), work.info.records.collect(), None, None, None, {})
+        return LastStage(torch.zeros(()), [], work.context.records.collect(), None, None, None, {})
 
     with (
         mock.patch.object(PipelineStep, "_shared", shared),

@@ -35,69 +35,22 @@ class Expert(nn.Module):
 
 
 class Looped(nn.Module):
-    """Loops over a list of experts, with one that all tokens share, and a counter."""
+    """Loops over a list of experts, with one that all tokens share."""
 
     def __init__(self, experts: int = 4, k: int = 2) -> None:
         super().__init__()
         self.router, self.shared = Router(experts, k), Expert()
         self.experts = nn.ModuleList(Expert() for _ in range(experts))
-        self.register_buffer("load", torch.zeros(experts), persistent=False)
-        self.chosen: list[int] = []
 
     def forward(self, hidden: Tensor) -> Tensor:
         x = hidden.flatten(0, 1)
-        x *= 1.01  # in place: what is computed twice would double it
         weights, index = self.router(x)
         result = self.shared(x).clone()
-        self.chosen.append(len(x))
         for number, expert in enumerate(self.experts):
             row, slot = torch.where(index == number)
             if len(row):
                 result.index_add_(0, row, expert(x[row]) * weights[row, slot, None])
-                self.load[number] += len(row)
         return result.view_as(hidden)
-
-
-class Soft(nn.Module):
-    """Every expert gets every token."""
-
-    def __init__(self, experts: int = 4, k: int = 2) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, experts)
-        self.experts = nn.ModuleDict({f"e{number}": Expert() for number in range(experts)})
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights = self.router(x).softmax(-1)
-        return sum(expert(x) * weights[..., n, None] for n, expert in enumerate(self.experts.values()))
-
-
-class Gathering(nn.ModuleDict):
-    """Experts that are called as one module, which has what is no expert beside them, as NLLB's have."""
-
-    def __init__(self, experts: int) -> None:
-        super().__init__({f"e{number}": Expert() for number in range(experts)})
-        self.dropout = nn.Dropout(0.0)
-
-    def forward(self, x: Tensor, mask: Tensor, weights: Tensor) -> Tensor:
-        result = torch.zeros_like(x)
-        for number in mask.any(0).nonzero().flatten().tolist():
-            row = mask[:, number].nonzero().flatten()
-            result.index_add_(0, row, self.dropout(self[f"e{number}"](x[row])) * weights[row, number, None])
-        return result
-
-
-class Gathered(nn.Module):
-    """A router that tells of every expert, and experts called once."""
-
-    def __init__(self, experts: int = 4, k: int = 2) -> None:
-        super().__init__()
-        self.router, self.k, self.experts = nn.Linear(WIDTH, experts), k, Gathering(experts)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        x = hidden.flatten(0, 1)
-        weights = self.router(x).softmax(-1)
-        mask = weights >= weights.topk(self.k).values[:, -1:]
-        return self.experts(x, mask, weights).view_as(hidden)
 
 
 class Bank(nn.Module):
@@ -176,72 +129,6 @@ class Flat(Banked):
         return self.experts(x.flatten(0, 1), index, weights).view_as(x)
 
 
-class Followed(Looped):
-    """What follows the experts computes with their results, and modules keep count of their calls."""
-
-    def __init__(self, experts: int = 4, k: int = 2) -> None:
-        super().__init__(experts, k)
-        self.inside = nn.ModuleDict({"router": self.router, "experts": self.experts})
-        del self.experts, self.router
-        self.norm, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("scale", torch.linspace(0.5, 1.5, WIDTH))
-        self.calls, self.usage = {"of": [0]}, torch.zeros(())
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        self.calls["of"][0] += 1
-        self.usage += 1
-        x = (hidden.flatten(0, 1) * self.scale).exp().sin() * (1 + (self.calls["of"][0] + self.usage) / 100)
-        weights, index = self.inside["router"](x)
-        result = torch.zeros_like(x)
-        for number, expert in enumerate(self.inside["experts"]):
-            row, slot = torch.where(index == number)
-            result = result.index_add(0, row, expert(x=x[row]) * weights[row, slot, None])
-        return (self.out(self.norm(result)) + self.shared(x)).view_as(hidden)
-
-
-class Chained(Looped):
-    """An expert gets what another made."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        for expert in self.experts:
-            hidden = hidden + expert(hidden)
-        return hidden
-
-
-class Apart(Looped):
-    """Calls a part of an expert."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + sum(expert.down(F.gelu(expert.up(hidden))) for expert in self.experts)
-
-
-class Outside(nn.Module):
-    """Calls experts from without the module that has them."""
-
-    def __init__(self, experts: int = 4, k: int = 2) -> None:
-        super().__init__()
-        self.mixture = Looped(experts, k)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + sum(expert(hidden) for expert in self.mixture.experts)
-
-
-class TwoResults(Expert):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x), x
-
-
-class Pairs(Looped):
-    """Its experts return more than one tensor."""
-
-    def __init__(self, experts: int = 4, k: int = 2) -> None:
-        super().__init__(experts, k)
-        self.experts = nn.ModuleList(TwoResults() for _ in range(experts))
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + sum(expert(hidden)[0] for expert in self.experts)
-
-
 class Slots(Bank):
     """Returns what each chosen expert made, (..., k, features)."""
 
@@ -306,44 +193,24 @@ class Mixture(LanguageModel):
         return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED)
 
 
-class Tied(Mixture):
-    """Both blocks loop over the same list."""
+class TiedBanks(Mixture):
+    """Two layers share a weight of their experts, and another is tied to a part that no experts have."""
 
     def __init__(self, optimizer: MakeOptimizer = adamw) -> None:
-        super().__init__(Looped, optimizer)
+        super().__init__(Banked, optimizer)
         first, second = (block.mixture for block in self.network.blocks)
-        second.experts = first.experts
+        second.experts.up = first.experts.up
+        second.down = first.experts.down
 
 
-class TiedWeights(Mixture):
-    """Experts share a weight with each other, with the one of all tokens, and with another layer's."""
-
-    def __init__(self, optimizer: MakeOptimizer = adamw) -> None:
-        super().__init__(Looped, optimizer)
-        self.network.blocks.extend(Block(Banked()) for _ in range(2))
-        looped, _, banked, other = (block.mixture for block in self.network.blocks)
-        looped.experts[1].down.weight = looped.experts[0].down.weight
-        looped.experts[2].up.weight = looped.shared.up.weight
-        banked.experts.up = other.experts.up
-
-
-class Skipping(Mixture):
-    """On one rank a block is left out."""
+class Reversing(Mixture):
+    """One rank takes its blocks the other way round."""
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        x = self.network.embed(batch["input_ids"])
-        for block in self.network.blocks[: 2 - self.global_rank]:
+        x, blocks = self.network.embed(batch["input_ids"]), list(self.network.blocks)
+        for block in blocks[::-1] if self.global_rank else blocks:
             x = block(x)
         return F.cross_entropy(self.network.head(x).flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED)
-
-
-class TwoLists(Mixture):
-    """An expert stands in two lists."""
-
-    def __init__(self, optimizer: MakeOptimizer = adamw) -> None:
-        super().__init__(Looped, optimizer)
-        first, second = (block.mixture for block in self.network.blocks)
-        second.experts[0] = first.experts[3]
 
 
 class Named(Mixture):
@@ -359,22 +226,10 @@ class Penalized(Mixture):
 
 
 MODELS = {
-    "penalized_experts": partial(Penalized, Looped),
     "penalized_banks": partial(Penalized, Banked),
     "looped_experts": partial(Mixture, Looped),
-    "soft_experts": partial(Mixture, Soft),
-    "gathered_experts": partial(Mixture, Gathered),
-    "followed_experts": partial(Mixture, Followed),
-    "tied_experts": Tied,
-    "sharing_experts": TiedWeights,
-    "twice_experts": TwoLists,
-    "skipping_experts": partial(Skipping, Looped),
-    "skipping_banks": partial(Skipping, Banked),
-    "skipping_mixing": partial(Skipping, Banked, bank=Mixing),
-    "chained_experts": partial(Mixture, Chained),
-    "apart_experts": partial(Mixture, Apart),
-    "outside_experts": partial(Mixture, Outside),
-    "pairs_experts": partial(Mixture, Pairs),
+    "tied_banks": TiedBanks,
+    "reversing_banks": partial(Reversing, Banked),
     "slots_experts": partial(Mixture, BankedSlots, bank=Slots),
     "masked_experts": partial(Mixture, BankedMask, bank=Masked),
     "banked_experts": partial(Mixture, Banked),

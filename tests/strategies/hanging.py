@@ -11,7 +11,7 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 
 from lightning_parallel import ZeroStrategy
-from lightning_parallel.strategies.ranks.roll_call import RollCall
+from lightning_parallel.strategies import rank_strategy
 from tests.strategies.launched import Regression
 
 TIMEOUT, JOINING = timedelta(seconds=10), timedelta(seconds=120)
@@ -32,11 +32,8 @@ class Hangs(Regression):
             torch.distributed.barrier()
 
 
-def joins(self: RollCall, _: timedelta) -> None:
-    waits(self, JOINING)
-
-
-waits, RollCall.wait = RollCall.wait, joins
+wait_for_all = rank_strategy.wait_for_all
+rank_strategy.wait_for_all = lambda environment, _: wait_for_all(environment, JOINING)
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from lightning_parallel import (
     Zero,
     ZeroStrategy,
 )
-from lightning_parallel.strategies.hooks.whole_parameters import WholeParameters
+from lightning_parallel.techniques.tools import global_shard
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import MakeStrategy, made, require_like, scratch
 from tests.tiers import sampled
@@ -136,39 +136,17 @@ def test_averages_of_weights_are_those_of_one_device(layout: tuple[int, int, Any
         require_like(begun.result(), found)
 
 
-class Gathers(Callback):
-    """Notes how often parameters had been gathered for hooks after each batch."""
-
-    def __init__(self) -> None:
-        self.times, self.after = 0, list[int]()
-
-    def setup(self, *_: Any, **__: Any) -> None:
-        shown = WholeParameters.shown
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            self.times += 1
-            return shown(*args, **kwargs)
-
-        self.patch = mock.patch.object(WholeParameters, "shown", counted)
-        self.patch.start()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.after.append(self.times)
-
-    def teardown(self, *_: Any, **__: Any) -> None:
-        self.patch.stop()
+def gathers() -> tuple[int, Any]:
+    with mock.patch.object(global_shard, "whole_tensor", wraps=global_shard.whole_tensor) as gather:
+        average = EMAWeightAveraging(decay=0.9, update_every_n_steps=4)
+        fitted(ZeroStrategy(stage=3), 2, [average], 3, limit_val_batches=0)
+        kinds = {type(parameter) for parameter in average._average_model.module.parameters()}
+        return gather.call_count, kinds
 
 
-def gathered(decay: float, every: int) -> list[int]:
-    gathers = Gathers()
-    average = EMAWeightAveraging(decay=decay, update_every_n_steps=every)
-    fitted(ZeroStrategy(stage=3), 2, [average, gathers], 3)
-    return [now - before for before, now in zip(gathers.after, gathers.after[1:], strict=False)]
-
-
-def test_an_average_gathers_parameters_only_in_batches_that_update_it() -> None:
-    for found in run_on_ranks(2, gathered, 0.9, 4):
-        assert found == [0, 0, 2, 1, 0, 2, 0, 1], "two more for a validation; after steps 5 and 9"
+def test_an_average_keeps_shards_and_gathers_nothing() -> None:
+    for found in run_on_ranks(2, gathers):
+        assert found == (0, {global_shard.GlobalShard})
 
 
 class ByRank(EMAWeightAveraging):

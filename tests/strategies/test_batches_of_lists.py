@@ -3,7 +3,7 @@
 import gc
 import operator
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import LightningDataModule, LightningModule
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 import lightning_parallel as lp
 from lightning_parallel import DataParallelStrategy, LayerParallelStrategy, PipelineParallelStrategy, ZeroStrategy
-from lightning_parallel.strategies.data.unmoved import unmoved
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import MakeStrategy, made, require_like
 from tests.tiers import covering
@@ -191,53 +189,6 @@ def test_what_counts_and_draws_stands_where_it_stood_after_a_look_at_batches() -
     expected = begun_on_one(counted, None)
     for found in run_on_ranks(2, counted, partial(PipelineParallelStrategy, 2, microbatches=4)):
         require_like(expected.result(), found)
-
-
-class Held(LightningDataModule):
-    """Keeps what it has read in containers, and is told whose it is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.order, self.ahead, self.read, self.known = [3, 1, 2], deque([4, 5]), {1: "a", 2: "b"}, {6}
-        self.counts, self.row = np.arange(3), torch.zeros(2)
-
-    def changed(self) -> None:
-        self.order.sort()
-        self.ahead.rotate()
-        self.read[1] = self.read.pop(2)
-        self.known.add(7)
-        self.counts += 1
-        self.row.add_(1)
-
-    def state(self) -> Any:
-        return self.order[:], list(self.ahead), list(self.read.items()), {*self.known}, self.counts.tolist()
-
-
-def test_containers_that_change_in_place_have_the_members_that_they_had() -> None:
-    held = Held()
-    before, containers = held.state(), list(vars(held).values())
-    with unmoved([held]):
-        held.changed()
-    assert held.state() == before
-    assert held.row.tolist() == [0, 0]
-    assert all(map(operator.is_, vars(held).values(), containers))
-
-
-class OwnLogger(CSVLogger):
-    pass
-
-
-def test_what_runs_a_data_module_is_left_alone() -> None:
-    """Another thread, as one that watches, may use it meanwhile."""
-    held, logger = Held(), OwnLogger("nowhere")
-    held.trainer = trainer(DataParallelStrategy(), logger=logger)
-    held.logger = logger
-    others = [held.trainer, held.trainer.strategy, logger]
-    with unmoved([held]):
-        for other in (held, *others):
-            vars(other)["told"] = True
-    assert "told" not in vars(held)
-    assert all("told" in vars(other) for other in others)
 
 
 # ---------------------------------------------------------------- looks at first batches

@@ -1,6 +1,5 @@
 """Buffers that ranks change are united among those that hold them."""
 
-import math
 from functools import partial
 from typing import Any
 
@@ -12,9 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_parallel import DataParallelStrategy, ZeroStrategy
-from lightning_parallel.strategies.model import kept_apart
 from lightning_parallel.strategies.model.buffers import Buffers
-from lightning_parallel.strategies.model.kept_apart import KeptApart
 from tests.heard import heard
 from tests.ranks import ranks, run_on_ranks
 from tests.trainers import trainer
@@ -71,63 +68,3 @@ def test_buffers_that_ranks_change_apart_are_told_once(strategy: Any) -> None:
     said, *others = run_on_ranks(2, told, strategy)
     assert said.count("changed these buffers by its own samples: queue. ") == 1
     assert "changed these buffers" not in "".join(others)
-
-
-class Weighs(LightningModule):
-    """Weighs a loss by those before it, which it keeps; the last one it only notes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.mean, self.last, self.scale = torch.nn.Linear(4, 4), 1.0, 0.0, torch.ones(())
-        self.everywhere = 1.0
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss = self.layer(batch[0]).square().mean()
-        weighed = loss / self.mean / self.scale / self.everywhere
-        self.last = loss.item()
-        self.mean, self.scale = 0.9 * self.mean + 0.1 * loss.item(), 1 / loss.detach()
-        self.everywhere = float(self.all_gather(loss.detach()).mean())
-        return weighed
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.layer(batch[0])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-def told_of_attributes(strategy: Any) -> str:
-    with heard() as lines:
-        data = DataLoader(TensorDataset(torch.randn(8, 4)), 2)
-        trainer(strategy(), max_epochs=2).fit(Weighs(), data, data)
-    return "\n".join(lines)
-
-
-@pytest.mark.parametrize("strategy", [DataParallelStrategy, partial(ZeroStrategy, stage=3)])
-def test_numbers_that_ranks_keep_apart_and_compute_with_are_told_once(strategy: Any) -> None:
-    said, *others = run_on_ranks(2, told_of_attributes, strategy)
-    assert said.count("made of its own samples, in mean, scale of the module") == 1
-    assert "made of its own samples" not in "".join(others)
-
-
-@pytest.mark.parametrize(
-    ("mine", "theirs", "differ"),
-    [
-        ((math.nan,), (math.nan,), False),
-        ((math.inf,), (math.inf,), False),
-        ((-math.inf,), (math.inf,), True),
-        ((math.nan,), (2.0,), True),
-        ((math.inf, 1.0), (math.inf, 2.0), True),
-    ],
-)
-def test_so_are_those_that_ranks_keep_beside_what_is_not_finite(
-    mine: Any, theirs: Any, differ: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module, told = Weighs(), list[str]()
-    host: Any = None
-    kept = KeptApart(module, host)
-    module.scale = torch.tensor(mine)
-    monkeypatch.setattr(kept_apart, "gather_objects", lambda found, _: [found, dict.fromkeys(found, theirs)])
-    monkeypatch.setattr(kept_apart, "warn", told.append)
-    kept.compare()
-    assert bool(told) is differ

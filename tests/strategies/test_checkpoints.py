@@ -11,9 +11,8 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import Strategy
 
-from lightning_parallel.strategies.checkpoint.resumption import FINDINGS
+from lightning_parallel.strategies.checkpoint.resumption import FINDINGS, RANDOMNESS
 from lightning_parallel.strategies.checkpoint.whole import POSITIONS
-from lightning_parallel.strategies.data.randomness import RANDOMNESS
 from lightning_parallel.strategies.data_parallel import DataParallelStrategy
 from lightning_parallel.strategies.hybrid import HybridStrategy
 from lightning_parallel.strategies.zero import ZeroStrategy

@@ -21,7 +21,7 @@ from lightning_parallel import (
     TensorParallelStrategy,
     ZeroStrategy,
 )
-from lightning_parallel.strategies.ranks.failures import said_of
+from lightning_parallel.strategies.ranks.failures import one_line
 from tests.ranks import run_on_ranks
 from tests.tiers import covering, sampled
 from tests.trainers import trainer
@@ -173,7 +173,7 @@ class Silent(Exception):  # noqa: N818
 
 
 def test_an_error_whose_own_text_fails_is_told_all_the_same() -> None:
-    assert said_of(Silent()) == "Silent: its text cannot be read, for RuntimeError"
+    assert one_line(Silent()) == "Silent: its text cannot be read, for RuntimeError"
 
 
 class Broken(Dataset[Tensor]):
@@ -191,7 +191,7 @@ def test_an_error_of_a_loaders_worker_is_told_with_its_cause() -> None:
     with pytest.raises(ValueError, match="Original Traceback") as failure:
         next(iter(DataLoader(Broken(), num_workers=1)))
     told = "Caught ValueError in DataLoader worker process 0: ValueError: a sample is broken"
-    assert said_of(failure.value) == f"ValueError: {told}"
+    assert one_line(failure.value) == f"ValueError: {told}"
 
 
 class Evaluating(Regression):
@@ -267,4 +267,4 @@ def makes_loaders() -> list[str]:
 def test_loaders_that_one_rank_cannot_make_are_an_error_on_all_ranks_of_a_pipeline() -> None:
     others, own = run_on_ranks(2, makes_loaders, timeout=20.0)
     assert own == ["ValueError", "a user's mistake"]
-    assert others == ["RuntimeError", "rank 1 failed first: ValueError: a user's mistake"]
+    assert others == ["RuntimeError", "rank 1 could not make its data loaders: ValueError: a user's mistake"]

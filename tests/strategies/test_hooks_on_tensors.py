@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrize
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_parallel import DataParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy, ZeroStrategy
+from lightning_parallel import DataParallelStrategy, TensorParallelStrategy, ZeroStrategy
 from tests.models import Plain, loaders
-from tests.ranks import begun_on_one, on_one, run_on_ranks
+from tests.ranks import on_one, run_on_ranks
 from tests.strategies.one_and_two import made, require_like
 from tests.tiers import sampled
 from tests.trainers import trainer
@@ -25,7 +25,6 @@ LAYOUTS: dict[str, tuple[int, Callable[[], Any]]] = {
     "data parallel": (2, DataParallelStrategy),
     "zero 1 offloaded": (2, partial(ZeroStrategy, stage=1, offload=True)),
     "zero 3": (2, ZeroStrategy),
-    "pipeline": (1, partial(PipelineParallelStrategy, microbatches=2)),
     "tensor parallel": (1, TensorParallelStrategy),
     "zero 2": (2, partial(ZeroStrategy, stage=2)),
 }
@@ -123,31 +122,6 @@ class Averages(Small):
         self.seen.append([tensor.detach().norm().item() for tensor in (*self.average, *stepped)])
 
 
-class Normalises(Small):
-    """Divides what has accumulated by its norm, before the optimizer runs the last batch."""
-
-    def configure_optimizers(self) -> Any:
-        configured = super().configure_optimizers()
-        configured["optimizer"].register_step_pre_hook(self.normalise)
-        return configured
-
-    def normalise(self, optimizer: Any, *_: Any) -> None:
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.div_(parameter.grad.norm() + 1e-3)
-                    self.seen.append(float(parameter.grad.norm()))
-
-
-class NormalisesForAll(Normalises):
-    def configure_optimizers(self) -> Any:
-        self.handle = register_optimizer_step_pre_hook(self.normalise)
-        return Small.configure_optimizers(self)
-
-    def end(self) -> None:
-        self.handle.remove()
-
-
 class HooksLate(Small):
     def on_fit_start(self) -> None:
         self.stem.weight.register_hook(lambda gradient: gradient * 2)
@@ -166,18 +140,6 @@ class Ties(Small):
         self.blocks[1].up.weight = self.blocks[0].up.weight
 
 
-class StepsItself(Small):
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
-        self.seen.append(self.norms())
-
-
-class WarmsUp(Small):
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
-        optimizer.step(closure=optimizer_closure)
-        optimizer.param_groups[0]["lr"] = 0.1 * min(1.0, (self.trainer.global_step + 1) / 3)
-
-
 class Doubled(nn.Module):
     def forward(self, weight: Any) -> Any:
         return weight * 2
@@ -194,7 +156,6 @@ WORKS = {
     "data parallel": [Moves, Counts, Masks],
     "zero 1 offloaded": [*EVERYWHERE, *WHOLE],
     "zero 3": EVERYWHERE,
-    "pipeline": [Saves, GoesBack, Masks, WarmsUp],
     "tensor parallel": EVERYWHERE,
     "zero 2": [*EVERYWHERE, *WHOLE],
 }
@@ -226,30 +187,14 @@ def test_what_is_done_between_steps_is_done_as_on_one_device(layout: str) -> Non
             require_like(on_one(fit, kind, None, 8), got)
 
 
-@sampled(1, "layout", ["data parallel", "zero 1 offloaded", "zero 2"])
-@pytest.mark.parametrize("kind", [Normalises, NormalisesForAll])
-def test_what_accumulated_is_that_of_one_device_before_a_step(layout: str, kind: type[Small]) -> None:
-    readers, strategy = LAYOUTS[layout]
-    expected = begun_on_one(fit, kind, None, 8, accumulate_grad_batches=2)
-    for found in run_on_ranks(2, fit, kind, strategy, 8 // readers, accumulate_grad_batches=2):
-        require_like(expected.result(), found)
-
-
 REFUSED = [
-    (
-        NormalisesForAll,
-        "pipeline",
-        r"\(register_optimizer_step_pre_hook\) would find the gradients of one stage of the",
-    ),
-    (InBackward, "data parallel", r"the hook on .* \(register_post_accumulate_grad_hook\) would be called with"),
-    (Masks, "zero 3", "the hook on the gradient of .* would not be called with it: ranks hold parts of it; look at"),
-    (HooksLate, "zero 3", "HooksLate.on_fit_start put a hook on the gradient of stem.weight, of which ranks hold"),
-    (Masks, "tensor parallel", "on_before_optimizer_step, where they are whole on every rank"),
-    (Averages, "zero 3", r"the hook of SGD \(register_step_post_hook\) would find the part of each parameter"),
-    (Averages, "pipeline", "do it in on_before_optimizer_step or in on_train_batch_end, which find whole"),
-    (Ties, "zero 3", "in the place of the parameter blocks.1.up.weight, but ranks hold parts of those"),
-    (StepsItself, "pipeline", "StepsItself.optimizer_step looks at the model, but while it runs"),
-    (Parametrizes, "pipeline", "something else in the place of the parameter stem.weight.* parametrize before the run"),
+    (InBackward, "data parallel", "the hook of torch on .* would see a part of its gradient, or none; read and change"),
+    (Masks, "zero 3", "the hook of torch on .* in on_before_optimizer_step, where they compute as the whole"),
+    (HooksLate, "zero 3", "the hook of torch on stem.weight would see a part of its gradient"),
+    (Masks, "tensor parallel", "the hook of torch on"),
+    (Averages, "zero 3", "the step hook of SGD would see the shards that each rank steps"),
+    (Ties, "zero 3", "blocks.1.up.weight"),
+    (Parametrizes, "zero 3", "stem.weight"),
 ]
 
 
@@ -261,7 +206,7 @@ def refused(cases: list[tuple[type[Small], str]], strategy: Any) -> None:
         module.end()
 
 
-@sampled(1, "layout", ["zero 3", "pipeline", "data parallel", "tensor parallel"])
+@sampled(1, "layout", ["zero 3", "data parallel", "tensor parallel"])
 def test_what_would_see_a_part_is_refused_on_every_rank(layout: str) -> None:
     run_on_ranks(2, refused, [(kind, message) for kind, at, message in REFUSED if at == layout], LAYOUTS[layout][1])
 
@@ -280,5 +225,5 @@ def warned(strategy: Any) -> list[str]:
 
 def test_hooks_on_gradients_of_a_part_of_the_batch_are_told_once() -> None:
     (message,), others = run_on_ranks(2, warned, DataParallelStrategy)
-    assert "are called with the gradient of a part of the batch" in message
+    assert "sees gradients of a part of the batch" in message
     assert others == []

@@ -160,7 +160,7 @@ def within_a_run(handler: Any, asked: int) -> tuple[Any, int]:
         signal.raise_signal(signal.SIGINT)
     handles = signal.getsignal(signal.SIGINT)
     signals.close()
-    return handles, signals.requested.stop
+    return handles, signals.stop
 
 
 def own(*_: Any) -> None:

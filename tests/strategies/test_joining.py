@@ -1,7 +1,4 @@
-"""Ranks that somebody else starts, by hand or as a cluster does, and one that does not live to join the others.
-
-All others name it and end, long before the timeout; while they wait they say for whom.
-"""
+"""Ranks that somebody else starts, by hand or as a cluster does; while they wait for others they say for whom."""
 
 import os
 import re
@@ -24,14 +21,13 @@ from lightning_parallel import DataParallelStrategy
 from lightning_parallel.strategies import rank_strategy
 from lightning_parallel.strategies.ranks import failures, roll_call
 from tests.ranks import POOL, free_port
-from tests.strategies.joining import dies, nothing, raises
+from tests.strategies.joining import nothing
 from tests.tiers import sampled
 
 pytestmark = pytest.mark.launched
 
 RANKS, ALL = 3, -1
 TIMEOUT_SECONDS = 60.0
-SILENT_SECONDS = 4.0
 
 
 def fitted(before: Callable[[], Any], within: float) -> None:
@@ -50,31 +46,6 @@ def fitted(before: Callable[[], Any], within: float) -> None:
     trainer.fit(BoringModel())
 
 
-def dies_when_it_has_come() -> None:
-    def look(self: roll_call.RollCall) -> Sequence[int]:
-        other = self._seen.get(1 - self._rank, (0, 0.0))
-        return dies() if other[0] > 2 else looks(self)
-
-    looks = roll_call.RollCall._look
-    roll_call.RollCall._look = look
-
-
-def dies_when_all_have_come() -> None:
-    rank_strategy._init_dist_connection = lambda *_, **__: dies()
-
-
-def stops_while_it_joins() -> None:
-    looks = roll_call.RollCall._look
-
-    def look(self: roll_call.RollCall) -> Sequence[int]:
-        missing = looks(self)
-        if len(self._seen) == RANKS - 1 and all(beats for beats, _ in self._seen.values()):
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return missing
-
-    roll_call.RollCall._look = look
-
-
 def stops_in_a_step() -> None:
     def stop(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -85,15 +56,8 @@ def stops_in_a_step() -> None:
 def comes_late() -> None:
     """Once rank 0 has said for whom it waits."""
     said = Path(os.environ["SAID_BY_RANKS"], "0")
-    while not said.exists() or "rank 1 of 3 did not come to" not in said.read_text():
+    while not said.exists() or "rank 1 of 3 has not joined" not in said.read_text():
         time.sleep(0.05)
-
-
-def raises_or_comes_late() -> None:
-    if os.environ["LOCAL_RANK"] == "1":
-        raises()
-    if os.environ["LOCAL_RANK"] == "2":
-        time.sleep(roll_call.PATIENCE_SECONDS + 1)
 
 
 def all_start(rank: int, wanted: Sequence[int], folder: Path) -> None:
@@ -109,15 +73,11 @@ def runs(
     place = {"LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ["SAID_BY_RANKS"] = str(folder)
     os.environ.update({name: str(value) for name, value in place.items()})
-    roll_call.TELLS_SECONDS = 1.0
-    if event in (dies_when_it_has_come, dies_when_all_have_come):
-        roll_call.SILENT_SECONDS = SILENT_SECONDS
+    roll_call.REPORT_SECONDS = 1.0
     if event is stops_in_a_step:
-        wait = roll_call.RollCall.wait
-        roll_call.RollCall.wait = lambda self, _: wait(self, timedelta(seconds=TIMEOUT_SECONDS))
+        wait = rank_strategy.wait_for_all
+        rank_strategy.wait_for_all = lambda environment, _: wait(environment, timedelta(seconds=TIMEOUT_SECONDS))
         failures.PATIENCE_SECONDS = 0.5
-    if event is raises_or_comes_late:
-        roll_call.PATIENCE_SECONDS = 0.5
     said = os.open(folder / str(rank), os.O_WRONLY | os.O_CREAT)
     os.dup2(said, 1)
     os.dup2(said, 2)
@@ -167,66 +127,18 @@ def test_ranks_that_come_sooner_or_later_train(event: Callable[[], Any], tmp_pat
     ranks = started(event, 1, tmp_path)
     said = ended(ranks, tmp_path)
     assert [each.exitcode for each in ranks] == [0, 0, 0], said
-    assert event is nothing or "rank 1 of 3 did not come to 127.0.0.1:" in said[0]
+    assert event is nothing or "rank 1 of 3 has not joined at 127.0.0.1:" in said[0]
 
 
-@sampled(1, "chosen", [0, 1])
-def test_a_rank_that_raises_before_it_joins_is_named_with_its_error(chosen: int, tmp_path: Path) -> None:
-    said = ended(started(raises, chosen, tmp_path), tmp_path)
-    told = f"RuntimeError: rank {chosen} failed before it could join the others: ValueError: a file of this rank"
-    for rank in range(RANKS):
-        assert "Traceback" in said[rank], said
-        assert (told in said[rank]) == (rank != chosen), said
-
-
-def test_a_rank_that_comes_late_hears_of_one_that_raised(tmp_path: Path) -> None:
-    """Rank 0 waits for it: the store ends with rank 0, and who comes then would wait for the timeout."""
-    said = ended(started(raises_or_comes_late, ALL, tmp_path), tmp_path)
-    told = "RuntimeError: rank 1 failed before it could join the others: ValueError: a file of this rank"
-    assert [told in each for each in said] == [True, False, True], said
-
-
-@sampled(1, "chosen", [1, 0])
-def test_a_rank_that_is_killed_while_it_waits_is_named(chosen: int, tmp_path: Path) -> None:
-    """Both wait for a third."""
-    ranks = started(dies_when_it_has_come, chosen, tmp_path, without=2)
-    said = ended(ranks, tmp_path)
-    assert ranks[chosen].exitcode == -signal.SIGKILL
-    told = (
-        r"RuntimeError: rank 1 came to .*, and has been silent for" if chosen else "while ranks joined: that is rank 0"
-    )
-    assert re.search(told, said[1 - chosen]), said
-
-
-def test_a_rank_that_is_killed_while_the_group_is_formed_is_named(tmp_path: Path) -> None:
-    """The others are within the backend then, which ends at the timeout."""
-    ranks, deadline = started(dies_when_all_have_come, 1, tmp_path), time.monotonic() + TIMEOUT_SECONDS - 10
-    try:
-        while any("] rank 1 came to " not in said_in(tmp_path)[rank] for rank in (0, 2)):
-            assert time.monotonic() < deadline, said_in(tmp_path)
-            time.sleep(0.1)
-    finally:
-        for each in ranks:
-            each.kill()
-
-
-@sampled(1, ("event", "within"), [(stops_in_a_step, 4.0), (stops_while_it_joins, TIMEOUT_SECONDS)])
-def test_all_others_end_when_rank_0_is_stopped_which_keeps_the_store(
-    event: Callable[[], Any], within: float, tmp_path: Path
-) -> None:
-    first, *others = started(event, 0, tmp_path, within=within)
+def test_all_others_end_when_rank_0_is_stopped_which_keeps_the_store(tmp_path: Path) -> None:
+    first, *others = started(stops_in_a_step, 0, tmp_path, within=4.0)
     try:
         for each in others:
             each.join(TIMEOUT_SECONDS - 10)
         said = said_in(tmp_path)
         assert [each.exitcode for each in others] == [1, 1], said
         assert first.exitcode is None
-        told = (
-            "rank 0 or torchrun, does not answer: it is stopped"
-            if event is stops_in_a_step
-            else ", or is stopped, while"
-        )
-        assert all(told in each for each in said[1:]), said
+        assert all("rank 0 or torchrun, does not answer: it is stopped" in each for each in said[1:]), said
     finally:
         for each in (first, *others):
             each.kill()
@@ -236,8 +148,8 @@ def test_a_rank_that_does_not_come_is_named_when_the_time_is_up(tmp_path: Path) 
     """Rank 0 ends with it. Its end may be what rank 1 hears first, whose line has named the rank by then."""
     said = ended(started(nothing, 0, tmp_path, without=2, within=8.0), tmp_path)[:2]
     for rank, each in enumerate(said):
-        assert f"[rank{rank}] rank 2 of 3 did not come to 127.0.0.1:" in each
-    in_time = r"RuntimeError: rank 2 of 3 did not come .* within \d+ s, the strategy's timeout; look at"
+        assert f"[rank{rank}] rank 2 of 3 has not joined at 127.0.0.1:" in each
+    in_time = r"RuntimeError: rank 2 of 3 has not joined .* after \d+ s; that is the strategy's timeout: look at"
     assert re.search(in_time, said[0]), said
     assert re.search(in_time, said[1]) or "while ranks joined: that is rank 0" in said[1], said
 
@@ -252,6 +164,6 @@ def test_who_waits_under_slurm_is_told_of_srun(
         monkeypatch.setenv(f"SLURM_{name}", str(value))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
-    with pytest.raises(RuntimeError, match=r"rank 1 of 2 did not come .*; under SLURM, srun starts all ranks: srun "):
-        roll_call.RollCall(SLURMEnvironment()).wait(timedelta(seconds=0.1))
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2 has not joined .*; under SLURM, srun starts all ranks: srun "):
+        roll_call.wait_for_all(SLURMEnvironment(), timedelta(seconds=0.1))
     assert ("srun python SCRIPT; still waiting" in capsys.readouterr().err) != started_by_srun

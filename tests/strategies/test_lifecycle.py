@@ -277,6 +277,41 @@ def test_a_strategy_reads_checkpoints_before_it_has_a_trainer(tmp_path: Path) ->
         assert strategy.load_checkpoint(tmp_path / "a.ckpt")["state_dict"]["weight"].tolist() == [1, 1]
 
 
+class Validated(Deferred):
+    """A start hook may draw, or seed, after the sanity check and before the loader shuffles."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        self.hook, self.drawn = hook, list[float]()
+
+    def on_train_start(self) -> None:
+        if self.hook == "draws":
+            torch.rand(3)
+        elif self.hook == "seeds":
+            torch.manual_seed(11)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_start(batch, batch_idx)
+        self.drawn.append(float(torch.rand(())))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.training_step(batch, batch_idx)
+
+
+def order_after_sanity_check(strategy: Any, hook: str) -> tuple[list[float], list[float]]:
+    torch.manual_seed(5)
+    data = DataLoader(torch.arange(16.0).repeat(8, 1).T, batch_size=4, shuffle=True)
+    module = Validated(hook)
+    trainer(strategy, max_epochs=2, num_sanity_val_steps=1).fit(module, data, DataLoader(torch.ones(8, 8), 4))
+    return module.seen, module.drawn
+
+
+@pytest.mark.parametrize("hook", ["", "draws", "seeds"])
+def test_a_batch_read_for_a_sanity_check_leaves_order_and_draws_as_on_one_device(hook: str) -> None:
+    (alone,) = run_on_ranks(1, order_after_sanity_check, "auto", hook)
+    assert run_on_ranks(2, order_after_sanity_check, PipelineParallelStrategy(microbatches=2), hook) == [alone, alone]
+
+
 class Slower(Callback):
     """One rank's clock runs ahead of the other's."""
 

@@ -20,7 +20,6 @@ from lightning_parallel import (
     Zero,
     ZeroStrategy,
 )
-from tests.heard import heard
 from tests.models import Plain, loaders
 from tests.ranks import RanksFailed, begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import made
@@ -89,7 +88,7 @@ class Talkative(LightningModule):
     def talk_of_metrics(self, metrics: nn.ModuleDict, error: Tensor, guesses: Tensor, targets: Tensor) -> None:
         labels = (targets > 0).int()
         metrics["mean"](error)
-        metrics["mean_of_losses"](error.mean())
+        metrics["mean_of_losses"](error.mean(), weight=len(error))
         metrics["sum"](error)
         metrics["min"].update(error)
         metrics["max"].update(error)
@@ -246,7 +245,7 @@ def test_what_only_rank_zero_reads_waits_for_nobody():
 
 
 class Reducing(Plain):
-    """Reduces a mean, a count, the largest and what is the same everywhere in every way that there is."""
+    """Logs means, counts and extremes, each under the reduction by which the parts of a batch are combined."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.reduce(batch, batch_idx)
@@ -258,16 +257,20 @@ class Reducing(Plain):
         logits, errors = self.score(batch)
         loss = nn.functional.cross_entropy(logits, batch[1]) + errors.square().mean()
         hits = (logits.argmax(-1) == batch[1]).sum()
-        values = {"mean": loss, "squares": errors.square().mean().item(), "hits": hits.float(), "batches": 1.0}
-        values |= {"largest": errors.abs().max(), "share": hits.item() / len(logits), "samples": float(len(logits))}
-        for how in ("mean", "sum", "max", "min"):
-            for name, value in values.items():
-                if name == "samples" and how != "sum":
-                    continue  # a number may be like a count by chance: such are reduced as reduce_fx says
+        values = {
+            "mean": {"loss": loss, "squares": errors.square().mean().item(), "share": hits.item() / len(logits)},
+            "sum": {"hits": hits.float(), "hits_item": hits.item(), "samples": float(len(logits))},
+            "max": {"largest": errors.abs().max(), "largest_item": errors.abs().max().item()},
+            "min": {"smallest": errors.abs().min()},
+        }
+        for how, some in values.items():
+            for name, value in some.items():
                 self.log(f"{how}_of_{name}", value, reduce_fx=how, on_step=True, on_epoch=True)
                 self.log(f"epoch_{how}_of_{name}", value, reduce_fx=how, on_step=False, on_epoch=True)
-            if batch_idx:
-                self.log(f"later_{how}", loss, reduce_fx=how, on_step=False, on_epoch=True)
+                if batch_idx:
+                    self.log(f"later_{how}_of_{name}", value, reduce_fx=how, on_step=False, on_epoch=True)
+        few = errors[:2].mean()  # of so many samples on each rank and in each microbatch
+        self.log("few", few, batch_size=2, on_step=True, on_epoch=True)
         return loss
 
 
@@ -303,26 +306,73 @@ def require_reduced(n: int, readers: int, strategy: Any, *sizes: int) -> None:
     expected = begun_on_one(reducing, None, 8, *sizes)
     for found in run_on_ranks(n, reducing, strategy, 8 // readers, *sizes):
         for (event, wanted), (_, got) in zip(expected.result(), found, strict=True):
-            assert got == pytest.approx(wanted, rel=1e-4, abs=1e-5), event
+            few = [name for name in wanted if name.startswith("few")]
+            assert {**got, **{name: wanted[name] for name in few}} == pytest.approx(wanted, rel=1e-4, abs=1e-5), event
 
 
-class Numbers(Plain):
-    """Logs numbers of which nothing tells how they were computed."""
+class Counts(Plain):
+    """Logs counts and a maximum by the default reduction, in every way in which it may be written."""
 
-    def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> Tensor:
-        output = super().training_step(batch, batch_idx)
-        numbers = batch[0].numpy()
-        self.log_dict({name: float(numbers.std()) + k for k, name in enumerate(("b", "a", "c"))})
-        return output["loss"]
+    def __init__(self, compiled: bool = False) -> None:
+        super().__init__()
+        self.scored = torch.compile(self.score, backend="eager") if compiled else self.score
+        self.best = 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits, _ = self.scored(batch)
+        hits = (logits.argmax(-1) == batch[1]).float()
+        self.best = max(self.best, hits.mean().item())
+        values = {"tensor": hits.sum(), "item": hits.sum().item(), "numpy": float(hits.detach().numpy().sum())}
+        values["late"] = hits.mean() if batch_idx < 2 else hits.sum()  # a mean first, and a sum later
+        self.log_dict({**values, "best": self.best})
+        self.log("weighed", hits[0], batch_size=int(hits.sum()) + 1)
+        self.seen.append([hits.sum().item(), hits.mean().item(), self.best, hits[0].item()])
+        return nn.functional.cross_entropy(logits, batch[1])
+
+    def on_fit_start(self) -> None:
+        self.seen: list[list[float]] = []
+        self.shown: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.shown.append({name: float(value) for name, value in self.trainer.callback_metrics.items()})
 
 
-def told_of_numbers(strategy: Any) -> list[str]:
-    with heard() as lines:
-        trainer(strategy(), max_epochs=2).fit(Numbers(), *loaders("plain", 8, samples=32, val_samples=8))
-    return [line for line in lines if "could not be seen" in line]
+def counted(compiled: bool) -> Any:
+    torch.manual_seed(0)
+    module = Counts(compiled)
+    trainer(DataParallelStrategy(), max_epochs=1).fit(module, *loaders("plain", 4, samples=32, val_samples=8))
+    return module.seen, module.shown
 
 
-@sampled(1, "strategy", [DataParallelStrategy, partial(PipelineParallelStrategy, microbatches=2)])
-def test_one_line_tells_all_names_of_which_nobody_saw_how_to_combine_them(strategy: Any) -> None:
-    (lines,) = [lines for lines in run_on_ranks(2, told_of_numbers, strategy) if lines]
-    assert [line.partition(":")[0] for line in lines] == ["a, b, c"]
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_mean_is_that_of_ranks_however_a_value_was_made(compiled: bool) -> None:
+    (one, shown), (other, also_shown) = run_on_ranks(2, counted, compiled)
+    assert shown == also_shown
+    for batch_idx, (mine, theirs, found) in enumerate(zip(one, other, shown, strict=True)):
+        hits, rate, best, _ = [(a + b) / 2 for a, b in zip(mine, theirs, strict=True)]
+        assert {found[name] for name in ("tensor", "item", "numpy")} == {hits}
+        assert found["late"] == pytest.approx(rate if batch_idx < 2 else hits)
+        assert found["best"] == pytest.approx(best)
+        weights = mine[0] + 1, theirs[0] + 1
+        assert found["weighed"] == pytest.approx((mine[3] * weights[0] + theirs[3] * weights[1]) / sum(weights))
+
+
+class NewName(Plain):
+    """Logs a count under a name that comes up after the first batch, and for a second loader."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.log(f"samples_{dataloader_idx}", len(batch[0]), reduce_fx="sum", add_dataloader_idx=False)
+        if batch_idx:
+            self.log(f"later_{dataloader_idx}", len(batch[0]), reduce_fx="sum", add_dataloader_idx=False)
+
+
+def named() -> dict[str, float]:
+    run, (_, val) = trainer(DataParallelStrategy()), loaders("plain", 4, samples=8, val_samples=24)
+    run.validate(NewName(), [val, val], verbose=False)
+    return {name: float(value) for name, value in run.callback_metrics.items()}
+
+
+@pytest.mark.filterwarnings("ignore:.*needs to be floating")
+def test_a_sum_under_a_new_name_is_that_of_all_ranks() -> None:
+    for found in run_on_ranks(2, named):
+        assert found == {"samples_0": 24, "samples_1": 24, "later_0": 16, "later_1": 16}

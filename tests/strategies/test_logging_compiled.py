@@ -27,7 +27,6 @@ class Logs(Plain):
 
     def __init__(self, compiled: bool = False) -> None:
         super().__init__(blocks=2)
-        self.compiled = compiled
         self.scored: Callable[..., Any] = (
             torch.compile(scored, backend="aot_eager", fullgraph=True) if compiled else scored
         )
@@ -36,9 +35,7 @@ class Logs(Plain):
         logits, errors = self.score(batch)
         loss, hits = self.scored(logits, batch[1])
         self.log("train_loss", loss, on_epoch=True)
-        if not self.compiled:  # what a compiled function makes of samples is not seen
-            self.log("loss_sum", loss, reduce_fx="sum", on_step=False, on_epoch=True)
-        self.log("error_sum", errors.abs().mean(), reduce_fx="sum", on_step=False, on_epoch=True)
+        self.log("error_sum", errors.abs().sum(), reduce_fx="sum", on_step=False, on_epoch=True)
         self.log("hits", hits.float(), reduce_fx="sum", on_step=False, on_epoch=True)
         self.log("highest", logits.max(), reduce_fx="max", on_step=False, on_epoch=True)
         return loss

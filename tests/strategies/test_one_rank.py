@@ -148,8 +148,8 @@ class Averages(Plain):
 ROWS = DataLoader(torch.randn(4, WIDTH), 2)
 REFUSED: list[tuple[Callable[[], LightningModule], DataLoader[Any], str]] = [
     (OwnKind, ROWS, r"stem.weight is of the class Scaled, and Zero.*\(parameter.scaled = True\)"),
-    (Halves, ROWS, "the hook on the gradient of stem.weight would not be called with"),
-    (Averages, ROWS, r"the hook of SGD \(register_step_post_hook\) would find the part"),
+    (Halves, ROWS, "the hook of torch on stem.weight would see a part of its gradient"),
+    (Averages, ROWS, "the step hook of SGD would see the shards that each rank steps"),
     (Scripted, DataLoader(torch.zeros(4, 5, dtype=torch.int64), 2), "net.5 is a module of TorchScript"),
 ]
 

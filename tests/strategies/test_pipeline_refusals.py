@@ -253,10 +253,8 @@ def test_callbacks_that_replace_parameters() -> None:
         assert "ModelPruning puts whole parameters and masks in the place of parameters" in message
 
 
-def test_calls_between_steps() -> None:
-    said = r"blocks\.\d was called outside of a step, but .* on another rank .* Call the model in a step"
-    for message in refused(CallsInSecret, PP2):
-        assert re.search(said, message), message
+def test_calls_between_steps_are_not_refused() -> None:
+    run_on_ranks(2, run, CallsInSecret, PP2)
 
 
 def test_during_a_step() -> None:

@@ -1,9 +1,9 @@
 """Everything of Lightning's that hangs on values or on parameters does under a pipeline what it does on one device."""
 
 import warnings
-from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel import ActivationCheckpoint, HybridStrategy, PipelineParallel, Zero
 from tests.curves import check_parity, compare
+from tests.heard import heard
 from tests.models import Plain, build, loaders, points
 from tests.ranks import run_on_ranks
 from tests.strategies.one_and_two import PIPELINE, ZBV, MakeStrategy, made, on_one_and_two, require_like, scratch
@@ -148,66 +149,87 @@ def test_a_summary_is_of_the_whole_model() -> None:
 
 
 class Keeping(Plain):
-    """Keeps values for the end of the epoch, in all the ways that users do."""
+    """Keeps values for the end of the epoch, in ways that a pipeline sends to all ranks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.losses: list[Tensor] = []
-        self.outputs: dict[str, list[Any]] = {"logits": [], "classes": []}
-        self.steps, self.samples, self.average, self.largest = 0, 0, 0.0, torch.zeros(2)
-        self.calls: dict[str, int] = {}
-        self.rows: Any = defaultdict(list)
-        self.by_loader: list[list[Tensor]] = [[], []]
+        self.classes: list[int] = []
+        self.rows: list[dict[str, Tensor]] = []
+        self.samples, self.first, self.largest = 0, 0, torch.zeros(2)
         self.table = {str(number): number for number in range(3)}
-        self.note: Any = None
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.calls["train"] = self.calls.get("train", 0) + 1  # before the blocks
+        self.first += 1  # before the blocks
         output = super().training_step(batch, batch_idx)
-        self.losses.append(output["loss"].detach())
-        self.outputs["logits"].append(output["logits"])
-        self.outputs["classes"].extend(output["logits"].argmax(-1).tolist())
-        self.steps, self.samples = self.steps + 1, self.samples + len(batch[0])
-        self.average = 0.9 * self.average + 0.1 * output["loss"].item()
-        self.last, self.largest[0] = output["loss"].detach(), 1.0
-        self.by_loader[batch_idx % 2].append(output["loss"].detach())
-        self.note = lambda: None  # of no kind that could be sent: it stays where it is made
-        self.rows["train"].append({"loss": output["loss"], "classes": output["logits"].argmax(-1)})
+        self.losses.append(output["loss"].detach() * len(batch[0]))
+        self.classes += output["logits"].argmax(-1).tolist()
+        self.rows.append({"loss": output["loss"], "classes": output["logits"].argmax(-1)})
+        self.samples += len(batch[0])
+        self.last, self.largest[0] = batch[0][-1], 1.0
         return output
 
     def on_train_epoch_end(self) -> None:
-        assert len(self.losses) == 3
-        self.log("mean_of_losses", torch.stack(self.losses).mean())
-        self.log("sum_of_logits", torch.cat(self.outputs["logits"]).sum())
-        self.log("sum_of_classes", float(sum(self.outputs["classes"])))
-        rows = self.rows["train"]
-        self.log("mean_of_rows", torch.stack([row["loss"] for row in rows]).mean())
-        self.log("sum_of_rows", torch.cat([row["classes"] for row in rows]).sum().float())
-        self.rows.clear()
+        self.log("mean_of_losses", torch.stack(self.losses).sum() / len(self.classes))
+        self.log("sum_of_classes", float(sum(self.classes)))
+        self.log("sum_of_rows", torch.cat([row["classes"] for row in self.rows]).sum().float())
         self.losses.clear()
-        for kept in self.outputs.values():
-            kept.clear()
+        self.classes.clear()
+        self.rows = []
 
 
 def kept(strategy: MakeStrategy | None) -> Any:
+    torch.manual_seed(0)
     model = Keeping()
     run = trainer(made(strategy), max_epochs=2)
     run.fit(model, *loaders("plain", 8, samples=22, val_samples=8))  # the last batch has 6, its microbatches 2 or 1
     values = {name: float(value) for name, value in run.callback_metrics.items()}
-    numbers = model.steps, model.samples, model.average, model.last, model.largest, model.calls, len(model.losses)
-    return values, numbers, model.by_loader, model.table
+    return [values, model.samples, model.last, model.largest, model.table, len(model.losses)], model.first
 
 
 @sampled(1, "strategy", [PIPELINE, ZBV], ids=["1f1b", "zbv"])
-def test_what_a_step_keeps_is_that_of_one_device_on_every_rank(strategy: MakeStrategy) -> None:
-    expected, found = on_one_and_two(with_seed, strategy)
-    for rank in found:
+def test_what_a_step_sets_and_appends_is_on_every_rank(strategy: MakeStrategy) -> None:
+    (expected, steps), found = on_one_and_two(kept, strategy)
+    for rank, calls in found:
         require_like(expected, rank)
+        assert (steps, calls) == (6, 6 * 4)  # once for each microbatch
 
 
-def with_seed(strategy: MakeStrategy | None) -> Any:
-    torch.manual_seed(0)
-    return kept(strategy)
+class KeepsDeeper(Plain):
+    """Changes what is in containers and objects, and keeps what cannot be sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: dict[int, float] = {}
+        self.outputs: dict[str, list[Any]] = {"logits": []}
+        self.unlike = SimpleNamespace(hits=0)
+        self.note: Any = None
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        self.history[batch_idx] = output["loss"].item()
+        self.outputs["logits"].append(output["logits"].detach())
+        self.unlike.hits += 1
+        self.note = lambda: None
+        return output
+
+
+def deeper() -> tuple[list[str], list[int]]:
+    with heard() as lines:
+        model = KeepsDeeper()
+        trainer(PIPELINE(), max_epochs=2).fit(model, *loaders("plain", 8, samples=24, val_samples=8))
+    told = [line for line in lines if "stays on the rank of the last stage" in line]
+    return told, [len(model.history), len(model.outputs["logits"]), model.unlike.hits]
+
+
+def test_what_it_changes_deeper_stays_on_the_last_stage_and_is_told_once() -> None:
+    (told, first), (others, last) = run_on_ranks(2, deeper)
+    (line,) = told
+    assert line.startswith("self.history, self.outputs, self.unlike, self.note: ")
+    assert "on_train_batch_end(outputs, ...)" in line
+    assert not others
+    assert first == [0, 0, 0]
+    assert last == [3, 24, 24]
 
 
 # ---------------------------------------------------------------- beside other techniques
@@ -325,7 +347,7 @@ class Doubles(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         output = super().training_step(batch, batch_idx)
         self.log("doubled", output["loss"] * 2)
-        self.log("sum_of_classes", batch[1].sum())
+        self.log("sum_of_classes", batch[1].sum(), reduce_fx="sum")
         return output
 
 

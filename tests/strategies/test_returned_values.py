@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_parallel import ZeroStrategy
+from tests.heard import heard
 from tests.models import Plain, loaders, points
 from tests.ranks import run_on_ranks
 from tests.strategies.one_and_two import PIPELINE, MakeStrategy, made, on_one_and_two, require_like
@@ -16,17 +17,8 @@ from tests.strategies.test_pipeline_run import Sees
 from tests.trainers import trainer
 
 
-class Table:
-    """Compares entry by entry, as tables of other libraries do."""
-
-    def __eq__(self, other: object) -> Any:
-        return np.array([True, False])
-
-    __hash__ = None  # type: ignore[assignment]
-
-
 class Returning(Plain):
-    """Returns counts, texts, nothing, extremes and statistics, beside samples."""
+    """Returns rows of samples, means, constants, texts and nothing."""
 
     def training_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
         output = super().training_step(batch, batch_idx)
@@ -38,18 +30,15 @@ class Returning(Plain):
     def about(self, batch: tuple[Tensor, Tensor, Tensor], logits: Tensor) -> dict[str, Any]:
         hit = logits.argmax(-1) == batch[1]
         return {
-            "samples": len(logits),
-            "hits": int(hit.sum()),
-            "hit": hit.sum(),
             "correct": hit.tolist(),
-            "highest": logits.max(),
-            "lowest": float(logits.min()),
-            "mean": logits.mean(0),
+            "mean": logits.mean(),
+            "twice": logits.mean() * 2,
             "accuracy": hit.float().mean().item(),
             "classes": logits.shape[1],
             "text": "of the step",
             "nothing": None,
-            "pair": (logits, [hit.sum(), logits.amax(0)]),
+            "pair": (logits, [hit, logits.square().mean()]),
+            "items": [{"logits": row, "class": int(row.argmax())} for row in logits],
         }
 
 
@@ -76,30 +65,41 @@ def test_what_a_step_returns_is_that_of_the_whole_batch() -> None:
         require_like(expected, rank)
 
 
+class Table:
+    """Compares entry by entry, as tables of other libraries do."""
+
+    def __eq__(self, other: object) -> Any:
+        return np.array([True, False])
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 class Unclear(Plain):
+    """Returns what is neither rows of samples nor a mean."""
+
     def predict_step(self, batch: tuple[Tensor, Tensor, Tensor], batch_idx: int) -> dict[str, Any]:
-        first = float(self(batch[0])[0][0, 0])
-        return {"text": f"begins with {first}", "table": Table(), "sometimes": None if first > 0 else first}
+        logits = self(batch[0])[0]
+        first = float(logits[0, 0])
+        hits = (batch[1] == 0).sum()
+        found: dict[str, Any] = {"rows": logits, "hits": int(hits), "counted": {"hits": hits}}
+        return {**found, "means": logits.mean(0), "text": f"begins with {first}", "table": Table()}
 
 
-def unclear() -> list[str]:
-    said: list[str] = []
-    import logging
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            said.append(record.getMessage())
-
-    logging.getLogger("lightning_parallel").addHandler(Keep())
+def unclear() -> tuple[list[str], Any]:
     torch.manual_seed(0)
-    run = trainer(PIPELINE(), max_epochs=1)
-    outputs: Any = run.predict(Unclear(), DataLoader(points(16, seed=1), 16))
-    assert outputs[0]["text"].startswith("begins with")
-    return [line for line in said if "what predict_step returns: combined from the parts" in line]
+    with heard() as lines:
+        run = trainer(PIPELINE(), max_epochs=1)
+        (output,) = run.predict(Unclear(), DataLoader(points(16, seed=5), 16))  # type: ignore[misc, arg-type]
+    return [line for line in lines if "differs between microbatches" in line], output
 
 
-def test_what_cannot_be_put_together_is_told() -> None:
-    assert [len(lines) for lines in run_on_ranks(2, unclear)] == [0, 1]
+def test_what_cannot_be_put_together_is_told_once() -> None:
+    ((line,), output), (others, _) = run_on_ranks(2, unclear)
+    assert "returns as hits, counted.hits, means, text, table differs between microbatches" in line
+    assert not others
+    assert output["hits"] == float(output["counted"]["hits"]) == (0 + 3 + 1 + 1) / 4
+    torch.testing.assert_close(output["means"], output["rows"].mean(0))
+    assert output["text"].startswith("begins with")
 
 
 class Views(Plain):

@@ -9,7 +9,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_parallel import DataParallel, HybridStrategy, PipelineParallel
-from lightning_parallel.strategies.ranks import agreement
+from lightning_parallel.strategies.data.shares import is_compared
+from lightning_parallel.strategies.ranks import sync
 from tests.models import build, points
 from tests.ranks import ranks
 from tests.tiers import sampled
@@ -46,6 +47,10 @@ def fit(loader, size, **options):
     techniques = [PipelineParallel(2, microbatches=2), DataParallel(size)]
     run = trainer(HybridStrategy(*techniques), max_epochs=1, **options)
     run.fit(build("plain"), loader, DataLoader(points(8, seed=2)))
+
+
+def test_the_first_batches_of_a_pass_and_every_64th_are_compared():
+    assert [number for number in range(130) if is_compared(number)] == [*range(8), 64, 128]
 
 
 @ranks(2)
@@ -103,7 +108,7 @@ class Said(Callback):
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if batch_idx == 0:
-            self.patch = mock.patch.object(agreement, "gather_objects", side_effect=self.count)
+            self.patch = mock.patch.object(sync, "gather_objects", side_effect=self.count)
             self.patch.start()
         elif batch_idx == 4:
             self.patch.stop()

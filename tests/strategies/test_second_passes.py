@@ -255,7 +255,15 @@ def test_so_they_do_with_accumulation_and_clipping(layout: str, kind: type[Model
     require_alike(layout, kind, accumulate_grad_batches=2, gradient_clip_val=0.3)
 
 
-@pytest.mark.parametrize("kind", [SharpnessAware, RestoresCopies])
-def test_two_passes_in_a_pipeline_are_refused(kind: type[Model]) -> None:
-    with pytest.raises(RanksFailed, match="optimizer_step looks at the model, but while it runs a rank of a pipeline"):
-        run_on_ranks(2, trained, kind, [PipelineParallel(2)], 8)
+@covering(keep=1, ranks=[2, 4], kind=KINDS[:3], run=[{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}])
+def test_so_they_do_in_a_pipeline(ranks: int, kind: type[Model], run: dict[str, Any]) -> None:
+    expected = begun_on_one(trained, kind, [], 8, **run)
+    techniques = [PipelineParallel(2), Zero(2, stage=2)][: ranks // 2]
+    for found in run_on_ranks(ranks, trained, kind, techniques, 16 // ranks, **run):
+        for one, other in zip(found, expected.result(), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+
+
+def test_an_optimizer_that_looks_at_all_gradients_is_refused_in_a_pipeline() -> None:
+    with pytest.raises(RanksFailed, match=r"step of a parameter depend on other parameters .* or use ZeroStrategy"):
+        run_on_ranks(2, trained, InTwoCalls, [PipelineParallel(2)], 8)

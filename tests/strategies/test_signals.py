@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_parallel import ZeroStrategy
-from lightning_parallel.strategies.ranks.signals import end_children
+from lightning_parallel.strategies.ranks.launchers import end_children
 from tests.ranks import run_on_ranks
 
 

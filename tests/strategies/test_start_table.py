@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_parallel import (
     DataParallel,
@@ -72,14 +72,14 @@ def counted_and_held(strategy, optimizer):
 @ranks(2)
 def test_it_counts_what_ranks_hold(strategy, optimizer):
     row, held = counted_and_held(strategy(), optimizer)
-    assert (row.parameters, row.gradients, row.states) == (held.given, held.left, held.states)
+    assert (row.parameters, row.gradients) == (held.given, held.left)
 
 
 @pytest.mark.exhaustive
 @ranks(4)
 def test_it_counts_what_ranks_hold_of_a_hybrid():
     row, held = counted_and_held(HybridStrategy(PipelineParallel(2), Zero(2, stage=2)), ADAM)
-    assert (row.parameters, row.gradients, row.states) == (held.given, held.left, held.states)
+    assert (row.parameters, row.gradients) == (held.given, held.left)
 
 
 @ranks(2)
@@ -96,22 +96,6 @@ def test_a_pipeline_shows_its_blocks_and_the_global_batch():
     assert first.split()[:4] == ["0", "0", "network.model.layers", "0"]
     assert second.split()[:4] == ["1", "1", "network.model.layers", "1-3"]
     assert batch == "Global batch: 8 samples = 4 a batch x 2 accumulated x 1 readers"
-
-
-class Unknown(torch.optim.SGD):
-    """Nobody can say what a user's own optimizer keeps before it has stepped."""
-
-
-def test_states_of_others_optimizers_are_not_guessed():
-    parameter = nn.Parameter(torch.ones(3))
-    stored = {parameter: parameter}
-    assert start_table.state_bytes(Unknown([parameter], lr=1.0), stored) is None
-    assert start_table.state_bytes(torch.optim.LBFGS([parameter]), stored) is None
-    assert start_table.state_bytes(torch.optim.Adafactor([parameter]), stored) is None
-    assert start_table.state_bytes(torch.optim.Adam([parameter]), stored) == 4 * (3 + 3 + 1)
-    assert start_table.state_bytes(torch.optim.Adam([parameter], capturable=False, fused=True), stored) == 4 * (
-        3 + 3 + 1
-    )
 
 
 def rows(sizes, states=3 * 2**30):

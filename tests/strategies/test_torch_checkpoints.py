@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from lightning_parallel import (
     Zero,
     ZeroStrategy,
 )
+from lightning_parallel.strategies.mesh_strategy import MeshStrategy
 from tests.models import build, loaders
 from tests.ranks import run_on_ranks
 from tests.tiers import covering
@@ -35,24 +37,33 @@ LAYOUTS: dict[str, tuple[int, Strategy]] = {
 }
 
 
+def wholes(trainer: Trainer, **options: Any) -> AbstractContextManager[None]:
+    """Inside, parameters are plain whole tensors on every rank, as on one device."""
+    strategy = trainer.strategy
+    return strategy.full_parameters(**options) if isinstance(strategy, MeshStrategy) else nullcontext()
+
+
 class Saves(Callback):
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        save({"model": module.state_dict()}, checkpoint_id=self.folder)
+        with wholes(trainer):
+            save({"model": module.state_dict()}, checkpoint_id=self.folder)
 
 
 class SavesByTorch(Saves):
     """Through the functions that torch has for it."""
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        save({"model": get_model_state_dict(module)}, checkpoint_id=self.folder)
+        with wholes(trainer):
+            save({"model": get_model_state_dict(module)}, checkpoint_id=self.folder)
 
 
 class Loads(Saves):
     def on_train_start(self, trainer: Trainer, module: LightningModule) -> None:
-        self.load(module)
+        with wholes(trainer, writable=True):
+            self.load(module)
         trainer.should_stop = True  # before a step is taken
 
     def load(self, module: LightningModule) -> None:

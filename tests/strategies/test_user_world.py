@@ -23,7 +23,7 @@ from tests.ranks import begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import MakeStrategy, made
 from tests.trainers import trainer
 
-STEPS = ("training_step", "validation_step", "configure_optimizers", "setup")
+STEPS = {"training_step", "validation_step"}
 HOOKS = ("on_fit_start", "on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end", "on_train_end")
 
 
@@ -111,7 +111,10 @@ def test_a_loss_that_gathers_and_a_rate_that_grows_with_the_world_are_one_device
         [(readers, reader) for reader in range(readers)] * (ranks // readers)
     )
     for rank, (weights, val, worlds, (_, reader), after) in enumerate(got):
-        assert worlds == dict.fromkeys((*STEPS, *HOOKS, "callback"), (readers, reader, readers))
+        assert set(worlds.values()) == {(readers, reader, readers)}
+        # what a step notes in an object stays on the ranks of a pipeline's last stage
+        assert worlds.keys() - STEPS == {*HOOKS, "callback", "configure_optimizers", "setup"}
+        assert any(other.keys() >= STEPS for _, _, other, mine, _ in got if mine[1] == reader)
         assert after == ranks
         compare_weights(expected.result()[0], weights, 1e-9, where=f"rank {rank}: ")
         assert val == pytest.approx(expected.result()[1], rel=1e-9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_parallel import DataParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy, ZeroStrategy
-from lightning_parallel.strategies.ranks.watchdog import Place, in_one_line, ranks_behind
+from lightning_parallel.strategies.ranks.watchdog import Place, ranks_behind, summary
 from tests.ranks import run_on_ranks
 from tests.strategies.test_failures import Regression, loader
 from tests.tiers import sampled
@@ -35,7 +36,7 @@ SHORT = timedelta(seconds=4)
 def told(module: LightningModule) -> str:
     watchdog = module.trainer.strategy._watchdog
     assert watchdog is not None
-    return str(watchdog.told)
+    return str(watchdog.report)
 
 
 def lingers(ranks: list[int], module: LightningModule) -> None:
@@ -48,7 +49,7 @@ def trained(make: Callable[..., Any], event: Callable[[LightningModule], None]) 
     module = Regression("training_step", event)
     fitting = trainer(make(timeout=SHORT), max_steps=3)
     fitting.fit(module, loader())
-    return str(fitting.strategy._watchdog.told)
+    return str(fitting.strategy._watchdog.report)
 
 
 @sampled(1, "layout", LAYOUTS)
@@ -56,7 +57,7 @@ def test_a_rank_that_does_not_come_is_named(layout: str) -> None:
     ends = run_on_ranks(2, trained, LAYOUTS[layout], partial(lingers, [1]))
     for rank, said in enumerate(ends):
         head, *places = said.splitlines()
-        assert head == "ranks wait, and not all have come; behind: 1"
+        assert head.startswith("rank 1 is behind: it is in lingers (test_watchdog.py:")
         assert places[0].startswith("  rank 1 is in lingers (test_watchdog.py:")
         assert " of step 1 for " in places[0]
         assert "in training_step" in places[0]
@@ -71,11 +72,10 @@ def all_linger(module: LightningModule) -> None:
         return
     answered, tell = threading.Event(), watchdog._tell
 
-    def telling(places: Any) -> str:
-        said = tell(places)
+    def telling(places: Any) -> None:
+        tell(places)
         watchdog._patience = math.inf
         answered.set()
-        return said
 
     with mock.patch.object(watchdog, "_tell", telling):
         dist.barrier()
@@ -102,8 +102,25 @@ def failed() -> list[str]:
 
 
 def test_errors_that_follow_say_who_was_waited_for() -> None:
-    for (said,) in run_on_ranks(2, failed):
-        assert said.startswith("ranks wait, and not all have come; behind: 1\n")
+    for said, *_ in run_on_ranks(2, failed):
+        assert said.startswith("rank 1 is behind: it is in lingers (")
+
+
+def read_by_one(module: LightningModule) -> None:
+    """Gathers a parameter on one rank, to which the other comes only when the watchdog has spoken."""
+    lingers([1], module)
+    float(next(module.parameters()).detach()[0].sum())
+
+
+def reading() -> str:
+    fitting = trainer(ZeroStrategy(timeout=SHORT), max_steps=3)
+    fitting.fit(Regression("on_train_batch_end", read_by_one), loader())
+    return str(fitting.strategy._watchdog.report)
+
+
+def test_a_hook_that_reads_a_shard_on_one_rank_only_is_named_with_its_line() -> None:
+    said, _ = run_on_ranks(2, reading)
+    assert re.search(r"rank 0 waits in .*(\n.*)*test_watchdog.py:\d+ in read_by_one", said), said
 
 
 HERE = Place(waits=True, step=3, function="all_reduce", stack=[], begun={"world": 4, "dp": 2})
@@ -153,14 +170,14 @@ LINES = {
 
 @pytest.mark.parametrize("line", LINES)
 def test_who_is_behind_in_one_line(line: str) -> None:
-    assert in_one_line(*LINES[line]) == line
+    assert summary(*LINES[line]) == line
 
 
 def has_gone_on() -> str:
     fitting = trainer(DataParallelStrategy(timeout=SHORT), max_steps=3)
     fitting.fit(Regression("training_step", partial(lingers, [1])), loader())
-    return str(fitting.strategy._watchdog.last_words())
+    return str(fitting.strategy._watchdog.hang_summary())
 
 
-def test_of_a_hang_that_is_over_there_are_no_last_words() -> None:
+def test_of_a_hang_that_is_over_there_is_no_summary() -> None:
     assert run_on_ranks(2, has_gone_on) == ["", ""]

@@ -33,7 +33,7 @@ from lightning_parallel import (
 )
 from lightning_parallel.mesh import Axis, Size, resolve_sizes
 from lightning_parallel.techniques.division import Division, PartitionContext
-from lightning_parallel.techniques.step import BatchInfo, Step, StepFn, WrappedStep
+from lightning_parallel.techniques.step import BatchContext, Step, StepFn, WrappedStep
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from tests.curves import SMALL, compare, curve
 from tests.grounds import ground
@@ -111,9 +111,9 @@ class ToldStep(WrappedStep):
         self.name, self.division = name, division
         self.latest[name] = self
 
-    def begin_batch(self, info: BatchInfo) -> None:
-        self.latest["info"] = info
-        super().begin_batch(info)
+    def begin_batch(self, batch: BatchContext) -> None:
+        self.latest["info"] = batch
+        super().begin_batch(batch)
 
     def forward(self, run: StepFn[T], *args: Any, **kwargs: Any) -> T:
         self.division.happened.append(self.name)

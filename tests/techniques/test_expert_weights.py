@@ -9,17 +9,16 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.func import functional_call, grad
 
 from lightning_parallel import DataParallel, ExpertParallel, ExpertParallelStrategy, TensorParallel, Zero
 from lightning_parallel.techniques.zero.sharded import parameters
 from tests.curves import Curve, compare, curve
-from tests.further.experts import Banked, Looped, Mixture
+from tests.further.experts import Banked, Mixture
 from tests.models import loaders
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.techniques.tensor_layouts import SHORT, adamw, hybrid
-from tests.tiers import sampled
 from tests.trainers import trainer
 
 
@@ -38,11 +37,10 @@ class Penalised(Mixture):
             self.log("slope", torch.stack(along).sum())
         small = 1e-2 * sum(parameter.square().sum() for parameter in self.parameters())
         first, second = (block.mixture.experts for block in self.network.blocks)
-        listed = isinstance(first, nn.ModuleList)
-        every = torch.stack([each.up.weight for each in first]) if listed else first.up
+        every = first.up
         alike = (every.flatten(1) @ every.flatten(1).T).square().mean()
         spectral = torch.linalg.matrix_norm(every[1], 2)
-        used = F.linear(tokens, second[2].up.weight if listed else second.up[2].T).square().mean()
+        used = F.linear(tokens, second.up[2].T).square().mean()
         with torch.no_grad():
             self.log("length", sum(parameter.norm() for parameter in first.parameters()))
             self.log("filled", sum(parameter.norm(0) for parameter in first.parameters()))
@@ -62,7 +60,6 @@ LAYOUTS: dict[str, Any] = {
 
 
 def trained(
-    mixture: type[nn.Module],
     make_strategy: Any,
     readers: int,
     model: type[Mixture] = Penalised,
@@ -76,14 +73,13 @@ def trained(
     try:
         return curve(
             partial(trainer, strategy, **options),
-            model(mixture, adamw),
-            loaders("looped_experts", 8 // readers, **SHORT),
+            model(Banked, adamw),
+            loaders("banked_experts", 8 // readers, **SHORT),
         )
     finally:
         parameters.UNIT_BYTES = before
 
 
-@sampled(1, "mixture", [Looped, Banked])
 @pytest.mark.parametrize(
     "layout",
     [
@@ -95,11 +91,11 @@ def trained(
         ),
     ],
 )
-def test_what_is_read_of_experts(layout: str, mixture: type[nn.Module]) -> None:
+def test_what_is_read_of_experts(layout: str) -> None:
     count, strategy, readers = LAYOUTS[layout]
-    expected = begun_on_one(trained, mixture, "auto", 1)
+    expected = begun_on_one(trained, "auto", 1)
     size = {"unit_bytes": 64} if "units" in layout else {}
-    for got in run_on_ranks(count, trained, mixture, strategy, readers, **size):
+    for got in run_on_ranks(count, trained, strategy, readers, **size):
         compare(expected.result(), got, 1e-9)
 
 
@@ -116,21 +112,19 @@ class Transformed(Mixture):
         return grad(lambda scale: (self.network(batch["input_ids"]) * scale).square().mean())(torch.ones(()).double())
 
 
-@sampled(1, "mixture", [Looped, Banked])
-def test_weights_that_a_step_made(mixture: type[nn.Module]) -> None:
-    expected = begun_on_one(trained, mixture, "auto", 1, Adapted)
-    for got in run_on_ranks(2, trained, mixture, partial(ExpertParallelStrategy, 2), 2, Adapted):
+def test_weights_that_a_step_made() -> None:
+    expected = begun_on_one(trained, "auto", 1, Adapted)
+    for got in run_on_ranks(2, trained, partial(ExpertParallelStrategy, 2), 2, Adapted):
         compare(expected.result(), got, 1e-9)
 
 
-def said(mixture: type[nn.Module]) -> str:
+def said() -> str:
     with pytest.raises(RuntimeError) as raised:
-        trained(mixture, partial(ExpertParallelStrategy, 2), 2, Transformed)
+        trained(partial(ExpertParallelStrategy, 2), 2, Transformed)
     return str(raised.value)
 
 
-@pytest.mark.parametrize("mixture", [Looped, Banked])
-def test_transforms_are_refused_with_a_remedy(mixture: type[nn.Module]) -> None:
-    for each in run_on_ranks(2, said, mixture):
+def test_transforms_are_refused_with_a_remedy() -> None:
+    for each in run_on_ranks(2, said):
         assert "calls network.blocks.0.mixture" in each
         assert "use torch.autograd.grad" in each

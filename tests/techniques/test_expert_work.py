@@ -1,10 +1,8 @@
-"""What experts over ranks cost, bytes and memory, and which tokens a capacity drops."""
+"""What experts over ranks cost: bytes and memory."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -21,19 +19,14 @@ from lightning_parallel import (
     ExpertParallelStrategy,
     HybridStrategy,
     ParallelPlan,
-    TensorParallel,
     Zero,
 )
 from lightning_parallel.mesh import AXES, ParallelMesh
-from lightning_parallel.techniques.expert_parallel import own_experts
-from recipes.moe import Experts, MoEConfig, MoEModule
-from tests.curves import compare, train
-from tests.further.experts import WIDTH, Bank
+from recipes.moe import Experts, MoEConfig
 from tests.grounds import ground
 from tests.live import GROUPED
 from tests.models import build, loaders
-from tests.ranks import begun_on_one, ranks, run_on_ranks
-from tests.techniques.tensor_layouts import SHORT, hybrid
+from tests.ranks import run_on_ranks
 from tests.techniques.test_context_work import counted
 from tests.tiers import sampled
 from tests.trainers import trainer
@@ -60,41 +53,40 @@ RECIPE = MoEConfig(vocab_size=8, context=8, dim=32, n_layers=1, n_heads=1, n_kv_
                    n_experts=E, top_k=K, expert_dim=16)  # fmt: skip
 
 
-def bytes_of_a_call(once: bool, dtype: torch.dtype, weights_dtype: torch.dtype) -> tuple[int, int]:
+def bytes_of_a_call(dtype: torch.dtype, weights_dtype: torch.dtype) -> tuple[int, int, int]:
     torch.manual_seed(0)
-    experts = divided(Experts(RECIPE).to(dtype), ExpertParallel(send_once=once))
+    experts = divided(Experts(RECIPE).to(dtype), ExpertParallel())
     weights, index = scores(torch.distributed.get_rank()).topk(K)
     tokens = torch.randn(TOKENS, RECIPE.dim, dtype=dtype, requires_grad=True)
     weights = weights.to(weights_dtype).requires_grad_()
-    experts(tokens, index, weights)  # the first call also compares
+    with counted() as first:  # it also measures, with own experts only
+        experts(tokens, index, weights)
     with counted() as forward:
         made = experts(tokens, index, weights)
     with counted() as backward:
         made.sum().backward()
-    return sum(forward), sum(backward)
+    return sum(first), sum(forward), sum(backward)
 
 
-def closed_form(rank: int, count: int, once: bool, width: int, weight_width: int) -> tuple[int, int]:
+def closed_form(rank: int, count: int, width: int, weight_width: int) -> tuple[int, int]:
     """Bytes that a rank sends, forward and backward, for tokens and weights of so many bytes an element."""
     rows = torch.zeros(count, count, dtype=torch.long)  # from, to
     for sender in range(count):
-        for chosen in scores(sender).topk(K).indices // (E // count):
-            for there in chosen.unique() if once else chosen:
-                rows[sender, there] += 1
+        for there in (scores(sender).topk(K).indices // (E // count)).flatten():
+            rows[sender, there] += 1
     rows.fill_diagonal_(0)
-    out, back = int(rows[rank].sum()), int(rows[:, rank].sum())
-    k = K if once else 1
-    token, weight = RECIPE.dim * width, k * weight_width
-    counts = 2 * 8 * (count - 1)
-    return counts + out * (token + 2 * weight) + back * token, out * token + back * (token + weight)
+    out, back, token = int(rows[rank].sum()), int(rows[:, rank].sum()), RECIPE.dim * width
+    counts = (E // count + 1) * 8 * (count - 1)
+    return counts + out * (token + weight_width) + back * token, out * token + back * (token + weight_width)
 
 
-@pytest.mark.parametrize("once", [True, False])
 @pytest.mark.parametrize("count", [2, 4])
-def test_bytes_are_those_of_the_closed_form(count: int, once: bool) -> None:
+def test_bytes_are_those_of_the_closed_form(count: int) -> None:
     for dtypes in ((torch.float64, torch.float64), (torch.bfloat16, torch.float32)):
-        found = run_on_ranks(count, bytes_of_a_call, once, *dtypes)
-        assert found == [closed_form(rank, count, once, *(d.itemsize for d in dtypes)) for rank in range(count)]
+        found = run_on_ranks(count, bytes_of_a_call, *dtypes)
+        expected = [closed_form(rank, count, *(d.itemsize for d in dtypes)) for rank in range(count)]
+        assert [(forward, backward) for _, forward, backward in found] == expected
+        assert all(first - forward <= 16 for first, forward, _ in found), "the first call gathers no experts"
 
 
 # ---------------------------------------------------------------- memory
@@ -180,7 +172,7 @@ class Watched(Callback):
 
 def largest(tokens: int) -> int:
     watch = Watched()
-    strategy = ExpertParallelStrategy(2, capacity_factor=1.0)
+    strategy = ExpertParallelStrategy(2)
     data = loaders("banked_experts", 2, samples=16, length=tokens // 2)
     run = {"max_steps": 2, "limit_val_batches": 0, "callbacks": [watch]}
     trainer(strategy, **run).fit(build("banked_experts", n=E), *data)
@@ -192,115 +184,3 @@ def test_nothing_is_of_the_size_of_tokens_times_experts_times_capacity() -> None
     capacity = 2 * tokens * k // E
     for found in run_on_ranks(2, largest, tokens):
         assert tokens * E < found <= 2 * tokens * k * features < tokens * E * capacity
-
-
-# ---------------------------------------------------------------- capacity
-
-
-def kept_slowly(index: Tensor, factor: float) -> Tensor:
-    """Which pairs of a whole batch have room: the first of each expert."""
-    limit = math.ceil(len(index) * index.shape[1] * factor / E)
-    taken = [0] * E
-    kept = torch.zeros_like(index, dtype=torch.bool)
-    for token, chosen in enumerate(index.tolist()):
-        for slot, expert in enumerate(chosen):
-            kept[token, slot] = taken[expert] < limit
-            taken[expert] += 1
-    return kept
-
-
-class Telling(Bank):
-    """Stacked experts that show what was dropped."""
-
-    drop_rate: float | Tensor = 0.0
-
-
-def crowded(count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens of a batch, which like some experts more than others."""
-    tokens = torch.randn(2 * TOKENS, WIDTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    liked = torch.cat([scores(0), scores(1)]) + torch.arange(E) / E
-    weights, index = liked.topk(K)
-    return tokens, index, weights
-
-
-def limited(factor: float, once: bool) -> tuple[Tensor, Tensor, float]:
-    """What comes out for this rank's tokens, what their gradients are, and what was dropped."""
-    torch.manual_seed(0)
-    experts = divided(Telling(E).double(), ExpertParallel(capacity_factor=factor, send_once=once))
-    count, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-    tokens, index, weights = (each.chunk(count)[rank] for each in crowded(count))
-    tokens.requires_grad_()
-    made = experts(tokens[None], index[None], weights[None])[0]
-    made.square().sum().backward()
-    return made.detach(), tokens.grad, float(experts.drop_rate)
-
-
-@sampled(2, "factor", [1.0, 1.3, 3.0])
-def test_the_first_of_the_batch_have_room(factor: float) -> None:
-    tokens, index, weights = crowded(1)
-    kept = kept_slowly(index, factor)
-    torch.manual_seed(0)
-    bank = Bank(E).double()
-    tokens.requires_grad_()
-    expected = bank(tokens[None], index[None], (weights * kept)[None])[0]
-    expected.square().sum().backward()
-    assert kept.all() == (factor == 3.0)
-    for count, once in ((1, True), (2, True), (2, False), (4, True)):
-        found = run_on_ranks(count, limited, factor, once)
-        torch.testing.assert_close(torch.cat([each[0] for each in found]), expected)
-        torch.testing.assert_close(torch.cat([each[1] for each in found]), tokens.grad)
-        assert [each[2] for each in found] == pytest.approx([1 - kept.double().mean().item()] * count)
-
-
-CAPPED = {
-    "ep2": (2, partial(ExpertParallelStrategy, 2, capacity_factor=1.0), 2),
-    "dp2 x tp2": (
-        4,
-        hybrid(DataParallel(2), TensorParallel(2, sequence_parallel=False), ExpertParallel(2, capacity_factor=1.0)),
-        2,
-    ),
-    "zero3, two copies": (4, hybrid(Zero(4), ExpertParallel(2, capacity_factor=1.0)), 4),
-}
-
-
-CAPPED_CELLS = [
-    ("ep2", "banked_experts"),
-    ("dp2 x tp2", "looped_experts"),
-    ("zero3, two copies", "flat_experts"),
-    ("ep2", "looped_experts"),
-    ("dp2 x tp2", "banked_experts"),
-]
-
-
-@sampled(1, ("layout", "column"), CAPPED_CELLS)
-def test_with_a_capacity_ranks_train_as_one_does(layout: str, column: str) -> None:
-    count, strategy, readers = CAPPED[layout]
-    run = {"max_epochs": 1, "precision": "64-true", "data": SHORT}
-    capped = begun_on_one(train, column, partial(ExpertParallelStrategy, capacity_factor=1.0), **run)
-    dropless = begun_on_one(train, column, partial(ExpertParallelStrategy), **run)
-    for got in run_on_ranks(count, train, column, strategy, data_ranks=readers, **run):
-        compare(capped.result(), got, 1e-9)
-    with pytest.raises(AssertionError):
-        compare(dropless.result(), capped.result(), 1e-3)
-
-
-@ranks(2)
-@pytest.mark.parametrize("column", ["dense_experts", "mixing_experts"])
-def test_no_capacity_where_no_tokens_travel(column: str) -> None:
-    strategy = ExpertParallelStrategy(capacity_factor=1.0)
-    with pytest.raises(ValueError, match=r"capacity_factor=1.0 drops tokens .* give its forward this form"):
-        trainer(strategy, max_steps=1).fit(build(column), *loaders(column, 2))
-
-
-@ranks(2)
-def test_what_is_dropped_is_logged() -> None:
-    module = MoEModule(
-        MoEConfig(vocab_size=64, context=16, dim=16, n_layers=2, n_heads=2, n_kv_heads=2, hidden_dim=16,
-                  n_experts=E, top_k=2, expert_dim=16),
-        learning_rate=1e-3, warmup_steps=1,
-    )  # fmt: skip
-    run = trainer(ExpertParallelStrategy(capacity_factor=1.0), max_steps=2, limit_val_batches=0)
-    run.fit(module, *loaders("banked_experts", 2))
-    assert 0 < run.callback_metrics["drop_rate"] < 1
-    assert "__get__" not in own_experts._TOLD, "who logs asks weights whether they are leaves"
-    assert all(part.drop_rate == 0 for part in module.modules() if isinstance(part, Experts))

@@ -143,7 +143,7 @@ class Evaluated(ByHand):
         hits, mask = tokens == target, target != 0
         self.log("loss", self.loss(*batch))
         self.log("accuracy", lp.mean(hits.double().sum(), mask.sum()), on_step=True)
-        self.log("percent", 100 * lp.mean(hits.sum(), mask.sum()))
+        self.log("percent", lp.mean(100 * hits.sum(), mask.sum()))
 
 
 def evaluated(strategy: Callable[[], Any], readers: int) -> Any:

@@ -26,7 +26,7 @@ from lightning_parallel.collectives.overlap import reaches_memory
 from lightning_parallel.collectives.point_to_point import IN_FLIGHT, Lane, share_object
 from lightning_parallel.collectives.rows import exchanged, told
 from lightning_parallel.collectives.samples import rows_of_all
-from lightning_parallel.strategies.ranks.backends import backend_for
+from lightning_parallel.strategies.ranks.launchers import backend_for
 from tests.pretended import WRONG, pretended_device
 from tests.ranks import ranks, run_on_ranks
 
@@ -285,7 +285,7 @@ def test_ranks_that_share_a_gpu_talk_through_the_host(
 
 @pytest.mark.parametrize("chosen", ["nccl", "cpu:gloo,cuda:nccl"])
 def test_nccl_does_not_talk_between_ranks_that_share_a_gpu(chosen: str) -> None:
-    with pytest.raises(ValueError, match=r"nccl' does not talk .* 3 ranks have 2; leave it out, or pass 'gloo'"):
+    with pytest.raises(ValueError, match=r"nccl' does not work .* 3 ranks have 2; leave it out, or pass 'gloo'"):
         backend_for([GPU, GPU, OTHER], chosen)
 
 

@@ -72,7 +72,8 @@ class Deferred:
         if not self._wanted and not self._kept:
             return
         _allocate(module, device, shards)
-        with elsewhere.shown(module, lambda shape: shape):
+        tree = elsewhere.tree_of(module)
+        with nullcontext() if tree is None else tree.whole():
             self._make(module, device, group)
         self._record, self._wanted, self._kept, self._orphans = None, {}, {}, None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +20,10 @@ from lightning_parallel.strategies.checkpoint import stock
 from lightning_parallel.strategies.checkpoint.files import AtomicCheckpointIO
 from lightning_parallel.strategies.checkpoint.options import CheckpointOptions
 from lightning_parallel.strategies.lightning_package import ModelCheckpoint, Trainer, TrainerFn
-from lightning_parallel.strategies.ranks.agreement import gather_objects, together
+from lightning_parallel.strategies.ranks.agreement import gather_objects, run_or_raise_on_all
 from lightning_parallel.strategies.trainer import lightnings
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, order=True)
-class Candidate:
-    """A checkpoint that can be opened."""
-
-    step: int
-    shown: bool  # not under a name that it had while it was made or removed
-    time: float
-    path: Path
 
 
 def offer(options: CheckpointOptions, trainer: Trainer, host: dist.ProcessGroup) -> None:
@@ -65,10 +54,10 @@ def chosen(trainer: Trainer, host: dist.ProcessGroup) -> str | None:
             "ModelCheckpoint(dirpath=...), or pass ckpt_path= to fit"
         )
 
-    def search() -> str | None:
-        return _newest(folders) if host.rank() == 0 else None
-
-    return gather_objects(together(search, "find a checkpoint to go on from", host), host)[0]
+    newest = run_or_raise_on_all(
+        lambda: _newest(folders) if host.rank() == 0 else None, "find a checkpoint to go on from", host
+    )
+    return gather_objects(newest, host)[0]
 
 
 def _folders_of(trainer: Trainer) -> list[Path]:
@@ -82,24 +71,24 @@ def _folders_of(trainer: Trainer) -> list[Path]:
 
 
 def _newest(folders: Sequence[Path]) -> str | None:
-    candidates: list[Candidate] = []
+    found: list[tuple[int, bool, float, Path]] = []  # step, whether under its final name, time, path
     skipped: list[str] = []
     for path in _checkpoints_in(folders):
         try:
             with reading(path):
-                candidates.append(_opened(path))
+                found.append((_step_of(path), not commit.is_passing(path), path.stat().st_mtime, path))
         except (ValueError, OSError) as error:
             skipped += [] if path.name.startswith(".") else [str(error)]
-    for candidate in sorted(candidates, reverse=True):
+    for step, _, _, path in sorted(found, reverse=True):
         try:
-            with reading(candidate.path):
-                _verify(candidate.path)
+            with reading(path):
+                _verify(path)
         except (Damaged, OSError) as error:
             skipped.append(str(error))
             continue
-        path = commit.finish(candidate.path)  # else the next save would sweep the newest one away before it is there
-        log.info("Going on from %s, step %d. Skipped: %s", path, candidate.step, " | ".join(skipped) or "none")
-        return str(path)
+        final = commit.finish(path)  # else the next save would sweep the newest one away before it is there
+        log.info("Going on from %s, step %d. Skipped: %s", final, step, " | ".join(skipped) or "none")
+        return str(final)
     if skipped:
         raise ValueError(
             f"resume='auto' found checkpoints, and none from which this run can go on: {' | '.join(skipped)}. "
@@ -110,24 +99,18 @@ def _newest(folders: Sequence[Path]) -> str | None:
 
 
 def _checkpoints_in(folders: Sequence[Path]) -> Iterator[Path]:
-    """Everything there that is meant to be a checkpoint, once, by its own name rather than that of a link to it."""
+    """All checkpoints there, each once, by its own name rather than that of a link to it."""
     seen: set[str] = set()
     for each in folders:
         for path in sorted(each.iterdir(), key=lambda it: (it.is_symlink(), it)) if each.is_dir() else ():
-            meant = (
-                folder.is_folder(path) or is_foreign(path) or (path.suffix == ".ckpt" and not path.name.startswith("."))
-            )
-            if meant and (real := os.path.realpath(path)) not in seen:
+            is_file = path.suffix == ".ckpt" and not path.name.startswith(".")
+            if (folder.is_folder(path) or is_foreign(path) or is_file) and (real := os.path.realpath(path)) not in seen:
                 seen.add(real)
                 yield path
 
 
-def _opened(path: Path) -> Candidate:
-    """What a checkpoint says of itself.
-
-    Raises:
-        ValueError: it cannot be opened, or a fit cannot go on from it.
-    """
+def _step_of(path: Path) -> int:
+    """The step of a checkpoint; a ValueError where it cannot be opened, or a fit cannot go on from it."""
     if folder.is_folder(path):
         manifest = read_manifest(path)
         step, holds = manifest.step, set(manifest.holds)
@@ -139,7 +122,7 @@ def _opened(path: Path) -> Candidate:
         step, holds = int(content.get("global_step", 0)), set(content)
     if "optimizer_states" not in holds:
         raise ValueError(f"{path} holds weights only")
-    return Candidate(step, not commit.is_passing(path), path.stat().st_mtime, path)
+    return step
 
 
 def _verify(path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from threading import Lock, Thread
 
@@ -9,12 +10,15 @@ Act = Callable[[], None]
 
 
 class Background:
-    """A thread that saves, if anything is being saved."""
+    """A thread that saves, if anything is being saved, and then does what follows the save.
+
+    It is a daemon and no `ThreadPoolExecutor`, whose threads Python joins as it ends: a process whose run has failed
+    must not wait for ranks that will not come.
+    """
 
     def __init__(self) -> None:
+        self._lock, self._acts = Lock(), deque[Act]()  # the first one runs
         self._thread: Thread | None = None
-        self._lock, self._busy = Lock(), False
-        self._afterwards: list[Act] = []
         self._failure: BaseException | None = None
 
     @property
@@ -23,24 +27,23 @@ class Background:
         return self._failure is not None
 
     def begin(self, save: Act) -> None:
-        """Begins a save once the one before it is over; raises the failure of that."""
+        """Begin a save once the one before it is over; raise the failure of that."""
         self.wait()
-        self._busy = True
-        # a daemon: a process whose run has failed does not wait for ranks that will not come
-        self._thread = Thread(target=self._run, args=(save,), name="checkpoint", daemon=True)
+        self._acts.append(save)
+        self._thread = Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
     def afterwards(self, act: Act) -> None:
-        """Acts at once if nothing is being saved, else when it is saved, and never if that fails or has failed."""
+        """Act at once if nothing is being saved, else when it is saved, and never if that fails or has failed."""
         with self._lock:
-            if self._busy:
-                self._afterwards.append(act)
+            if self._acts:
+                self._acts.append(act)
                 return
         if not self.failed:
             act()
 
     def wait(self) -> None:
-        """Returns when nothing is being saved; raises the failure of the last save, once."""
+        """Return when nothing is being saved; raise the failure of the last save, once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -48,20 +51,14 @@ class Background:
         if failure is not None:
             raise failure
 
-    def _run(self, save: Act) -> None:
-        try:
-            save()
-            while acts := self._taken():
-                for act in acts:
-                    act()
-        except BaseException as error:
-            self._failure = error  # before it is idle: what follows a save asks for both, in the other order
+    def _run(self) -> None:
+        while self._acts:
+            try:
+                self._acts[0]()
+            except BaseException as error:
+                self._failure = error  # before nothing is being saved: `afterwards` asks in the other order
+                with self._lock:
+                    self._acts.clear()
+                return
             with self._lock:
-                self._busy = False
-                self._afterwards.clear()
-
-    def _taken(self) -> list[Act]:
-        with self._lock:
-            acts, self._afterwards = self._afterwards, []
-            self._busy = bool(acts)
-        return acts
+                self._acts.popleft()

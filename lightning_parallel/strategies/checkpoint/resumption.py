@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from lightning_parallel.checkpoint.damage import reading
 from lightning_parallel.strategies.checkpoint.whole import put_positions_back, set_positions_aside
-from lightning_parallel.strategies.data.divided_loaders import outlives_epochs
-from lightning_parallel.strategies.data.loaders import resume
+from lightning_parallel.strategies.data.loaders import outlives_epochs, resume
 from lightning_parallel.strategies.data.randomness import (
     RandomState,
     RankRandomness,
-    decorrelate,
-    draw_for_readers,
-    keep_randomness,
-    kept_randomness,
+    seed_per_data_rank,
 )
 from lightning_parallel.strategies.lightning_package import Trainer
 from lightning_parallel.strategies.ranks.agreement import gather_objects
@@ -28,6 +26,8 @@ from lightning_parallel.strategies.trainer.lightnings import (
 )
 from lightning_parallel.techniques.step import Step
 
+RANDOMNESS = "lightning_parallel_randomness"
+"""Where a checkpoint holds the random states of all ranks."""
 FINDINGS = "lightning_parallel_findings"
 """Where a checkpoint holds the `Step.findings` of all ranks."""
 
@@ -48,11 +48,13 @@ class Resumption:
 
         Lightning goes on behind the validation that follows a batch: so do random states, as far as its loaders draw.
         """
-        with RandomState.preserved():
-            draw_for_readers(loaders_left_to_validate(trainer))
+        with RandomState.now().replayed():
+            for loader in loaders_left_to_validate(trainer):
+                if isinstance(loader, DataLoader) and loader.generator is None:
+                    torch.empty((), dtype=torch.int64).random_()  # a loader draws a seed for its workers
             randomness = RankRandomness.now(trainer.strategy.root_device)
         said = gather_objects((randomness, step.findings), host)
-        keep_randomness(checkpoint, [randomness for randomness, _ in said])
+        checkpoint[RANDOMNESS] = [randomness.as_dict() for randomness, _ in said]
         checkpoint[FINDINGS] = sorted(frozenset().union(*(findings for _, findings in said)))
         set_positions_aside(checkpoint)
 
@@ -61,7 +63,8 @@ class Resumption:
         self._resumes = fitting and not self.wrote and "loops" in checkpoint  # not from weights alone
         with reading(path):
             put_positions_back(checkpoint)
-            self._random = kept_randomness(checkpoint, rank) if self._resumes else None
+            states = checkpoint.get(RANDOMNESS) if self._resumes else None  # of fewer ranks, perhaps
+            self._random = RankRandomness.from_dict(states[rank % len(states)]) if states else None
             self._findings = frozenset(checkpoint.get(FINDINGS, ()) if self._resumes else ())
 
     def recall(self, step: Step) -> None:
@@ -69,7 +72,7 @@ class Resumption:
         step.recall(self._findings)
 
     def begin(self, trainer: Trainer, reader: int, host: dist.ProcessGroup) -> None:
-        """The loops are about to run. All ranks must call; see `decorrelate`."""
+        """The loops are about to run. All ranks must call; see `seed_per_data_rank`."""
         self._restore(trainer, reader, host)
         if self._resumes:
             count_as_saved(trainer)
@@ -94,4 +97,4 @@ class Resumption:
         if self._random is not None:
             device = trainer.strategy.root_device
             self._random.restore(device)
-            decorrelate(device, reader, host)
+            seed_per_data_rank(device, reader, host)

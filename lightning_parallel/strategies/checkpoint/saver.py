@@ -18,7 +18,7 @@ from lightning_parallel.strategies.checkpoint.background import Background
 from lightning_parallel.strategies.checkpoint.options import CheckpointOptions
 from lightning_parallel.strategies.checkpoint.sharded import Source, prepared
 from lightning_parallel.strategies.lightning_package import CheckpointIO, ModelCheckpoint
-from lightning_parallel.strategies.ranks.agreement import gather_objects, together
+from lightning_parallel.strategies.ranks.agreement import gather_objects, run_or_raise_on_all
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class Saver:
             if self._host.rank() == 0:
                 self._io.save_checkpoint(checkpoint, target, storage_options=storage_options)
 
-        return lambda group: together(write, f"write the checkpoint {target}", group)
+        return lambda group: run_or_raise_on_all(write, f"write the checkpoint {target}", group)
 
     def remove(self, filepath: Any) -> None:
         """Rank 0 removes a checkpoint, after what is being saved, and after its link is put on another.

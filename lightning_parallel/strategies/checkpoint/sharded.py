@@ -23,7 +23,8 @@ from lightning_parallel.checkpoint.tensors_file import name_of
 from lightning_parallel.mesh import Axis
 from lightning_parallel.strategies.checkpoint.held import HeldTensor, itself
 from lightning_parallel.strategies.lightning_package import VERSION as LIGHTNING
-from lightning_parallel.strategies.ranks.agreement import gather_objects, together
+from lightning_parallel.strategies.ranks.agreement import gather_objects, run_or_raise_on_all
+from lightning_parallel.techniques.tools.global_shard import GlobalShard
 from lightning_parallel.techniques.tools.shards import boxes, local
 
 MODEL, OPTIMIZERS = "state_dict", "optimizer_states"
@@ -71,12 +72,12 @@ class Save:
 
     def run(self, group: dist.ProcessGroup) -> None:
         """Writes, and commits when all ranks have written. Where one fails nothing is left but what was there."""
-        made = gather_objects(together(self._begin, f"make a folder for {self.target}", group), group)[0]
+        made = gather_objects(run_or_raise_on_all(self._begin, f"make a folder for {self.target}", group), group)[0]
         assert made is not None
         try:
-            written = together(partial(self._write, made), f"write its part of {self.target}", group)
+            written = run_or_raise_on_all(partial(self._write, made), f"write its part of {self.target}", group)
             files = {name: content for each in gather_objects(written, group) for name, content in each.items()}
-            together(partial(self._commit, made, files), f"commit {self.target}", group)
+            run_or_raise_on_all(partial(self._commit, made, files), f"commit {self.target}", group)
         except BaseException:
             if self.rank == 0:
                 shutil.rmtree(made, ignore_errors=True)
@@ -117,7 +118,7 @@ def prepared(
         TypeError: a value that is no plain data, named by the keys that lead to it.
     """
     rank = group.rank()
-    values, tensors = together(partial(_encoded, checkpoint), f"write down the checkpoint {target}", group)
+    values, tensors = run_or_raise_on_all(partial(_encoded, checkpoint), f"write down the checkpoint {target}", group)
     divided = {name for name in tensors if is_divided(name)} | _of_model(checkpoint, source)
     tensors = {name: itself(tensor) for name, tensor in tensors.items()}
     tensors = {name: it for name, it in tensors.items() if rank == 0 or name in divided or isinstance(it, DTensor)}
@@ -143,7 +144,7 @@ def _of_model(checkpoint: Mapping[str, Any], source: Source) -> set[str]:
 
 def _encoded(checkpoint: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
     try:
-        values, tensors = encoded(dict(checkpoint), (*TENSORS, HeldTensor))
+        values, tensors = encoded(dict(checkpoint), (*TENSORS, HeldTensor, GlobalShard))
     except NotPlain as error:
         raise TypeError(f"{error}: a sharded checkpoint holds no code; {_remedy(error.path)}") from None
     for name, tensor in tensors.items():
@@ -200,7 +201,7 @@ def _same(checkpoint: Mapping[str, Any], source: Source) -> dict[str, str]:
 def _shared_out(offer: Offer, target: Path, group: dist.ProcessGroup) -> Shares:
     offers: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
     dist.gather_object(offer, offers, group=group)
-    found = [together(lambda: shared_out(offers) if offers else None, f"plan {target}", group)]
+    found = [run_or_raise_on_all(lambda: shared_out(offers) if offers else None, f"plan {target}", group)]
     dist.broadcast_object_list(found, group=group)
     assert found[0] is not None
     return found[0]

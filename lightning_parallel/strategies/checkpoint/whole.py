@@ -28,10 +28,10 @@ def whole_state_dict(module: nn.Module, change: Callable[[Tensor], Tensor]) -> d
     """The module's state under its own names, with every tensor changed. All ranks must call.
 
     Args:
-        module: of which this rank may hold a part.
+        module: of which this rank may hold a part; a pipeline's tree is local.
         change: of a tensor that may be a shard: gathers it, on all ranks, or leaves it as it is.
     """
-    with torch.no_grad(), elsewhere.unshown(module), _united_metrics(module):
+    with torch.no_grad(), _united_metrics(module):
         return {
             name: change(value) if isinstance(value, Tensor) else value for name, value in module.state_dict().items()
         }
@@ -67,8 +67,9 @@ def keep_sums_on_first(module: nn.Module, first: bool) -> None:
 
 def load_whole_state_dict(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
     """Loads whole tensors into a module whose parameters may be sharded, without communication."""
-    others = elsewhere.hidden_tensors(module)
-    with torch.no_grad(), elsewhere.unshown(module):
+    tree = elsewhere.tree_of(module)
+    others = {} if tree is None else tree.remote
+    with torch.no_grad():
         own = dict(module.named_parameters(remove_duplicate=False))
         parts = {name: _part_for(own.get(name), value) for name, value in state.items() if name not in others}
         fitting = {id(own[name]) for name, value in state.items() if name in own and _fits(own[name], value)}

@@ -2,14 +2,15 @@
 
 Global batch i of n ranks is what one device with n times the batch size would see as its batch i: the user's own
 sampler and order are kept. Where samples do not divide, ranks get parts of unequal size, and a rank for which nothing
-is left gets a sample that does not count. `Share` says how much a part counts.
+is left gets a sample that does not count. `Share` says how much a part counts. For example 21 samples in batches of 4
+on 2 ranks: two global batches of 8, then one of 5, of which rank 0 gets 3 samples and rank 1 gets 2.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sized
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -19,25 +20,44 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_parallel.strategies.data.divided_loaders import (
-    CollateCounted,
-    Counted,
-    DividedLoader,
-    ResumableLoader,
-    StatefulStream,
-    outlives_epochs,
-)
 from lightning_parallel.strategies.data.samplers import (
+    GLOBAL_BATCH,
     DealtBatches,
     DividedBatches,
     DividedSampler,
     checksum,
+    length_of,
 )
-from lightning_parallel.strategies.data.shares import Pass, PassNotes, Readers, Reading
+from lightning_parallel.strategies.data.shares import Pass, PassNotes, Readers, Reading, Share
 from lightning_parallel.strategies.trainer import lightnings
 from lightning_parallel.values import batch_size
 
 T = TypeVar("T")
+
+
+# ---------------------------------------------------------------- streams
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A sample or batch of an iterable dataset that is part of an uneven global batch."""
+
+    value: Any
+    share: Share
+
+
+class CollateCounted:
+    """Collates samples as the user does, keeping beside the batch how much it counts."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: Any) -> Any:  # noqa: D102
+        first = samples[0] if isinstance(samples, list) and samples else samples
+        if not isinstance(first, Counted):
+            return self.collate(samples)
+        plain = [sample.value for sample in samples] if isinstance(samples, list) else samples.value
+        return Counted(self.collate(plain), first.share)
 
 
 class DividedIterable(IterableDataset[Any]):
@@ -76,17 +96,115 @@ class DividedIterable(IterableDataset[Any]):
             yield sample
 
 
-def content_of(batch: Any) -> int:
-    """A small number that tells batches apart, from a few thousand elements of each of its tensors."""
-
-    def some(leaf: Any) -> Any:
-        return leaf.reshape(-1)[:: leaf.numel() // 4096 + 1] if isinstance(leaf, Tensor) and leaf.numel() else leaf
-
-    return checksum(pytree.tree_map(some, batch))
+# ---------------------------------------------------------------- divided loaders
 
 
-def _content_for(readers: Readers) -> Callable[[Any], int] | None:
-    return content_of if readers.copies > 1 else None
+class DividedLoader(DataLoader[Any]):
+    """Mixed into the class of the user's DataLoader: knows shares, and its position for checkpoints."""
+
+    undivided: DataLoader[Any]
+    divided: DividedSampler | None
+    latest: Pass
+    batches_done: Callable[[], int]
+    content: Callable[[Any], int] | None
+
+    def __iter__(self) -> Any:
+        divided, notes = self.divided, PassNotes()
+        if divided is None:
+            reading = Reading(self._plain(super().__iter__(), notes), lambda: notes, self.content)
+        else:
+            reading = Reading(super().__iter__(), lambda: divided.latest, self.content)
+        self.latest = reading.known
+        return reading
+
+    def _plain(self, batches: Iterator[Any], notes: PassNotes) -> Iterator[Any]:
+        """Take the shares off the batches and note them."""
+        for number, batch in enumerate(self._noting_states(batches)):
+            if isinstance(batch, Counted):
+                notes.uneven[number] = batch.share
+                batch = batch.value
+            yield batch
+
+    def _noting_states(self, batches: Iterator[Any]) -> Iterator[Any]:
+        return batches
+
+
+class ResumableLoader(DividedLoader):
+    """A divided loader over samples with indices, whose position a checkpoint can hold."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the epoch."""
+        assert self.divided is not None
+        return self.divided.position_after(self.batches_done())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The next epoch starts where the state stood.
+
+        Raises:
+            ValueError: the state is another loader's, or of global batches of another size.
+        """
+        assert self.divided is not None
+        if "consumed" not in state:
+            raise _other_state(state)
+        self.divided.go_on_from(state)
+
+
+class StatefulStream(DividedLoader):
+    """A divided loader over a stream that has a state of its own, as torchdata's `StatefulDataLoader`.
+
+    Lightning reads one batch ahead of the step where a loader has no length. A checkpoint needs the state before that
+    batch: 2 where batch 2 has been trained and batch 3 has been read.
+    """
+
+    readers: Readers
+    _states: Mapping[int, tuple[int, Any]] = {}  # after each number of batches: the batches into the epoch, the state
+    _resumes_after = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's own state after the batches that were trained, their number, and the size of a global batch."""
+        done = self.batches_done()
+        batches, own = self._states.get(done) or (done, self._own_state())
+        return {"batches": batches, GLOBAL_BATCH: self._global_batch, "own": own}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The next epoch starts where the state stood.
+
+        Raises:
+            ValueError: the state is another loader's, or of global batches of another size.
+        """
+        if "own" not in state:
+            raise _other_state(state)
+        if state["batches"]:
+            self.readers.require_same_batches(state[GLOBAL_BATCH], self._global_batch)
+        self._resumes_after = state["batches"]
+        super().load_state_dict(state["own"])  # type: ignore[misc]
+
+    @property
+    def _global_batch(self) -> int:
+        return (self.batch_size or 1) * self.readers.ranks
+
+    def _own_state(self) -> Any:
+        return copy.deepcopy(super().state_dict())  # type: ignore[misc]
+
+    def _noting_states(self, batches: Iterator[Any]) -> Iterator[Any]:
+        if length_of(self) is not None:  # nothing is read ahead
+            yield from batches
+            return
+        done, self._resumes_after = self._resumes_after, 0
+        self._states = {done: (done, self._own_state())}
+        for batch in batches:
+            done += 1
+            self._states = {done - 1: self._states[done - 1], done: (done, self._own_state())}
+            yield batch
+        self._states = {**self._states, done: (0, self._own_state())}  # the epoch has ended
+
+
+def _other_state(state: Mapping[str, Any]) -> ValueError:
+    return ValueError(
+        f"the checkpoint holds a loader's state that another strategy wrote ({', '.join(state)}), but data divided "
+        "among ranks goes on from what this strategy writes; take one of the end of an epoch, without the state: "
+        'checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader")'
+    )
 
 
 class DividedIterator(Iterable[Any]):
@@ -102,6 +220,9 @@ class DividedIterator(Iterable[Any]):
             raise AttributeError(name)
         return getattr(self.batches, name)
 
+    def __len__(self) -> int:
+        return -(-len(self.batches) // self.readers.ranks)  # a TypeError where they have no length
+
     def __iter__(self) -> Iterator[Any]:
         notes = PassNotes()
         reading = Reading(self._parts(notes), lambda: notes, _content_for(self.readers))
@@ -116,39 +237,32 @@ class DividedIterator(Iterable[Any]):
             yield batch
 
 
-class SizedDividedIterator(DividedIterator):
-    """A `DividedIterator` over batches that have a length."""
-
-    def __len__(self) -> int:
-        return -(-len(self.batches) // self.readers.ranks)
-
-
-def resume(loop: Any) -> None:
-    """Loaders of a fit loop that were made before a checkpoint told where they stood go on from there.
-
-    They are made so early where something looks at data while the model is divided, or counts the steps to come.
-    """
-    if loop.is_resuming and lightnings.combined_of(loop) is not None:
-        outlives = any(map(outlives_epochs, lightnings.loader_states(loop)))
-        lightnings.restart_loaders(loop, loop.restarting or outlives)
+# ---------------------------------------------------------------- dividing
 
 
 def divide(loader: Any, readers: Readers, batches_done: Callable[[], int]) -> Any:
-    """Makes of anything that Lightning accepts as a loader one that yields this rank's part.
+    """Return a loader that yields this rank's part of anything that Lightning accepts as a loader.
 
     Raises:
         ValueError: a DistributedSampler that the user set up for other ranks than those that read different samples.
     """
     loader = undivided(loader)  # a CombinedLoader of the user's keeps what was put into it
+    alone = readers.ranks * readers.copies == 1
     if not isinstance(loader, DataLoader):
-        kind = SizedDividedIterator if isinstance(loader, Sized) else DividedIterator
-        return kind(loader, readers) if readers.ranks * readers.copies > 1 else loader
-    if (own := _own_distributed_sampler(loader)) is not None:
-        _check(own, readers)
+        return loader if alone else DividedIterator(loader, readers)
+    samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
+    for own in samplers:
+        if not isinstance(own, DistributedSampler):
+            continue
+        if (own.num_replicas, own.rank) != (readers.ranks, readers.rank):
+            raise ValueError(
+                f"your DistributedSampler reads part {own.rank} of {own.num_replicas}, but this rank reads part "
+                f"{readers.rank} of {readers.ranks}; leave the sampler out (data is divided for you) or build it from "
+                "trainer.distributed_sampler_kwargs"
+            )
         return compared(loader, readers)
     if isinstance(loader.dataset, IterableDataset):
-        alone = readers.ranks * readers.copies == 1 and not _has_state(loader)
-        return loader if alone else _divide_iterable(loader, readers, batches_done)
+        return loader if alone and not _has_state(loader) else _divide_iterable(loader, readers, batches_done)
     return _divide_map(loader, readers, batches_done)
 
 
@@ -159,13 +273,25 @@ def compared(loader: Any, readers: Readers) -> Any:
     loader = undivided(loader)
     if isinstance(loader, DataLoader):
         return _copy_of(loader, DividedLoader, {"divided": None, "content": content_of})
-    kind = SizedDividedIterator if isinstance(loader, Sized) else DividedIterator
-    return kind(loader, replace(readers, ranks=1, rank=0))
+    return DividedIterator(loader, replace(readers, ranks=1, rank=0))
 
 
 def undivided(loader: Any) -> Any:
     """The user's own loader."""
     return loader.undivided if isinstance(loader, (DividedLoader, DividedIterator)) else loader
+
+
+def content_of(batch: Any) -> int:
+    """A checksum of a few thousand elements of each of a batch's tensors."""
+
+    def some(leaf: Any) -> Any:
+        return leaf.reshape(-1)[:: leaf.numel() // 4096 + 1] if isinstance(leaf, Tensor) and leaf.numel() else leaf
+
+    return checksum(pytree.tree_map(some, batch))
+
+
+def _content_for(readers: Readers) -> Callable[[Any], int] | None:
+    return content_of if readers.copies > 1 else None
 
 
 def _divide_map(loader: DataLoader[Any], readers: Readers, batches_done: Callable[[], int]) -> Any:
@@ -185,17 +311,9 @@ def _divide_map(loader: DataLoader[Any], readers: Readers, batches_done: Callabl
             f"a {type(loader).__name__} was given a state by load_state_dict, but a loader that is divided among ranks "
             "goes on from the trainer's checkpoint; leave load_state_dict out and pass ckpt_path to fit"
         )
-    has_own_state = _has_state(loader) and not is_torchdata
+    kind = DividedLoader if _has_state(loader) and not is_torchdata else ResumableLoader
     changes = {place: shown, "divided": divided, "batches_done": batches_done, "content": _content_for(readers)}
-    return _copy_of(loader, DividedLoader if has_own_state else ResumableLoader, changes)
-
-
-def _is_torchdata(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] == "torchdata"
-
-
-def _has_state(loader: DataLoader[Any]) -> bool:
-    return callable(getattr(loader, "state_dict", None))
+    return _copy_of(loader, kind, changes)
 
 
 def _divide_iterable(loader: DataLoader[Any], readers: Readers, batches_done: Callable[[], int]) -> Any:
@@ -221,15 +339,29 @@ def _copy_of(loader: DataLoader[Any], kind: type[DividedLoader], changes: dict[s
     return divided
 
 
-def _own_distributed_sampler(loader: DataLoader[Any]) -> DistributedSampler[Any] | None:
-    samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
-    return next((sampler for sampler in samplers if isinstance(sampler, DistributedSampler)), None)
+def _is_torchdata(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] == "torchdata"
 
 
-def _check(sampler: DistributedSampler[Any], readers: Readers) -> None:
-    if (sampler.num_replicas, sampler.rank) != (readers.ranks, readers.rank):
-        raise ValueError(
-            f"your DistributedSampler reads part {sampler.rank} of {sampler.num_replicas}, but this rank reads part "
-            f"{readers.rank} of {readers.ranks}; leave the sampler out (data is divided for you) or build it from "
-            "trainer.distributed_sampler_kwargs"
-        )
+def _has_state(loader: DataLoader[Any]) -> bool:
+    return callable(getattr(loader, "state_dict", None))
+
+
+# ---------------------------------------------------------------- going on from a checkpoint
+
+
+def resume(loop: Any) -> None:
+    """Let loaders of a fit loop that were made before a checkpoint was read go on from where it stood.
+
+    They are made so early where a batch is read before the run, or somebody counts the steps to come.
+    """
+    if not loop.is_resuming or lightnings.combined_of(loop) is None:
+        return
+    outlives = any(map(outlives_epochs, lightnings.loader_states(loop)))
+    lightnings.restart_loaders(loop, loop.restarting or outlives)
+
+
+def outlives_epochs(state: Any) -> bool:
+    """Whether the next epoch depends on a state of the end of an epoch: a loader's own, or one with a generator."""
+    is_ours = isinstance(state, dict) and GLOBAL_BATCH in state
+    return is_ours and ("own" in state or state["random"]["own"] is not None)

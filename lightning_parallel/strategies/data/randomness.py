@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from lightning_parallel.strategies.ranks.agreement import gather_objects
 
@@ -32,6 +31,15 @@ class RandomState:
         numpy_state = np.random.get_state(legacy=True)
         own_state = None if own is None else own.get_state()
         return cls(torch.get_rng_state(), tuple(numpy_state), random.getstate(), own_state)
+
+    def equals(self, other: RandomState) -> bool:
+        """Whether the host's generators stand at the same place in both."""
+        kind, keys, *rest = self.numpy_state
+        other_kind, other_keys, *others = other.numpy_state
+        numpy_equal = (kind, rest) == (other_kind, others) and bool((keys == other_keys).all())
+        return (
+            numpy_equal and self.python_state == other.python_state and torch.equal(self.torch_state, other.torch_state)
+        )
 
     def restore(self, own: torch.Generator | None = None) -> None:
         """Makes the generators continue from here."""
@@ -53,11 +61,6 @@ class RandomState:
             yield
         finally:
             before.restore()
-
-    @classmethod
-    def preserved(cls) -> AbstractContextManager[None]:
-        """Inside, draws go on from here; afterwards the host's generators are where they were."""
-        return cls.now().replayed()
 
     def as_dict(self) -> dict[str, Any]:
         """The state as tensors and plain values, which a checkpoint may hold and a safe reader reads."""
@@ -107,35 +110,12 @@ class RankRandomness:
         return cls(RandomState.from_dict(state["host"]), state["device"])
 
 
-def draw_for_readers(loaders: Iterable[Any]) -> None:
-    """Draws from the host's generator what loaders draw that are read once, in their order: a seed for workers each."""
-    for loader in loaders:
-        if isinstance(loader, DataLoader) and loader.generator is None:
-            torch.empty((), dtype=torch.int64).random_()
+def seed_per_data_rank(device: torch.device, reader: int, group: dist.ProcessGroup) -> None:
+    """Let dropout draw other masks on ranks that read other samples, and the same on those that share them.
 
-
-RANDOMNESS = "lightning_parallel_randomness"
-"""Where a checkpoint holds the random states of all ranks."""
-
-
-def keep_randomness(checkpoint: dict[str, Any], states: list[RankRandomness]) -> None:
-    """Writes the states of all ranks into a checkpoint."""
-    checkpoint[RANDOMNESS] = [state.as_dict() for state in states]
-
-
-def kept_randomness(checkpoint: dict[str, Any], rank: int) -> RankRandomness | None:
-    """The state that a checkpoint holds for a rank, or for another one where it was written by fewer ranks."""
-    states = checkpoint.get(RANDOMNESS)
-    return RankRandomness.from_dict(states[rank % len(states)]) if states else None
-
-
-def decorrelate(device: torch.device, reader: int, group: dist.ProcessGroup) -> None:
-    """Lets dropout draw other masks on ranks that read other samples, and the same on those that share them.
-
-    All ranks must call, also after states of a checkpoint, perhaps of another layout, were restored. Only the device's
-    own generator is moved: the host's stays alike on all ranks, because models decide by it what to run (layer drop),
-    and ranks that gather parameters must decide alike. What differs between readers already draws on from where it
-    stands, as in a second run.
+    Collective over `group`, also after states of a checkpoint, perhaps of another layout, were restored. Only the
+    device's generator is moved: the host's stays alike on all ranks, because models decide by it what to run (layer
+    drop), and ranks that gather parameters must decide alike. States that differ between readers already go on.
 
     Args:
         device: of this rank.

@@ -32,11 +32,12 @@ class DividedSampler(Sampler[Any]):
         source: the user's sampler, or batch sampler.
         readers: the ranks that read different samples.
         sampler: as `loader.batch_sampler.sampler`, on which Lightning calls `set_epoch`, as on one device.
+        items_per_batch: the number of items of the user's sampler that one global batch takes.
     """
 
-    def __init__(self, source: Any, readers: Readers, sampler: Any) -> None:
+    def __init__(self, source: Any, readers: Readers, sampler: Any, items_per_batch: int) -> None:
         self.source, self.sampler = source, sampler
-        self.readers = readers
+        self.readers, self.items_per_batch = readers, items_per_batch
         self.latest = PassNotes()
         self._started_with: RandomState | None = None
         self._resume: tuple[RandomState, int] | None = None
@@ -46,11 +47,6 @@ class DividedSampler(Sampler[Any]):
         """The user's own generator, if the sampler draws from one."""
         found = (getattr(owner, "generator", None) for owner in (self.source, self.sampler))
         return next((generator for generator in found if isinstance(generator, torch.Generator)), None)
-
-    @property
-    @abstractmethod
-    def items_per_batch(self) -> int:
-        """The number of items of the user's sampler that one global batch takes."""
 
     @abstractmethod
     def take(self, items: list[Any]) -> tuple[Any, Share] | None:
@@ -117,20 +113,12 @@ class DividedBatches(DividedSampler):
     """Single samples, of which a global batch takes `batch_size` for every rank."""
 
     def __init__(self, sampler: Any, readers: Readers, batch_size: int, drop_last: bool) -> None:
-        super().__init__(sampler, readers, sampler)
-        self.batch_size = batch_size
-        self.drop_last = drop_last
-
-    @property
-    def items_per_batch(self) -> int:
-        """See `DividedSampler.items_per_batch`."""
-        return self.batch_size * self.readers.ranks
+        super().__init__(sampler, readers, sampler, batch_size * readers.ranks)
+        self.batch_size, self.drop_last = batch_size, drop_last
 
     def take(self, items: list[Any]) -> tuple[Any, Share] | None:
         """See `DividedSampler.take`."""
-        if self.drop_last and len(items) < self.items_per_batch:
-            return None
-        return self.readers.part(items)
+        return None if self.drop_last and len(items) < self.items_per_batch else self.readers.part(items)
 
     def __len__(self) -> int:
         return len(self.source) // self.items_per_batch if self.drop_last else super().__len__()
@@ -140,14 +128,8 @@ class DealtBatches(DividedSampler):
     """Whole batches of the user's own batch sampler, dealt to the ranks in turn."""
 
     def __init__(self, source: Any, readers: Readers) -> None:
-        super().__init__(source, readers, getattr(source, "sampler", None))
-        self.batch_size = getattr(source, "batch_size", None)
-        self.drop_last = getattr(source, "drop_last", False)
-
-    @property
-    def items_per_batch(self) -> int:
-        """See `DividedSampler.items_per_batch`."""
-        return self.readers.ranks
+        super().__init__(source, readers, getattr(source, "sampler", None), readers.ranks)
+        self.batch_size, self.drop_last = getattr(source, "batch_size", None), getattr(source, "drop_last", False)
 
     def take(self, items: list[Any]) -> tuple[Any, Share]:
         """See `DividedSampler.take`."""

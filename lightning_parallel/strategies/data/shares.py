@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -55,36 +56,51 @@ class Readers:
         )
 
 
+CHECKED_FIRST, CHECKED_EVERY = 8, 64
+
+
+def is_compared(batch_idx: int) -> bool:
+    """Whether ranks that must read the same compare this batch of a pass: the first 8, then every 64th."""
+    return batch_idx < CHECKED_FIRST or batch_idx % CHECKED_EVERY == 0
+
+
 @dataclass
 class PassNotes:
-    """Notes of one pass over a loader: batches that ranks share unevenly, and a checksum of the order."""
+    """Notes of one pass over a loader.
+
+    Attributes:
+        uneven: the batches that ranks share unevenly.
+        length: the number of batches, once all have been drawn.
+        order: a checksum of the order of samples.
+        contents: checksums of some batches, where several ranks must read the same.
+    """
 
     uneven: dict[int, Share] = field(default_factory=dict)
-    length: int | None = None  # the number of batches, once all have been drawn
+    length: int | None = None
     order: int = 0
-    contents: dict[int, int] = field(default_factory=dict)  # checksums of batches that several ranks read alike
+    contents: dict[int, int] = field(default_factory=dict)
 
     def note(self, number: int, share: Share, ranks: int) -> None:
-        """Batch `number` is shared so."""
+        """Note how ranks share batch `number`."""
         if share.samples * ranks != share.total:
             self.uneven[number] = share
 
 
 @dataclass
 class Pass:
-    """One pass and its notes, also when its iterator is gone: that one keeps the loader's workers alive."""
+    """A pass and its notes. It holds no reference to the iterator, so that workers of the loader can end."""
 
     find_notes: Callable[[], PassNotes]
     notes: PassNotes | None = None
 
 
 class Reading(Iterator[Any]):
-    """One pass over a loader. Its notes stay right when somebody starts another pass, on one rank perhaps.
+    """The iterator of one pass over a loader. Its notes stay right when another pass begins, on one rank perhaps.
 
     Args:
         batches: what the loader yields.
         find_notes: finds the notes of this pass, once the first batch is there.
-        content: makes the checksum of a batch; none where no other rank reads the same.
+        content: computes the checksum of a batch; None where no other rank reads the same.
     """
 
     def __init__(
@@ -101,10 +117,16 @@ class Reading(Iterator[Any]):
         """The notes of this pass so far; None before its first batch."""
         return self.known.notes
 
+    def peek(self) -> Any:
+        """Return the next batch, which `next` will return again."""
+        batch = next(self._batches)
+        self._batches = chain([batch], self._batches)
+        return batch
+
     def __next__(self) -> Any:
         batch = next(self._batches)
-        self.known.notes = self.known.notes or self.known.find_notes()  # a sampler is asked for the first time only now
-        if self._content is not None:
+        self.known.notes = self.known.notes or self.known.find_notes()  # a sampler begins its pass only now
+        if self._content is not None and is_compared(self._number):
             self.known.notes.contents[self._number] = self._content(batch)
         self._number += 1
         return batch

@@ -10,13 +10,12 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.strategies.data.first_batches import untouched
 from lightning_parallel.strategies.lightning_package import LightningModule
 from lightning_parallel.strategies.logged.logging import StepLog, counted_loss
-from lightning_parallel.strategies.model.sample import parts_unchanged, without_traces
+from lightning_parallel.strategies.model.sample import parts_unchanged, untouched, without_traces
 from lightning_parallel.techniques.pipeline_parallel.probe import MOST, Measured, SameDraws, tolerance
 from lightning_parallel.techniques.step import Silent, StepFn
-from lightning_parallel.techniques.tools.means import Means
+from lightning_parallel.techniques.tools.means import Mean, Means
 from lightning_parallel.techniques.tools.microbatches import Dims, select
 from lightning_parallel.techniques.tools.telling import warn
 from lightning_parallel.values import map_tensors
@@ -44,7 +43,7 @@ def silent(module: LightningModule, run: Any, device: torch.device) -> Iterator[
         for buffer, value in values:
             buffer.data.copy_(value)
 
-    with untouched([], module.trainer, device), parts_unchanged(module), without_traces(module, reads=False):
+    with untouched(module.trainer, device), parts_unchanged(module), without_traces(module, reads=False):
         run.after_silent_call = restore
         try:
             yield
@@ -67,7 +66,7 @@ class ProbingRun(Generic[T]):
         log: counts the losses of all later training steps.
 
     Attributes:
-        numbers_vary: whether the number of mean losses that the step computes depends on its samples, as in a loop over
+        numbers_vary: whether the number of mean losses that learn in the step depends on its samples, as in a loop over
             them. Such a loss is a mean over the targets of its sample, not over those of the batch.
     """
 
@@ -120,17 +119,21 @@ class ProbingRun(Generic[T]):
                 means.append(own)
         sizes = (first.stop, second.stop - second.start)
         shares = [size / sum(sizes) for size in sizes]
-        self.numbers_vary = len({len(each.all) for each in means}) > 1
-        if not self.numbers_vary:
-            _scale(means[1:], shares)
+        # as `StepLog` compares ranks: losses that do not learn may differ in number
+        every = [each.all for each in means]
+        learning = [[mean for mean in found if mean.edge is not None] for found in every]
+        alike = [found for found in (every, learning) if len({len(each) for each in found}) == 1]
+        self.numbers_vary = not alike
+        if alike:
+            _scale(alike[0][1:], shares)
         counted = [float(counted_loss(loss, each)) for each, loss in zip(means[1:], losses[1:], strict=True)]
         together = sum(loss * share for loss, share in zip(counted, shares, strict=True))
         return Measured(sizes, float(losses[0].detach()), together, tolerance=tolerance(self._model, losses[0].device))
 
 
-def _scale(means: list[Means], shares: list[float]) -> None:
+def _scale(means: list[list[Mean]], shares: list[float]) -> None:
     """Lets each mean of the parts count by what it is over, as over ranks."""
-    for parts in zip(*(each.all for each in means), strict=True):
+    for parts in zip(*means, strict=True):
         total = sum(mean.count for mean in parts)
         for mean, share in zip(parts, shares, strict=True):
             mean.scale.factor = torch.where(total == 0, 0.0, mean.count / total / share)

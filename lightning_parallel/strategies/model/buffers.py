@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_parallel.collectives.functional import broadcast_tensors
-from lightning_parallel.strategies.model.kept_apart import KeptApart
 from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.techniques.tools.telling import warn
 
@@ -32,11 +31,9 @@ class Buffers:
         self._host = host
         self._known = self._versions()
         self._told: set[str] = set()
-        self._attributes = KeptApart(module, host)
 
     def unite(self) -> None:
-        """Gives all ranks the same buffers; all must call. Tells of attributes that differ."""
-        self._attributes.compare()
+        """Gives all ranks the same buffers; all must call."""
         changed = set().union(*gather_objects(self._changed(), self._host))
         tensors = {name: buffer for name, buffer in self._module.named_buffers() if name in changed}
         differ: set[str] = set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,19 +19,12 @@ from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.strategies.build import materialise
 from lightning_parallel.strategies.build.beside import Beside
-from lightning_parallel.strategies.build.read_parameters import read_whole
 from lightning_parallel.strategies.checkpoint.held import shown_to_hooks
 from lightning_parallel.strategies.checkpoint.sharded import Source
 from lightning_parallel.strategies.checkpoint.whole import whole_state_dict
 from lightning_parallel.strategies.data.samplers import checksum
-from lightning_parallel.strategies.hooks.foreign_hooks import (
-    fault_of_all,
-    fault_of_gradients,
-    fault_of_optimizers,
-    hooked,
-)
-from lightning_parallel.strategies.hooks.shown_groups import divided_in_groups
 from lightning_parallel.strategies.lightning_package import LightningModule, is_overridden
+from lightning_parallel.strategies.model.foreign_hooks import fault_of_hooks, hooked
 from lightning_parallel.strategies.model.pipeline_group import PipelineGroup
 from lightning_parallel.strategies.ranks.agreement import described, gather_objects, require_same
 from lightning_parallel.strategies.refusals import has_states, refuse_logger_in_step, refuse_own_states
@@ -77,10 +70,6 @@ class DividedModel:
         self._divisions: list[Division] = []
         #: whether functions that compare samples see those of all ranks
         self.compares_samples = False
-        self._made: dict[str, Tensor] = {}
-        self._stands_for: dict[int, Tensor] = {}
-        self.pairs: list[Pair] = []
-        """While hooks are shown whole parameters, those, each behind the one of which ranks have parts."""
         self.beside, self._looks_left = Beside(module), LOOKS
 
     def divide(self, techniques: Sequence[Technique], plan: ParallelPlan, sample: Callable[[], Sample]) -> None:
@@ -130,15 +119,11 @@ class DividedModel:
         return looks
 
     def refuse_foreign_hooks(self, optimizers: Sequence[Optimizer]) -> None:
-        """Raises on all ranks for hooks on tensors and optimizers that would find something else than on one device."""
-        with elsewhere.unshown(self.module):
+        """Raise on all ranks for hooks of torch on parameters and optimizers that would see parts of gradients."""
+        with self.local():
             held = dict(self.module.named_parameters())
-        parts = self.pipeline.ranks > 1 or self.mesh.loss.size() > 1
-        fault = fault_of_gradients(self._hooked, held, divided=self.mesh.sizes["tp"] > 1, parts=parts)
-        if fault is None and self.in_parts:
-            fault = fault_of_optimizers(optimizers)
-        if fault is None and self.pipeline.ranks > 1:
-            fault = fault_of_all(self.module)
+        batch = self.pipeline.ranks > 1 or self.mesh.loss.size() > 1
+        fault = fault_of_hooks(self._hooked, held, batch, optimizers if self.in_parts else ())
         for theirs in gather_objects(fault, self._host):
             if theirs is not None:
                 raise ValueError(theirs)
@@ -205,41 +190,49 @@ class DividedModel:
 
     def ranks_holding(self) -> Callable[[Tensor], int]:
         """A function that tells on how many ranks a parameter, or a part of it, is held."""
-        named = dict(self.module.named_parameters())
+        with self.local():
+            named = dict(self.module.named_parameters())
         stages, ranks = self.pipeline.stages_holding(named), self.mesh.world_size // self.pipeline.ranks
         counts = {id(parameter): stages[name] * ranks for name, parameter in named.items()}
-        return lambda parameter: counts.get(id(self._stands_for.get(id(parameter), parameter)), ranks)
-
-    @contextmanager
-    def represented(self, pairs: Iterable[Pair]) -> Iterator[None]:
-        """Inside, it is known for which divided parameter, the first of a pair, another one stands."""
-        self.pairs = list(pairs)
-        self._stands_for = {id(made): divided for divided, made in self.pairs}
-        try:
-            yield
-        finally:
-            self.pairs, self._stands_for = [], {}
+        return lambda parameter: counts.get(id(parameter), ranks)
 
     # ---------------------------------------------------------------- the whole
 
+    def begin(self) -> None:
+        """From now on hooks find all parameters, which behave on every rank as on one device. Collective."""
+        self.pipeline.attach(self.module)
+
+    def end(self) -> None:
+        """From now on the tree has what this rank holds."""
+        if (tree := elsewhere.tree_of(self.module)) is not None:
+            tree.close()
+
+    def local(self) -> AbstractContextManager[None]:
+        """Inside, the module's tree has the tensors of this rank only, as techniques need them."""
+        tree = elsewhere.tree_of(self.module)
+        return nullcontext() if tree is None else tree.local()
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Inside, the module's tree has all tensors: as hooks find them, or those of other stages on meta."""
+        tree = elsewhere.tree_of(self.module)
+        return nullcontext() if tree is None else tree.whole()
+
+    def gradients_changed(self) -> None:
+        """A backward pass has run."""
+        if (tree := elsewhere.tree_of(self.module)) is not None:
+            tree.gradients_changed()
+
     @contextmanager
     def shown(self, looks: bool = False) -> Iterator[None]:
-        """Inside, the module's tree is whole; what other ranks hold is there without memory.
+        """Inside, the module's tree is whole.
 
         Args:
             looks: whether code of the user's runs inside, and what it takes of parameters follows from then on.
         """
-        with elsewhere.shown(self.module, elsewhere.without_memory(self.mesh.device), self._made), self.beside.shown():
+        with self.whole(), self.beside.shown():
             yield
             if looks:
                 self.beside.look()
-
-    @contextmanager
-    def read(self) -> Iterator[None]:
-        """Inside, the module's tree is whole, and so is what its `configure_optimizers` reads of parameters."""
-        with self.shown(looks=True), read_whole(self.module):
-            yield
-        self.beside.look()
 
     def follow_in(self, optimizers: Iterable[Optimizer], with_states: bool) -> None:
         """Lets optimizers made before the module was divided step the parameters that it has now, by FQN.
@@ -260,13 +253,13 @@ class DividedModel:
                 _move_states(optimizer)
 
     def stand_ins(self) -> set[nn.Parameter]:
-        """Parameters without memory by which those that other ranks hold are shown, always the same ones."""
-        with self.shown():
-            return {made for made in self._made.values() if isinstance(made, nn.Parameter)}
+        """The parameters of other stages, without memory, always the same objects."""
+        tree = elsewhere.tree_of(self.module)
+        return set() if tree is None else {p for p in tree.remote.values() if isinstance(p, nn.Parameter)}
 
     def bytes_of_parameters(self) -> int:
         """The bytes that the parameters of all ranks take, each counted once."""
-        with self.shown():
+        with self.whole():
             return sum(parameter.numel() * parameter.element_size() for parameter in self.module.parameters())
 
     def source(self) -> Source:
@@ -275,7 +268,7 @@ class DividedModel:
 
     def held(self) -> dict[nn.Parameter, None]:
         """The parameters that this rank holds, in the order of the module: that of a set differs between ranks."""
-        with elsewhere.unshown(self.module):
+        with self.local():
             return dict.fromkeys(self.module.parameters())
 
     def steppable(self) -> set[nn.Parameter] | None:
@@ -294,20 +287,21 @@ class DividedModel:
             in_parts: whether each rank has what it holds; else rank 0 has the whole, and the others shapes.
         """
         keep, change = self._gathering(in_parts)
-        return self.pipeline.united(whole_state_dict(self.module, change), keep, order=self._names)
+        with self.local():
+            return self.pipeline.united(whole_state_dict(self.module, change), keep, order=self._names)
 
     def optimizer_state(self, stored: StoredOptimizer, in_parts: bool) -> dict[str, Any]:
         """The state that one device would have; see `state_dict`."""
         keep, change = self._gathering(in_parts)
         if self.pipeline.ranks > 1:
             refuse_own_states([stored.optimizer])
-        with divided_in_groups(stored.optimizer, self.pairs):
+        with self.local():
             state = stored.state_dict(change)
         return state if self.pipeline.ranks == 1 else {**state, "state": self.pipeline.united(state["state"], keep)}
 
     def load_optimizer_state(self, stored: StoredOptimizer, state: dict[str, Any]) -> None:
         """Takes this rank's part of the state that one device would have."""
-        with divided_in_groups(stored.optimizer, self.pairs):
+        with self.local():
             stored.load_state_dict(state)
 
     def _gathering(self, in_parts: bool) -> tuple[bool, Callable[[Tensor], Tensor]]:
@@ -320,7 +314,7 @@ class DividedModel:
         Args:
             copies: how many ranks this host has.
         """
-        with self.shown():
+        with self.whole():
             fits = all(gather_objects(materialise.fits_on_host(self.module, copies), self._host))
         if fits:
             materialise.make_whole(self.module)

@@ -19,6 +19,7 @@ from lightning_parallel.collectives.point_to_point import Lane, share_object
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.strategies.logged.metrics import share_metrics
 from lightning_parallel.techniques.tools import elsewhere
+from lightning_parallel.techniques.tools.staged import StageRanks
 from lightning_parallel.values import TensorSpec
 
 Key = TypeVar("Key", bound=Hashable)
@@ -85,7 +86,8 @@ class PipelineGroup:
         A stage may have cast a parameter, or put a buffer of another shape in the place of one: its first holder tells.
         """
         holders = self._gathered({name: TensorSpec.of(tensor) for name, tensor in sorted(_tensors(module).items())})
-        elsewhere.restore(module, lambda shape: torch.empty_like(shape, device="cpu"))
+        if (tree := elsewhere.tree_of(module)) is not None:
+            tree.restore(lambda shape: torch.empty_like(shape, device="cpu"))
         for source, theirs in enumerate(holders):
             new = {
                 name: shape for name, shape in theirs.items() if not any(name in before for before in holders[:source])
@@ -93,19 +95,13 @@ class PipelineGroup:
             places = [_place(module, name, shape) for name, shape in new.items()]
             broadcast_tensors(places, self._group, self._device, source)
 
-    def shared(self, values: Mapping[str, tuple[Tensor, Any]]) -> dict[str, tuple[Tensor, Any]]:
-        """Tensors that any rank of the group has, each with what is to be known of it; the first that has one tells."""
-        merged: dict[str, tuple[Tensor, Any]] = {}
-        for source in range(self.ranks):
-            mine = {name: (TensorSpec.of(it), it.device.type, known) for name, (it, known) in values.items()}
-            theirs = share_object(mine, source, self._group, self._device)
-            theirs = {name: what for name, what in theirs.items() if name not in merged}
-            place = {name: shape.empty(self._device) for name, (shape, _, _) in theirs.items()}
-            if self.rank == source:
-                place = {name: values[name][0].detach().contiguous() for name in theirs}
-            broadcast_tensors(list(place.values()), self._group, self._device, source)
-            merged |= {name: (place[name].to(kind), known) for name, (_, kind, known) in theirs.items()}
-        return merged
+    def attach(self, module: nn.Module) -> None:
+        """Lets the module's tensors behave on every rank as on one device between steps, and shows all of them."""
+        if (tree := elsewhere.tree_of(module)) is not None:
+            named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+            held = self._gathered({name for name, _ in named})
+            tree.attach(StageRanks(self._group, self._device, self.rank), held)
+            tree.expose()
 
     def _gathered(self, value: T) -> list[T]:
         if self.ranks == 1:

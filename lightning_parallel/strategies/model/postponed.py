@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from lightning_parallel.mesh import ParallelMesh
+from lightning_parallel.strategies.data.batches import Batches
 from lightning_parallel.strategies.data.randomness import RankRandomness
 from lightning_parallel.strategies.lightning_package import Trainer
 from lightning_parallel.strategies.model.sample import sample_of, take_sample, takes_index
-from lightning_parallel.strategies.ranks.tracebacks import note
+from lightning_parallel.strategies.ranks.failures import add_note
 from lightning_parallel.techniques.division import Sample
 
 
@@ -27,6 +28,7 @@ class Postponed:
         mesh: over which the model is divided.
         host: all ranks.
         divide: divides the model, given what takes the step to analyze.
+        batches: of the run, of which one may be read before its time.
     """
 
     def __init__(
@@ -35,8 +37,10 @@ class Postponed:
         mesh: ParallelMesh,
         host: dist.ProcessGroup,
         divide: Callable[[Callable[[], Sample]], None],
+        batches: Batches,
     ) -> None:
         self._trainer, self._mesh, self._host, self._divide = trainer, mesh, host, divide
+        self._batches = batches
         self._loaded: list[tuple[Optimizer, dict[str, Any]]] = []
         #: whether the step runs at the moment for its analysis
         self.analyzes = False
@@ -64,9 +68,9 @@ class Postponed:
     def divide_early(self, why: str) -> None:
         """Divides the model before the first batch; the step is analyzed on a batch that is read ahead."""
         try:
-            self._divide_by(partial(take_sample, self._trainer, self._mesh, self._host))
+            self._divide_by(partial(take_sample, self._trainer, self._mesh, self._host, self._batches))
         except Exception as error:
-            note(error, f"A pipeline ran the step before the first batch, and before hooks that precede it: {why}")
+            add_note(error, f"A pipeline ran the step before the first batch, and before hooks that precede it: {why}")
             raise
 
     def _divide_by(self, sample: Callable[[], Sample]) -> None:

@@ -1,30 +1,32 @@
-"""Failures: which rank failed first, and whether all ranks are there to go on together.
+"""Failures: which rank failed first, and whether all ranks can go on together.
 
-Ranks meet at the store, so that a rank which comes alone waits for a few seconds and not for the process group's
-timeout. See `docs/decisions/0017-ranks-that-handle-an-exception.md`.
+A rank that fails must not begin a collective to which others do not come. So ranks that handle an exception meet at the
+process group's store, where a rank that comes alone waits for 3 seconds rather than for the timeout. See
+`docs/decisions/0017-ranks-that-handle-an-exception.md`.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from lightning_parallel.collectives.functional import answer_of, notes_under
 
 PATIENCE_SECONDS = 3.0
-TOGETHER = "_lightning_parallel_together"  # noted on exceptions: to keep one keeps memory
-SHOWN, WIDTH = 8, 500
-"""How many ranks are told of; how many characters of an error."""
+TOGETHER = "_lightning_parallel_together"  # kept on the exception: a reference to an exception keeps its frames alive
+MAX_CHARACTERS = 500
 
 Begun = Mapping[str, int]
+"""The number of collectives that a rank has begun in each of its groups, by the group's name."""
 
 
 class Failure(NamedTuple):
-    """What went wrong on a rank, in one line."""
+    """An exception on a rank, in one line."""
 
     rank: int
     error: str
@@ -34,7 +36,7 @@ class Failure(NamedTuple):
 
     @property
     def is_consequence(self) -> bool:
-        """Whether it is but what a rank is told when another one has left it."""
+        """Whether it is only what a backend reports when another rank has left."""
         said = self.error.lower()
         return any(backend in said for backend in ("gloo", "nccl", "connection closed"))
 
@@ -43,72 +45,54 @@ class Failures:
     """What ranks know of each other's failures in one run.
 
     Args:
-        rank: this one.
-        ranks: how many there are.
+        rank: this rank.
+        ranks: the number of ranks.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
         notes = notes_under("lightning_parallel")
         run = notes.add(f"runs_of_{rank}", 1)  # every rank begins the same runs
         self._store: Any = notes_under(f"run_{run}", notes)
-        self._rank, self._ranks = rank, ranks
-        self._meetings = 0
-        #: whether this rank failed and others did not: nobody will come any more
+        self._rank, self._ranks, self._meetings = rank, ranks, 0
+        #: whether this rank's run has failed and those of others have not: collectives must be skipped
         self.alone = False
-
-    def forgive(self) -> None:
-        """What this rank is handling as the run begins is its script's concern: all ranks have come so far."""
-        if (exception := sys.exc_info()[1]) is not None:
+        if (exception := sys.exc_info()[1]) is not None:  # the script handles it while it begins a run on all ranks
             vars(exception).setdefault(TOGETHER, True)
 
     def all_come(self, what: str, begun: Callable[[], Begun | None]) -> bool:
-        """Whether all ranks are there for what this one is about to do, though it may be handling an exception.
+        """Return whether all ranks are there for what this one is about to do.
 
-        Ranks that handle none do not ask, nor do those that agreed when to raise it, as on SIGTERM and SIGINT.
+        Ranks that handle no exception do not ask, nor do those that raised it together, as on SIGTERM and SIGINT.
 
         Args:
-            what: this one is about to do; the same on all ranks that are.
-            begun: the collectives that this rank has begun in each of its groups; None where others may wait for more.
+            what: the name of what is about to be done; the same on all ranks that do it.
+            begun: this rank's collectives so far; None where others may wait for more of them.
         """
         exception = sys.exc_info()[1]
         if self.alone or exception is None:
             return not self.alone
-        noted = vars(exception)
-        if TOGETHER not in noted:
-            noted[TOGETHER] = self._safely(lambda: self._meet(what, begun()), otherwise=False)
-        return bool(noted[TOGETHER])
+        if TOGETHER not in vars(exception):
+            vars(exception)[TOGETHER] = self._ask(lambda: self._meet(what, begun()), otherwise=False)
+        return bool(vars(exception)[TOGETHER])
 
     def end(self, exception: BaseException, begun: Callable[[], Begun | None]) -> Failure:
-        """This rank's run ends by the exception; afterwards `alone` says whether only some ranks' did.
-
-        Returns:
-            the failure that everybody should read: of the rank that failed first, or of the first rank if all failed
-            alike; else this one's own.
-        """
-        mine = Failure(self._rank, said_of(exception))
-        self._leave(f"error_{self._rank}", mine)
-        first = self._leave("first", mine)
+        """End this rank's run by the exception, set `alone`, and return the failure of the rank that failed first."""
+        mine = Failure(self._rank, one_line(exception))
+        said = json.dumps(mine)
+        found = self._ask(lambda: self._store.compare_set("first", "", said), otherwise=said.encode())
         self.alone = not self.all_come("the end of the run", begun)
-        if self.alone:
-            return first
-        told = self._safely(lambda: Failure(*json.loads(self._store.get("error_0"))), otherwise=mine)
-        return told if told.error == mine.error else mine
-
-    def _leave(self, key: str, failure: Failure) -> Failure:
-        """Leaves a note for the others unless one of them was faster; the one that is there."""
-        said = json.dumps(failure)
-        found = self._safely(lambda: self._store.compare_set(key, "", said), otherwise=said.encode())
         return Failure(*json.loads(found))
 
-    def _safely(self, ask: Callable[[], Any], otherwise: Any) -> Any:
+    def _ask(self, ask: Callable[[], Any], otherwise: Any) -> Any:
+        """Ask the store; the process that keeps it may have ended, or be stopped."""
         if self._store is not None:
             with suppress(RuntimeError, ValueError):
                 return answer_of(ask, 2 * PATIENCE_SECONDS)
-            self._store = None  # the process that keeps it has ended, or is stopped
+            self._store = None
         return otherwise
 
     def _meet(self, what: str, begun: Begun | None) -> bool:
-        """All ranks come to the same decision, made by the last one to come or by one that waited in vain."""
+        """Wait for the others. The last rank to come decides for all, or one that has waited in vain."""
         self._meetings += 1
         meeting = notes_under(f"meeting_{self._meetings}", self._store)
         meeting.set(str(self._rank), json.dumps([what, begun]))
@@ -124,7 +108,7 @@ class Failures:
 
 
 def _at_one_place(said: list[tuple[str, Begun | None]]) -> bool:
-    """Whether ranks are about to do the same, and have begun equally many collectives in the groups that they share."""
+    """Whether ranks are about to do the same, after equally many collectives in the groups that they share."""
     places = [begun for _, begun in said]
     if None in places or len({what for what, _ in said}) > 1:
         return False
@@ -132,20 +116,28 @@ def _at_one_place(said: list[tuple[str, Begun | None]]) -> bool:
     return all(counts.setdefault(group, n) == n for begun in places if begun is not None for group, n in begun.items())
 
 
-def said_of(exception: BaseException) -> str:
-    """An exception in one line; that of a loader's worker, which torch raises with its traceback, with its cause."""
+def one_line(exception: BaseException) -> str:
+    """An exception's type and first line; of one that torch brings from a loader's worker, its cause too."""
     try:
         lines = str(exception).splitlines() or [""]
-    except Exception as error:  # it is the user's class, and what it fails with must not be told in its place
+    except Exception as error:  # the class is the user's
         lines = [f"its text cannot be read, for {type(error).__name__}"]
     said = lines[0]
     if heads := [number for number, line in enumerate(lines) if line.endswith("Traceback (most recent call last):")]:
         after = lines[heads[-1] + 1 :]
         said = f"{said.rstrip('.')}: {next((line for line in after if not line.startswith(' ')), '')}"
-    return f"{type(exception).__name__}: {said[:WIDTH]}"
+    return f"{type(exception).__name__}: {said[:MAX_CHARACTERS]}"
 
 
-def named(ranks: Sequence[int]) -> str:
-    """Ranks by their numbers, the first of them if they are many."""
-    many = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:SHOWN]))}{many}"
+def add_note(exception: BaseException, *texts: str) -> None:
+    """Add texts that Python, torchrun and torch's launcher print below the exception's traceback."""
+    if any(texts):
+        vars(exception).setdefault("__notes__", []).extend(filter(None, texts))  # `add_note` came with Python 3.11
+
+
+def tell_torchrun(exception: BaseException) -> None:
+    """Write the traceback to where torchrun looks for the one that it prints at the end."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ and isinstance(exception, Exception):
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler  # torchrun's processes have it
+
+        get_error_handler().record_exception(exception)

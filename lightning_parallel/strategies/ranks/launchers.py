@@ -1,4 +1,4 @@
-"""Launchers start the processes of a run; what is known to be wrong before is said once, and nothing is started."""
+"""Launchers start the processes of a run, after what can be checked before."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from lightning_parallel.strategies.lightning_package import (
     _IS_INTERACTIVE,
@@ -20,50 +24,45 @@ from lightning_parallel.strategies.lightning_package import (
     SIGTERMException,
     Trainer,
     _ChildProcessObserver,
+    _get_default_process_group_backend_for_device,
     _interrupt,
     _MultiProcessingLauncher,
     _set_num_threads_if_needed,
     _SubprocessScriptLauncher,
 )
-from lightning_parallel.strategies.ranks.signals import EXIT_CODE, LAUNCHER, end_children
-from lightning_parallel.strategies.ranks.tracebacks import note
+from lightning_parallel.strategies.ranks.failures import add_note
+from lightning_parallel.strategies.ranks.signals import EXIT_CODE, LAUNCHER
 
-KEYWORDS = ("last", "best", "hpc", "registry")  # which Lightning finds a file for
-PATIENCE_SECONDS = 10.0
+KEYWORDS = ("last", "best", "hpc", "registry")  # values of `ckpt_path` for which Lightning finds a file
+OBSERVER_SECONDS = 10.0
 """For which a process that launched others may still run when one of these has failed: unless it hangs it fails itself
 soon, and says why."""
+GRACE_SECONDS = 5.0
 
-
-LastWords = Callable[[], str]
+HangSummary = Callable[[], str]
+"""Of a hang that goes on: who is behind, in one line."""
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
-    """Runs the user's script again, once for every further rank of the node.
+    """Runs the user's script again, once for every further rank of the node."""
 
-    Args:
-        environment: see `_SubprocessScriptLauncher`; so are the next two.
-        processes: of this node.
-        nodes: how many there are.
-        last_words: of a hang that goes on, to be said should this process be killed for another that has failed.
-    """
-
-    def __init__(self, environment: ClusterEnvironment, processes: int, nodes: int, last_words: LastWords) -> None:
+    def __init__(self, environment: ClusterEnvironment, processes: int, nodes: int, summary: HangSummary) -> None:
         super().__init__(environment, processes, nodes)
-        self._last_words = last_words
+        self._hang_summary = summary
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
-        """See `_SubprocessScriptLauncher.launch`, which has an observer that says nothing of a hang."""
+        """See `_SubprocessScriptLauncher.launch`, whose observer says nothing of a hang."""
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self.cluster_environment.creates_processes_externally:
             require_checkpoint(function, args, kwargs)
             os.environ[LAUNCHER] = str(os.getpid())
             self._call_children_scripts()
-            _Observer(self.procs, self._last_words).start()
+            _Observer(self.procs, self._hang_summary).start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
 
     def kill(self, signum: Any) -> None:
-        """See Lightning, which kills the ranks that this one launched once it has ended by Ctrl-C: they end, too."""
+        """Kill launched ranks. Lightning does so once this one has ended by Ctrl-C, by which they end themselves."""
         if signum == signal.SIGKILL:
             end_children(self.procs)
         super().kill(signum)
@@ -72,40 +71,34 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 class _Observer(_ChildProcessObserver):
     """Ends this process and those that it launched when one of these has failed, unless it ends by itself."""
 
-    def __init__(self, launched: list[subprocess.Popen[bytes]], last_words: LastWords) -> None:
+    def __init__(self, launched: list[subprocess.Popen[bytes]], summary: HangSummary) -> None:
         super().__init__(os.getpid(), launched)
-        self._last_words = last_words
+        self._hang_summary = summary
 
     def _run(self) -> bool:
         if any(process.poll() for process in self._child_processes):
-            time.sleep(PATIENCE_SECONDS)  # this thread ends with the process, should that come sooner
+            time.sleep(OBSERVER_SECONDS)  # this thread ends with the process, should that come sooner
         return super()._run()
 
     def _terminate_all(self) -> None:
-        if words := self._last_words():
-            print(words, file=sys.stderr, flush=True)
+        if said := self._hang_summary():
+            print(said, file=sys.stderr, flush=True)
         super()._terminate_all()
         os._exit(1)  # process 1 of a container cannot kill itself by a signal
 
 
 class ProcessLauncher(_MultiProcessingLauncher):
-    """Starts a process for every rank of the node from this one.
+    """Starts a process for every rank of the node from this one, by "spawn" or "fork"."""
 
-    Args:
-        strategy: see `_MultiProcessingLauncher`; so is the next.
-        start_method: "spawn" or "fork".
-        last_words: of a rank in a hang that goes on; they end the exception that this process raises.
-    """
-
-    def __init__(self, strategy: ParallelStrategy, start_method: Any, last_words: LastWords) -> None:
+    def __init__(self, strategy: ParallelStrategy, start_method: Any, summary: HangSummary) -> None:
         super().__init__(strategy, start_method=start_method)
-        self._last_words = last_words
+        self._hang_summary = summary
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
         """See `_MultiProcessingLauncher.launch`; on SIGINT ranks are asked to stop together, and waited for."""
         require_checkpoint(function, args, kwargs)
         try:
-            return super().launch(partial(self._ended, function, trainer), *args, trainer=trainer, **kwargs)
+            return super().launch(partial(self._run_rank, function, trainer), *args, trainer=trainer, **kwargs)
         except KeyboardInterrupt:
             for process in self.procs:
                 process.terminate()  # a terminal has sent them SIGINT as well, and a second one would kill them
@@ -113,8 +106,8 @@ class ProcessLauncher(_MultiProcessingLauncher):
                 process.join()
             raise
 
-    def _ended(self, function: Callable[..., Any], trainer: Trainer | None, *args: Any, **kwargs: Any) -> Any:
-        """Run the function on a rank, and the hooks of an agreed stop, for which the launching process has no model."""
+    def _run_rank(self, function: Callable[..., Any], trainer: Trainer | None, *args: Any, **kwargs: Any) -> Any:
+        """Run the function, and the hooks of an agreed stop, for which the launching process has no model."""
         try:
             return function(*args, **kwargs)
         except (KeyboardInterrupt, SIGTERMException) as exception:
@@ -122,7 +115,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
                 _interrupt(trainer, exception)
             sys.exit(EXIT_CODE)  # on KeyboardInterrupt torch would end without an error
         except BaseException as exception:
-            note(exception, self._last_words())
+            add_note(exception, self._hang_summary())
             raise
 
 
@@ -135,15 +128,15 @@ def make_launcher(
     start_method: Any,
     processes: int,
     nodes: int,
-    last_words: LastWords,
+    summary: HangSummary,
 ) -> Launcher:
-    """The launcher for a start method. It says a rank's last words, which name who is behind in a hang.
+    """The launcher for a start method.
 
     Raises:
         ValueError: a notebook, which is no script that could be run again, and whose functions cannot be imported.
     """
     if start_method == "fork":
-        return ProcessLauncher(strategy, "fork", last_words)
+        return ProcessLauncher(strategy, "fork", summary)
     if _IS_INTERACTIVE and not environment.creates_processes_externally:
         how = "runs the script again" if start_method == "popen" else "imports the script anew"
         raise ValueError(
@@ -152,22 +145,38 @@ def make_launcher(
             "one device"
         )
     if start_method == "popen":
-        return ScriptLauncher(environment, processes, nodes, last_words)
-    return ProcessLauncher(strategy, start_method, last_words)
+        return ScriptLauncher(environment, processes, nodes, summary)
+    return ProcessLauncher(strategy, start_method, summary)
 
 
 def require_checkpoint(function: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    """Raises before any process is started if the run would begin with a file that is not there.
-
-    Args:
-        function: what the processes will run; perhaps one of the trainer's with an argument `ckpt_path`.
-        args: what it is called with.
-        kwargs: likewise.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-    """
+    """Raise FileNotFoundError before any process is started if `ckpt_path`, of the function's arguments, is missing."""
     path = inspect.signature(function).bind_partial(*args, **kwargs).arguments.get("ckpt_path")
     if path is None or str(path).partition(":")[0] in KEYWORDS or "://" in str(path) or Path(path).exists():
         return
     raise FileNotFoundError(f"ckpt_path={str(path)!r}: there is no checkpoint; nothing was started")
+
+
+def end_children(processes: Sequence[subprocess.Popen[bytes] | BaseProcess]) -> None:
+    """Wait a few seconds for launched processes to end by themselves, so that the cause is printed, then kill them."""
+    deadline = time.monotonic() + GRACE_SECONDS
+    for process in processes:
+        seconds = max(0.0, deadline - time.monotonic())
+        with suppress(subprocess.TimeoutExpired):
+            process.join(seconds) if isinstance(process, BaseProcess) else process.wait(seconds)
+        process.kill()  # nothing, of a process that has ended
+
+
+def backend_for(devices: Sequence[torch.device], chosen: str | None) -> str:
+    """The backend by which the ranks of a node communicate, given their devices and the user's choice.
+
+    Raises:
+        ValueError: NCCL was chosen for ranks that share a GPU.
+    """
+    shared = len(set(devices)) < len(devices) and devices[0].type != "cpu"
+    if shared and "nccl" in (chosen or ""):
+        raise ValueError(
+            f"process_group_backend={chosen!r} does not work between ranks that share a device, and {len(devices)} "
+            f"ranks have {len(set(devices))}; leave it out, or pass 'gloo', which goes through the host"
+        )
+    return chosen or ("gloo" if shared else _get_default_process_group_backend_for_device(devices[0]))

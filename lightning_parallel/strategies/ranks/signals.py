@@ -1,9 +1,9 @@
 """Signals and deaths that cannot leave other ranks waiting.
 
 Lightning answers SIGTERM with a collective inside the signal handler, which deadlocks when only one rank gets it, and
-saves a checkpoint inside the handler when SLURM asks to requeue. Python raises KeyboardInterrupt on Ctrl-C wherever a
-rank is. Here handlers only note the signal. Before every batch ranks tell each other what they were asked, in the
-message in which they agree on the batch: they act together, or not at all.
+saves a checkpoint inside the handler when SLURM asks to requeue. Python raises KeyboardInterrupt wherever a rank is.
+Here handlers only note the signal. Before every batch ranks exchange what they were asked, in the message in which they
+agree on the batch, and act together.
 """
 
 from __future__ import annotations
@@ -12,14 +12,11 @@ import ctypes
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Sequence
-from multiprocessing.process import BaseProcess
+from collections.abc import Callable
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.utils.data import get_worker_info
 
@@ -28,72 +25,57 @@ from lightning_parallel.strategies.ranks.failures import TOGETHER
 
 INTERRUPTED = b"\nAll ranks stop before their next batch; SIGINT (Ctrl-C) once more ends this process at once\n"
 EXIT_CODE = 128 + signal.SIGTERM
-GRACE_SECONDS = CAUSE_SECONDS = 5.0
-
-
-class Requested(NamedTuple):
-    """Requests of the outside world to this process.
-
-    Attributes:
-        stop: the number of the signal that asks to stop, the higher one of two; 0 if none does.
-        requeue: whether SLURM asks to requeue.
-    """
-
-    stop: int = 0
-    requeue: bool = False
 
 
 class Signals:
-    """Takes signals over for the time of one run: SIGTERM, SIGINT unless the user handles it, and SLURM's to requeue.
+    """Handles SIGTERM, SIGINT unless the user does, and SLURM's signal to requeue, for the time of one run.
 
-    Args:
-        trainer: its loop no longer tells other ranks; `Batches` does, in the message that it sends anyway.
+    Attributes:
+        stop: the number of the signal that asked this process to stop, the higher one of two; 0 if none has.
+        requeue: whether SLURM has asked to requeue.
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self.requested = Requested()
+        self.stop, self.requeue = 0, False
         self._trainer, self._process = trainer, os.getpid()
-        self._loop = trainer.fit_loop.epoch_loop
-        self._loop.__dict__["_broadcast_sigterm_tensor"] = lambda: None
-        self._lightnings: dict[int, Any] = {}
+        self._replaced: dict[int, Any] = {}  # Lightning's handlers, or Python's
         self._requeue_signal: int | None = None
         if threading.current_thread() is threading.main_thread():  # no other thread may set handlers
-            self._take(signal.SIGTERM, self._note_stop)
+            self._handle(signal.SIGTERM, self._note_stop)
             if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                self._take(signal.SIGINT, self._note_stop)
+                self._handle(signal.SIGINT, self._note_stop)
             environment = trainer.strategy.cluster_environment  # type: ignore[attr-defined]
             if isinstance(environment, SLURMEnvironment) and environment.auto_requeue and environment.requeue_signal:
                 self._requeue_signal = environment.requeue_signal
-                self._take(environment.requeue_signal, self._note_requeue)
+                self._handle(environment.requeue_signal, self._note_requeue)
 
-    def answer(self, requested: Requested) -> None:
-        """Does between two batches, on all ranks together, what any of them was asked for.
+    def answer(self, stop: int, requeue: bool) -> None:
+        """Do between two batches, on all ranks together, what any of them was asked for.
 
         Raises:
-            SIGTERMException: any was asked to stop by SIGTERM.
-            KeyboardInterrupt: any was asked to stop by SIGINT.
+            SIGTERMException: a rank got SIGTERM.
+            KeyboardInterrupt: a rank got SIGINT.
         """
-        if requested.requeue and self._requeue_signal is not None:
-            self.requested = self.requested._replace(requeue=False)
-            self._lightnings[self._requeue_signal](self._requeue_signal, None)  # saves, and asks SLURM
-        if requested.stop:
-            asked = SIGTERMException(EXIT_CODE) if requested.stop == signal.SIGTERM else KeyboardInterrupt()
-            vars(asked)[TOGETHER] = True  # all ranks raise it here: they save a checkpoint as before
+        if requeue and self._requeue_signal is not None:
+            self.requeue = False
+            self._replaced[self._requeue_signal](self._requeue_signal, None)  # saves, and asks SLURM
+        if stop:
+            asked = SIGTERMException(EXIT_CODE) if stop == signal.SIGTERM else KeyboardInterrupt()
+            vars(asked)[TOGETHER] = True  # all ranks raise it here, so they can save a checkpoint
             raise asked
 
     def close(self) -> None:
-        """Gives the signals back."""
-        self._loop.__dict__.pop("_broadcast_sigterm_tensor", None)
-        for number, handler in self._lightnings.items():
+        """Restore the handlers."""
+        for number, handler in self._replaced.items():
             signal.signal(number, handler)
-        self._lightnings.clear()
+        self._replaced.clear()
 
-    def _take(self, number: int, note: Callable[[int, FrameType | None], None]) -> None:
-        self._lightnings[number] = signal.signal(number, note)
+    def _handle(self, number: int, handler: Callable[[int, FrameType | None], None]) -> None:
+        self._replaced[number] = signal.signal(number, handler)
 
     def _note_stop(self, number: int, _: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)  # asked twice, the process ends at once
-        self.requested = self.requested._replace(stop=max(number, self.requested.stop))
+        self.stop = max(number, self.stop)
         if os.getpid() != self._process:  # forked from a rank
             if get_worker_info() is None:  # workers of loaders go on until their rank stops
                 os.kill(os.getpid(), number)
@@ -101,34 +83,12 @@ class Signals:
             os.write(2, INTERRUPTED)  # `print` is not reentrant
 
     def _note_requeue(self, _: int, __: FrameType | None) -> None:
-        self.requested = self.requested._replace(requeue=True)
+        self.requeue = True
 
 
 SET_PARENT_DEATH_SIGNAL = 1
 LAUNCHER = "LIGHTNING_PARALLEL_LAUNCHER"
 """The environment variable in which a launched script finds the process id of its launcher."""
-
-
-def die_with_launcher(launcher: int) -> None:
-    """Has the kernel kill this process when the one that launched it dies, even by SIGKILL (Linux).
-
-    Args:
-        launcher: the process id of the one that launched this one, its parent. It is 1 for a container's command.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != launcher:  # it died before the call
-        print(
-            f"process {launcher}, which launched this rank, has ended; this rank ends, too", file=sys.stderr, flush=True
-        )
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def outlive_launcher() -> None:
-    """Takes `die_with_launcher` back: after a run a script may take longer than that of rank 0."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None, use_errno=True).prctl(SET_PARENT_DEATH_SIGNAL, 0)
 
 
 def launcher_of(local_rank: int, start_method: str) -> int | None:
@@ -139,27 +99,23 @@ def launcher_of(local_rank: int, start_method: str) -> int | None:
     return int(os.environ[LAUNCHER]) if local_rank > 0 and LAUNCHER in os.environ else None
 
 
-def end_children(processes: Sequence[subprocess.Popen[bytes] | BaseProcess], first: int = -1) -> None:
-    """Waits for launched processes to end by themselves, so that the cause is printed, then kills them.
+def die_with_launcher(launcher: int) -> None:
+    """Let the kernel kill this process when its launcher dies, even by SIGKILL (Linux).
 
     Args:
-        processes: those that were launched.
-        first: the index of the one that failed before all others and is printing why, if it is among them.
+        launcher: the launcher's process id, which is 1 for a container's command.
     """
-    if 0 <= first < len(processes):
-        _ended(processes[first], CAUSE_SECONDS)
-    deadline = time.monotonic() + GRACE_SECONDS
-    for process in processes:
-        if not _ended(process, max(0.0, deadline - time.monotonic())):
-            process.kill()
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != launcher:  # it died before the call
+        print(
+            f"process {launcher}, which launched this rank, has ended; so does this rank", file=sys.stderr, flush=True
+        )
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _ended(process: subprocess.Popen[bytes] | BaseProcess, seconds: float) -> bool:
-    if isinstance(process, BaseProcess):
-        process.join(seconds)
-        return process.exitcode is not None
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        return False
-    return True
+def outlive_launcher() -> None:
+    """Take `die_with_launcher` back: after a run a script may take longer than that of rank 0."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(SET_PARENT_DEATH_SIGNAL, 0)

@@ -1,13 +1,19 @@
-"""A thread that names a hang before the backend gives up: where every rank stands, and which of them is behind.
+"""A thread that reports a hang before the backend gives up: which rank is behind, and at which line of the user's code.
 
 A backend ends a collective that waited longer than its timeout, and says neither which rank did not come nor where that
-one is. So a rank that waited for most of that time says so in the store, and all ranks leave their places there.
+one is. So a rank that stood still for most of that time asks all others through the store of the process group, and
+all ranks leave their places there.
 """
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import json
+import os
+import re
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,28 +22,35 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from lightning_parallel.collectives.functional import Unanswered, answer_of, notes_under
-from lightning_parallel.strategies.ranks.failures import SHOWN, named
-from lightning_parallel.strategies.ranks.frames import frames_of
-from lightning_parallel.strategies.ranks.tracebacks import LIBRARIES, PACKAGE
+from lightning_parallel.strategies.lightning_package import lightning, lightning_fabric
 
-SHARE = 0.7
-"""Of the timeout: a rank that stood so long asks where the others are. The rest is for them to answer."""
-LOOKS, SECONDS = 30, (0.1, 15.0)
-"""How often a rank is looked at within a timeout, and the least and most seconds between two looks."""
+PATIENCE = 0.7
+"""Of the timeout: a rank that stood still for so long asks where the others are. The rest is for them to answer."""
+POLLS, POLL_SECONDS = 30, (0.1, 15.0)
+"""How often a rank is looked at within a timeout, and the least and most seconds between two polls."""
+MAX_RANKS = 8
+PACKAGE = Path(__file__).parents[2]
+LIBRARIES = (
+    *(f"{Path(str(module.__file__)).parent}{os.sep}" for module in (lightning, lightning_fabric, torch)),
+    f"{PACKAGE}{os.sep}",
+    contextlib.__file__,
+)
 WAITING = (str(PACKAGE), str(Path(str(dist.__file__)).parent))
+SILENT = "says nothing: it is stopped, or has ended"
 
 
 class Place(NamedTuple):
     """Where a rank stands.
 
     Attributes:
-        waits: whether it is in a collective, as far as Python sees, and not in code of the user's or a library's.
-        step: of the optimizer.
+        waits: whether it is in a collective, as far as Python shows, and not in code of the user's or a library's.
+        step: the optimizer's step.
         function: the collective, or else the innermost function, with its line.
-        stack: lines of the script that led there, outermost first.
+        stack: the script's lines that led there, outermost first.
         begun: the collectives that it has begun in each group.
         seconds: for how long it has stood there.
     """
@@ -50,85 +63,80 @@ class Place(NamedTuple):
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        return f"{self.doing} for {self.seconds:.0f} s, at {' < '.join(self.stack[:-5:-1])}"
-
-    @property
-    def doing(self) -> str:
-        """What it does, and in which step."""
         return f"{'waits' if self.waits else 'is'} in {self.function} of step {self.step}"
 
 
 class Watchdog:
-    """Looks at the thread that made it, from one of its own, until it is stopped.
+    """Watches the thread that made it, from one of its own, until it is stopped.
 
-    | what is seen at a look                                       | what the rank does                             |
-    |--------------------------------------------------------------|------------------------------------------------|
-    | it stands at one place for `SHARE` of the timeout            | asks all, which is the next round; then answers|
-    | some rank asked                                              | leaves its place in the store, reads all       |
-    | some are behind, for which others stood that long            | tells their places and its own; looks no more  |
-    | all do the same, or nobody waits                             | goes on looking; the next to ask begins a round|
+    | seen at a poll                                               | what the rank does                                |
+    |--------------------------------------------------------------|---------------------------------------------------|
+    | it stands at one place for `PATIENCE` of the timeout         | asks all, which is the next round; then answers   |
+    | some rank asked                                              | leaves its place in the store, reads all          |
+    | some are behind, for which others stood that long            | reports their places and its own; polls no more   |
+    | all do the same, or nobody waits                             | goes on polling; the next to ask begins a round   |
 
     Args:
-        rank: this one.
-        ranks: how many there are.
+        rank: this rank.
+        ranks: the number of ranks.
         timeout: of collectives.
-        step: the number of the optimizer's step.
-        begun: the collectives that this rank has begun in each of its groups.
+        step: returns the optimizer's step.
+        begun: returns the collectives that this rank has begun in each of its groups.
     """
 
     def __init__(
         self, rank: int, ranks: int, timeout: timedelta, step: Callable[[], int], begun: Callable[[], Mapping[str, int]]
     ) -> None:
         self._rank, self._ranks, self._step, self._begun = rank, ranks, step, begun
-        self._patience = SHARE * timeout.total_seconds()
-        self._answering = min(0.2 * timeout.total_seconds(), 60.0) + 2.0  # seconds; all but silent ranks answer at once
-        self._period = min(max(timeout.total_seconds() / LOOKS, SECONDS[0]), SECONDS[1])
+        seconds = timeout.total_seconds()
+        self._patience = PATIENCE * seconds
+        self._answering = min(0.2 * seconds, 60.0) + 2.0  # all but silent ranks answer at once
+        self._period = min(max(seconds / POLLS, POLL_SECONDS[0]), POLL_SECONDS[1])
         notes = notes_under("lightning_parallel_watchdog")
         self._notes = notes_under(f"run_{notes.add(f'runs_of_{rank}', 1)}", notes)
         self._watched, self._stopped = threading.get_ident(), threading.Event()
-        #: what was told of a hang
-        self.told = ""
-        self._line, self._stood = "", (0, begun())
+        #: the report of a hang: who is behind in the first line, then a line for each of some ranks
+        self.report = ""
+        self._reported_at: tuple[int, Mapping[str, int]] = (0, {})
         self._thread = threading.Thread(target=self._watch, name="lightning_parallel watchdog", daemon=True)
         self._thread.start()
 
     def stop(self) -> str:
-        """Ends the thread, once it has told what it may be about to tell; what that was."""
+        """End the thread, once it has written the report that it may be writing, and return that."""
         self._stopped.set()
         self._thread.join(timeout=self._answering)
-        return self.told
+        return self.report
 
-    def last_words(self) -> str:
-        """Of a hang that was told and goes on: in one line, who is behind. Empty where this rank has gone on since."""
+    def hang_summary(self) -> str:
+        """Return who is behind in a hang that goes on, in one line; empty where this rank has gone on since."""
         self.stop()
-        return self._line if self._line and self._stood == (self._step(), self._begun()) else ""
+        return self.report.partition("\n")[0] if self._reported_at == (self._step(), self._begun()) else ""
 
     def _watch(self) -> None:
         place, since, number = self._place(), time.monotonic(), 0
         try:
-            while not self._stopped.wait(self._period) and not self.told:
+            while not self._stopped.wait(self._period) and not self.report:
                 now = self._place()
                 if now != place:
                     place, since = now, time.monotonic()
                 seconds = time.monotonic() - since
                 round_ = notes_under(f"round_{number}", self._notes)
                 if answer_of(partial(_is_asked, round_, seconds > self._patience), self._answering):
-                    self.told = self._tell(self._answers(round_, place._replace(seconds=seconds)))
+                    self._tell(self._answers(round_, place._replace(seconds=seconds)))
                     since, number = time.monotonic(), number + 1
         except Unanswered as error:
-            self.told = self._say(f"ranks wait; {error}", str(error), place)
-        except RuntimeError:  # that process has ended, and the run with it
+            self._say(f"ranks wait; {error}", place)
+        except RuntimeError:  # the store's process has ended, and the run with it
             return
 
     def _place(self) -> Place:
-        frames = frames_of(self._watched)
-        own = [frame for frame in frames if not frame.file.startswith(LIBRARIES)] or frames[:1]
-        stack = [f"{frame.file}:{frame.line} in {frame.function}" for frame in own]
-        waits = frames[-1].file.startswith(WAITING)
-        collectives = [frame for frame in frames if frame.file.endswith("distributed_c10d.py")]
-        shown = (collectives if waits and collectives else frames)[-1]
-        function = f"{shown.function} ({Path(shown.file).name}:{shown.line})"
-        return Place(waits, self._step(), function, stack, self._begun())
+        frames = _frames_of(self._watched)
+        own = [frame for frame in frames if not frame[0].startswith(LIBRARIES)] or frames[:1]
+        waits = frames[-1][0].startswith(WAITING)
+        collectives = [frame for frame in frames if frame[0].endswith("distributed_c10d.py")]
+        file, line, function = (collectives if waits and collectives else frames)[-1]
+        stack = [f"{each}:{number} in {name}" for each, number, name in own]
+        return Place(waits, self._step(), f"{function} ({Path(file).name}:{line})", stack, self._begun())
 
     def _answers(self, round_: Any, place: Place) -> dict[int, Place]:
         keys = [str(rank) for rank in range(self._ranks)]
@@ -138,23 +146,24 @@ class Watchdog:
             time.sleep(0.05)
         return {rank: Place(*json.loads(round_.get(key))) for rank, key in enumerate(keys) if round_.check([key])}
 
-    def _tell(self, places: Mapping[int, Place]) -> str:
+    def _tell(self, places: Mapping[int, Place]) -> None:
         behind = ranks_behind(places, self._ranks)
         waiting = [place for rank, place in places.items() if rank not in behind and (behind or place.waits)]
         if not any(place.seconds > 0.9 * self._patience for place in waiting):
-            return ""
-        many = f" and {len(behind) - SHOWN} more" if len(behind) > SHOWN else ""
-        shown = f"behind: {', '.join(map(str, behind[:SHOWN]))}{many}" if behind else "none is behind the others"
-        listed = sorted({*(behind or places)} - {self._rank})[:SHOWN]
-        lines = [f"rank {rank} {places.get(rank, 'says nothing: it is stopped, or has ended')}" for rank in listed]
-        mine = f"rank {self._rank} {places[self._rank]}"
-        told = "\n  ".join([f"ranks wait, and not all have come; {shown}", *lines, mine])
-        return self._say(told, in_one_line(places, behind), places[self._rank])
+            return
+        shown = sorted({*(behind or places)} - {self._rank})[:MAX_RANKS]
+        lines = [summary(places, behind)]
+        for rank in [*shown, self._rank]:
+            place = places.get(rank)
+            where = (
+                SILENT if place is None else f"{place} for {place.seconds:.0f} s, at {' < '.join(place.stack[:-5:-1])}"
+            )
+            lines.append(f"rank {rank} {where}")
+        self._say("\n  ".join(lines), places[self._rank])
 
-    def _say(self, told: str, line: str, place: Place) -> str:
-        print(f"[rank{self._rank}] {told}", file=sys.stderr, flush=True)
-        self._line, self._stood = line, (place.step, place.begun)
-        return told
+    def _say(self, report: str, place: Place) -> None:
+        print(f"[rank{self._rank}] {report}", file=sys.stderr, flush=True)
+        self._reported_at, self.report = (place.step, place.begun), report
 
 
 def _is_asked(round_: Any, asks: bool) -> bool:
@@ -163,10 +172,31 @@ def _is_asked(round_: Any, asks: bool) -> bool:
     return bool(round_.check(["asked"]))
 
 
-def ranks_behind(places: Mapping[int, Place], ranks: int) -> list[int]:
-    """Ranks that say nothing; else those that have begun fewer collectives than others, or do not wait as others do.
+def _frames_of(thread: int) -> list[tuple[str, int, str]]:
+    """File, line and function of each frame of a thread, outermost first, at most the innermost 100.
 
-    Where each rank has begun fewer in some group, some left a collective out and went on to the next: the fewer ones.
+    `faulthandler` writes them in one go. Frames of `sys._current_frames` can be freed while one reads them, for the
+    thread goes on: Python 3.11 then read memory of something else.
+    """
+    memory = sys.platform == "linux"  # a disk may be full, or gone
+    with open(os.memfd_create("frames"), "w+") if memory else tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        written = file.read()
+    found, here = list[tuple[str, int, str]](), False
+    for line in written.splitlines():
+        if begins := re.match(r"(?:Current thread|Thread) 0x([0-9a-f]+)", line):
+            here = int(begins[1], 16) == thread
+        elif here and (frame := re.fullmatch(r'  File "(.*)", line (\d+) in (.*)', line)):
+            found.append((frame[1], int(frame[2]), frame[3]))
+    return found[::-1] or [("an unknown place", 0, "unknown code")]
+
+
+def ranks_behind(places: Mapping[int, Place], ranks: int) -> list[int]:
+    """Return silent ranks; else those that have begun fewer collectives than others, or do not wait as others do.
+
+    Where each rank has begun fewer in some group, some left a collective out and went on to the next: those that are
+    late in other groups than most are, or none where these are half of all.
     """
     if silent := [rank for rank in range(ranks) if rank not in places]:
         return silent
@@ -177,13 +207,8 @@ def ranks_behind(places: Mapping[int, Place], ranks: int) -> list[int]:
     late = [rank for rank, groups in late_in.items() if groups]
     busy = [rank for rank, place in places.items() if not place.waits]
     found = [rank for rank in late if rank in busy] or late or busy
-    if len(found) < ranks:
-        return found
-    return _fewest(late_in) if late else []
-
-
-def _fewest(late_in: Mapping[int, set[str]]) -> list[int]:
-    """The ranks that are late in other groups than most are; none where that are half of them."""
+    if len(found) < ranks or not late:
+        return found if len(found) < ranks else []
     alike: dict[frozenset[str], list[int]] = {}
     for rank, groups in late_in.items():
         alike.setdefault(frozenset(groups), []).append(rank)
@@ -191,22 +216,21 @@ def _fewest(late_in: Mapping[int, set[str]]) -> list[int]:
     return first if others and len(first) < len(others[0]) else []
 
 
-def in_one_line(places: Mapping[int, Place], behind: Sequence[int]) -> str:
-    """Who is behind, and where the first of them is; where the others wait."""
+def summary(places: Mapping[int, Place], behind: Sequence[int]) -> str:
+    """In one line: who is behind, and where the first of them is; where the others wait."""
     others = [place for rank, place in places.items() if rank not in behind]
     longest = max(others, key=lambda place: (place.waits, place.seconds))
     there = f"wait in {longest.function} of step {longest.step}"
     if behind:
-        where = _where(places[behind[0]]) if behind[0] in places else "says nothing: it is stopped, or has ended"
-        subject = f"are behind: rank {behind[0]}" if behind[1:] else "is behind: it"
-        if behind[0] in places and places[behind[0]].waits:  # they wait in unlike collectives: either may be too many
+        first = places.get(behind[0])
+        where = SILENT if first is None else f"{first}, at {first.stack[-1]}"
+        more = f" and {len(behind) - MAX_RANKS} more" if len(behind) > MAX_RANKS else ""
+        ranks = ", ".join(map(str, behind[:MAX_RANKS])) + more
+        who = f"ranks {ranks} are behind: rank {behind[0]}" if behind[1:] else f"rank {ranks} is behind: it"
+        if first is not None and first.waits:  # they wait in unlike collectives: either may be too many
             there += f", at {longest.stack[-1]}; read tensors on all ranks, not under a condition on the rank"
-        return f"{named(behind)} {subject} {where}; the others {there}"
-    apart = {place.function: f"rank {rank} {_where(place)}" for rank, place in places.items()}
+        return f"{who} {where}; the others {there}"
+    apart = {place.function: f"rank {rank} {place}, at {place.stack[-1]}" for rank, place in places.items()}
     if len(apart) == 1:
         return f"none is behind: all ranks {there}"
-    return f"ranks wait for each other, for some left a collective out: {'; '.join([*apart.values()][:SHOWN])}"
-
-
-def _where(place: Place) -> str:
-    return f"{place.doing}, at {place.stack[-1]}"
+    return f"ranks wait for each other, for some left a collective out: {'; '.join([*apart.values()][:MAX_RANKS])}"

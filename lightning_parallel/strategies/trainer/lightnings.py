@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import partial
 from inspect import unwrap
 from typing import Any
 
@@ -31,7 +29,7 @@ from lightning_parallel.strategies.lightning_package import (
     _IndexBatchSamplerWrapper,
     _Metadata,
 )
-from lightning_parallel.strategies.ranks.agreement import together
+from lightning_parallel.strategies.ranks.agreement import run_or_raise_on_all
 
 # ---------------------------------------------------------------- a trainer
 
@@ -70,19 +68,17 @@ def choose_checkpoint(trainer: Trainer, choose: Callable[[Any], Any]) -> None:
     vars(connector)["_restore_modules_and_callbacks"] = restore_chosen
 
 
-def link_by(callback: ModelCheckpoint, link: Callable[[str, str], None]) -> None:
-    """Has somebody make the callback's links to its last checkpoint; Lightning removes one before it makes the next."""
+def link_by(callback: ModelCheckpoint, link: Callable[[str, str], None]) -> Callable[[], object]:
+    """Let somebody make the callback's links to its last checkpoint. Returns what undoes it.
+
+    Lightning removes one link before it makes the next.
+    """
 
     def make(trainer: Trainer, filepath: str, linkpath: str) -> None:
         link(filepath, linkpath)
         trainer.strategy.barrier()
 
-    vars(callback)["_link_checkpoint"] = make
-
-
-def link_itself(callback: ModelCheckpoint) -> None:
-    """Takes `link_by` back."""
-    vars(callback).pop("_link_checkpoint", None)
+    return _replaced(callback, "_link_checkpoint", make)
 
 
 def count_as_saved(trainer: Trainer) -> None:
@@ -103,17 +99,43 @@ def wrapped_optimizers(strategy: Strategy) -> list[LightningOptimizer]:
 # ---------------------------------------------------------------- a loop
 
 
-def agree_when_to_validate(trainer: Trainer, agree: Callable[[bool], bool]) -> None:
-    """Makes ranks decide by one clock when to validate, if time decides. `decide_alone` takes it back."""
-    loop: Any = trainer.fit_loop.epoch_loop
-    if trainer._val_check_time_interval is not None:  # type: ignore[attr-defined]
-        vars(loop)["_should_check_val_fx"] = lambda fetcher: agree(type(loop)._should_check_val_fx(loop, fetcher))
+def evaluation_loops(trainer: Trainer) -> tuple[Any, ...]:
+    """The loops that evaluate; that of a fit comes first."""
+    return trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop
 
 
-def decide_alone(trainer: Trainer) -> None:
-    """See `agree_when_to_validate`."""
+def running_evaluation(trainer: Trainer) -> Any:
+    """The evaluation loop that runs now."""
+    fit, validate, test, predict = evaluation_loops(trainer)
+    assert trainer.state.fn is not None
+    return {"fit": fit, "validate": validate, "test": test, "predict": predict}[trainer.state.fn.value]
+
+
+def _replaced(owner: Any, name: str, method: Callable[..., Any]) -> Callable[[], object]:
+    """Put a method in the place of an object's own. Returns what undoes it."""
+    vars(owner)[name] = method
+    return lambda: vars(owner).pop(name, None)
+
+
+def agree_when_to_validate(trainer: Trainer, agree: Callable[[bool], bool]) -> Callable[[], object]:
+    """Let ranks decide by one clock when to validate, if time decides. Returns what undoes it."""
     loop: Any = trainer.fit_loop.epoch_loop
-    vars(loop).pop("_should_check_val_fx", None)
+    if trainer._val_check_time_interval is None:  # type: ignore[attr-defined]
+        return lambda: None
+    return _replaced(
+        loop, "_should_check_val_fx", lambda fetcher: agree(type(loop)._should_check_val_fx(loop, fetcher))
+    )
+
+
+def before_validation_reads(trainer: Trainer, act: Callable[[Any], None]) -> Callable[[], object]:
+    """Act before the validation of a fit reads its loaders, for which it has no hook. Returns what undoes it."""
+    loop: Any = trainer.fit_loop.epoch_loop.val_loop
+
+    def reset() -> None:
+        act(combined_of(loop))
+        type(loop).reset(loop)
+
+    return _replaced(loop, "reset", reset)
 
 
 def loaders_left_to_validate(trainer: Trainer) -> list[Any]:
@@ -127,16 +149,16 @@ def loaders_left_to_validate(trainer: Trainer) -> list[Any]:
     return list(combined.flattened)
 
 
-def skip_without_draws(loop: Any, preserved: Callable[[], AbstractContextManager[None]]) -> Callable[[], object]:
-    """Lets a loop leave random states as they are where it only counts an evaluation; returns what takes it back."""
-    table, skip = vars(loop), loop.increment_progress_to_evaluation_end
+def skip_without_draws(trainer: Trainer, preserved: Callable[[], AbstractContextManager[None]]) -> Callable[[], object]:
+    """Keep random states where a fit only counts an evaluation that it leaves out. Returns what undoes it."""
+    loop: Any = trainer.fit_loop.epoch_loop.val_loop
+    skip = loop.increment_progress_to_evaluation_end
 
     def skipped() -> None:
         with preserved():
             skip()
 
-    table["increment_progress_to_evaluation_end"] = skipped
-    return lambda: table.pop("increment_progress_to_evaluation_end", None)
+    return _replaced(loop, "increment_progress_to_evaluation_end", skipped)
 
 
 def combined_of(loop: Any) -> CombinedLoader | None:
@@ -145,64 +167,37 @@ def combined_of(loop: Any) -> CombinedLoader | None:
     return combined
 
 
-def forget_loaders(loop: Any) -> None:
-    """The loop asks for its loaders anew when it sets up its data."""
-    loop._combined_loader = None
-
-
-def given_loaders(loop: Any) -> list[Any]:
-    """The loaders that the user passed to the trainer; none where a hook makes them."""
-    source = loop._data_source
-    return [] if source.is_module() or source.instance is None else _flattened(source.instance)
-
-
-def _flattened(given: Any) -> list[Any]:
-    return list((given if isinstance(given, CombinedLoader) else CombinedLoader(given)).flattened)
-
-
-@dataclass
-class _Compared:
-    """Stands where a loop asks for its loaders."""
-
-    make: Callable[[], Any]
-    compare: Callable[[int], None]
-
-    def __call__(self) -> Any:
-        given = self.make()
-        self.compare(len(_flattened(given)))
-        return given
-
-
 def compare_validating(trainer: Trainer, compare: Callable[[str, str], None]) -> None:
     """Has ranks compare whether training is to be validated: without loaders, Lightning leaves it out."""
     source: Any = trainer.fit_loop.epoch_loop.val_loop._data_source
     compare(source.name, "some" if source.is_defined() else "none")
 
 
-def compare_loaders(loop: Any, compare: Callable[[str, int], None]) -> None:
-    """Has ranks compare how many loaders a loop gets, by a name, before Lightning has them meet for each of these.
+def compare_loaders(loop: Any, host: dist.ProcessGroup, compare: Callable[[str, int], None]) -> Callable[[], object]:
+    """Let ranks compare how many loaders a loop gets, by a name; all raise where one cannot make its own.
 
-    `take_loaders_unseen` takes it back.
+    Lightning then meets for each loader. Returns what undoes it.
     """
     source = loop._data_source
-    vars(source)["dataloader"] = _Compared(source.dataloader, partial(compare, source.name))
+    make = source.dataloader
+
+    def made_together() -> Any:
+        given = run_or_raise_on_all(make, "make its data loaders", host)
+        compare(source.name, len((given if isinstance(given, CombinedLoader) else CombinedLoader(given)).flattened))
+        return given
+
+    return _replaced(source, "dataloader", made_together)
 
 
-def take_loaders_unseen(loop: Any) -> None:
-    """See `compare_loaders`."""
-    vars(loop._data_source).pop("dataloader", None)
+def fetched_first(loop: Any) -> Any:
+    """The batch that Lightning has read ahead, where loaders have no length; None where they have one."""
+    fetched = getattr(loop._data_fetcher, "batches", [])
+    return fetched[0][0] if fetched else None
 
 
-@contextmanager
-def loaders_made_together(loop: Any, host: dist.ProcessGroup) -> Iterator[None]:
-    """Inside, ranks of which one cannot make the loop's compared loaders all raise, before they compare."""
-    compared: _Compared = loop._data_source.dataloader
-    make = compared.make
-    compared.make = lambda: together(make, "make its data loaders", host)
-    try:
-        yield
-    finally:
-        compared.make = make
+def leave_sigterm_alone(trainer: Trainer) -> Callable[[], object]:
+    """Keep the fit loop from telling other ranks of SIGTERM, as `Batches` does. Returns what undoes it."""
+    return _replaced(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
 
 
 def switch_worlds(trainer: Trainer, user_world: DefaultGroup, full_world: DefaultGroup) -> Callable[[], object]:
@@ -220,8 +215,7 @@ def switch_worlds(trainer: Trainer, user_world: DefaultGroup, full_world: Defaul
         with profile(action) as profiled, nullcontext() if dist.group.WORLD is world.group else world:
             yield profiled
 
-    vars(profiler)["profile"] = profile_in_world
-    return lambda: vars(profiler).pop("profile")
+    return _replaced(profiler, "profile", profile_in_world)
 
 
 def take_patches_back() -> None:
@@ -280,11 +274,6 @@ def saved_fit_loop(checkpoint: dict[str, Any]) -> dict[str, Any]:
 def reads_in_turn(combined: CombinedLoader) -> bool:
     """Whether loaders are read one after the other, and a batch is one loader's."""
     return combined._mode == "sequential"
-
-
-def way_of_reading(combined: CombinedLoader) -> str:
-    """How loaders are read, and in what structure the user gave them."""
-    return f"{combined._mode} {combined._spec}"
 
 
 def as_given(combined: CombinedLoader, items: list[Any]) -> Any:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -13,7 +12,7 @@ from lightning_parallel.strategies.lightning_package import LightningModule, Lig
 from lightning_parallel.strategies.trainer import lightnings
 from lightning_parallel.strategies.trainer.kept_parameters import KeptParameters
 from lightning_parallel.strategies.trainer.own_methods import run_on_stored
-from lightning_parallel.techniques.gradients.groups import Copies, Pair, exchange, turned
+from lightning_parallel.techniques.gradients.groups import Pair
 from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer
 from lightning_parallel.techniques.step import Step
 
@@ -89,31 +88,6 @@ class StoredOptimizers:
 
         return run
 
-    @contextmanager
-    def in_hook(self, pairs: Sequence[Pair], copies: Copies) -> Iterator[None]:
-        """Inside, groups hold whole parameters, as the tree does, and what a hook adds there is what it found.
-
-        So do their states; afterwards both belong to divided parameters, in optimizers that the hook made, too.
-
-        Args:
-            pairs: what stands for what.
-            copies: for optimizers that step meanwhile.
-        """
-        known = [] if self._held else [*self._known.values()]  # in a step they show something already
-        plain = [stored.optimizer for stored in known if not stored.leads]
-        after = [optimizer.register_step_post_hook(lambda *_: copies.follow()) for optimizer in plain]
-        for stored in known:
-            stored.show(pairs, copies)
-        try:
-            yield
-        finally:
-            for handle in after:
-                handle.remove()
-            for stored in known:
-                stored.show(())
-            for optimizer in self._strategy.optimizers:
-                exchange(optimizer, turned(pairs))
-
     def _show(self, pairs: Sequence[Pair]) -> None:
         self._held = {id(shown): held for held, shown in pairs}
         for stored in self._known.values():
@@ -141,12 +115,14 @@ class StoredOptimizers:
             raise
 
     def reduced(self, step: Step, found: Iterable[Tensor]) -> list[Any]:
-        """What ranks have of parameters that a step of manual optimization is about to clip, or to step.
+        """The stored parameters of those that are about to be clipped or stepped; each rank has its part of gradients.
 
-        Gradients that it gave, or changed, are means of all ranks from here on.
+        Gradients that a step of manual optimization gave, or changed, are means of all ranks from here on.
         """
-        parameters = [self._held.get(id(parameter), parameter) for parameter in found]
-        step.average_given(parameters)
+        parameters: list[Any] = [self._held.get(id(parameter), parameter) for parameter in found]
+        if not cast(LightningModule, self._strategy.lightning_module).automatic_optimization:
+            step.average_given(parameters)
+        step.shard_gradients(parameters)
         return parameters
 
     def _refuse(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter]) -> None:

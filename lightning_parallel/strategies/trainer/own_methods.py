@@ -1,40 +1,23 @@
-"""Methods of the user's optimizers, beside `step`, that act on parameters: to swap averages in, to climb before a step.
-
-Schedule-free optimizers have `train` and `eval`, sharpness-aware ones `first_step` and `second_step`. They find
-parameters, gradients and states as `step` does. All ranks must call them alike.
-"""
+"""Methods beside `step` by which optimizers of third parties act on parameters; all ranks must call them alike."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
-from types import FunctionType, MethodType
+from collections.abc import Iterable
 from typing import Any
 
-from torch.optim import Optimizer
-
-from lightning_parallel.strategies.hooks.looking import asks_for_params
 from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer
+
+METHODS = ("train", "eval", "first_step", "second_step", "ascent_step", "descent_step")
+"""Of schedule-free optimizers and of sharpness-aware ones."""
 
 
 def run_on_stored(stored: StoredOptimizer, wrappers: Iterable[Any]) -> None:
-    """Lets them run on what is stepped.
-
-    Args:
-        stored: says what that is.
-        wrappers: objects that have its methods.
-    """
+    """Let them find parameters, gradients and states as `step` does, on an optimizer and on Lightning's wrappers."""
     optimizer = stored.optimizer
-    for name in set(own_methods(type(optimizer))):
-        if asks_for_params(optimizer, name):
-            method = getattr(type(optimizer), name)
-            run = functools.wraps(method)(functools.partial(stored.run, MethodType(method, optimizer)))
+    for name in METHODS:
+        method = getattr(type(optimizer), name, None)
+        if method is not None:
+            run = functools.wraps(method)(functools.partial(stored.run, functools.partial(method, optimizer)))
             for owner in (optimizer, *wrappers):
                 vars(owner)[name] = run
-
-
-def own_methods(kind: type) -> Iterator[str]:
-    """The public methods that torch's optimizers do not have."""
-    for each in kind.__mro__[: kind.__mro__.index(Optimizer)]:
-        own = (name for name, value in vars(each).items() if isinstance(value, FunctionType))
-        yield from (name for name in own if not name.startswith("_") and name not in vars(Optimizer))

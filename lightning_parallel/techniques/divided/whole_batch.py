@@ -25,7 +25,7 @@ from lightning_parallel.plan.plan import ParallelPlan, matching
 from lightning_parallel.techniques.divided.functions import FunctionsGetWholes
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided
 from lightning_parallel.techniques.division import Division
-from lightning_parallel.techniques.step import BatchInfo, Step, StepFn, WrappedStep
+from lightning_parallel.techniques.step import BatchContext, Step, StepFn, WrappedStep
 from lightning_parallel.techniques.tools.means import unwatched
 from lightning_parallel.techniques.tools.redirect import redirect_forward
 
@@ -129,7 +129,7 @@ class CountedStep(WrappedStep):
         super().__init__(inner)
         self._whole = whole
 
-    def begin_batch(self, info: BatchInfo) -> None:
+    def begin_batch(self, batch: BatchContext) -> None:
         """See `Step.begin_batch`."""
-        self._whole.counts = info.weight > 0
-        self.inner.begin_batch(info)
+        self._whole.counts = batch.weight > 0
+        self.inner.begin_batch(batch)

@@ -25,7 +25,6 @@ from lightning_parallel.techniques.divided.python_functions import called_below
 from lightning_parallel.techniques.divided.rules.single import IN_PLACE, ONE_BY_ONE
 from lightning_parallel.techniques.divided.table import RULES, form_of, is_in_place, operations, same_cuts
 from lightning_parallel.techniques.divided.tensor import Wrapper, of_wholes
-from lightning_parallel.techniques.expert_parallel.calls import Calls
 from lightning_parallel.techniques.expert_parallel.own_experts import OF_EXPERTS
 from lightning_parallel.techniques.tools.leaves import leaf_of
 from lightning_parallel.techniques.tools.means import original
@@ -39,18 +38,13 @@ class Readers:
     Attributes:
         ranks: the group, by which the weights are divided.
         alike: how many of these ranks read for the same samples.
-        calls: tells whether all ranks read at the same time, or some call experts.
-        number: stands for a read among these calls.
     """
 
     ranks: Ranks
     alike: int
-    calls: Calls
-    number: int
 
     def gathered(self, own: Tensor, elements: Elements) -> Tensor:
         """What all ranks have, for this rank's own use."""
-        self.calls.meet(self.number, own.device)
         return gathered(counted(own, 1 / self.alike), 0, elements)
 
     def of_all(self, own: Tensor) -> Tensor:

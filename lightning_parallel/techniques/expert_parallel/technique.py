@@ -5,37 +5,28 @@ Source: D. Lepikhin et al., GShard, ICLR 2021; S. Rajbhandari et al., DeepSpeed-
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
-from functools import partial, reduce
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
 from typing import Any, ClassVar, TypeVar
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 from torch.utils._pytree import tree_map_only
 
-from lightning_parallel.arguments import true_or_false, whole_number
+from lightning_parallel.arguments import whole_number
 from lightning_parallel.collectives.elements import Ranks
-from lightning_parallel.collectives.spans import Runs
 from lightning_parallel.mesh import AXES, Axis, ParallelMesh, Size, expert_sizes
-from lightning_parallel.plan.experts import Experts, find_experts, listed_in
+from lightning_parallel.plan.experts import Experts, find_experts
 from lightning_parallel.techniques.division import Division, PartitionContext
-from lightning_parallel.techniques.expert_parallel.ahead import SharedExperts
-from lightning_parallel.techniques.expert_parallel.calls import Calls
-from lightning_parallel.techniques.expert_parallel.capacity import Capacity
-from lightning_parallel.techniques.expert_parallel.listed import ListedExperts
+from lightning_parallel.techniques.expert_parallel.exchange import Exchange
 from lightning_parallel.techniques.expert_parallel.outside import Outside, Readers, Shown, Slot
-from lightning_parallel.techniques.expert_parallel.owned import own_parameters
-from lightning_parallel.techniques.expert_parallel.stacked import StackedExperts, shows_drops
 from lightning_parallel.techniques.step import Step, StepFn, WrappedStep
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools.redirect import redirect_forward
-from lightning_parallel.techniques.tools.shards import ElementsShard, axes_dividing, parameter_part, pieces
+from lightning_parallel.techniques.tools.shards import axes_dividing, parameter_part, pieces
 from lightning_parallel.techniques.tools.telling import warn
 
 T = TypeVar("T")
@@ -51,32 +42,18 @@ class ExpertParallel(Technique):
     Args:
         size: over how many ranks experts are divided; "auto" takes as many as the layout and the experts allow. Ranks
             of tensor parallel hold different experts too, beside that.
-        capacity_factor: how many times its even share of tokens an expert takes; None drops nothing. A module of
-            stacked experts whose class has a `drop_rate` gets it set to the share of pairs that each call dropped.
-        send_once: whether a token that chose several experts of one rank is sent there once, or once for each.
 
     Raises:
-        ValueError: a capacity below 1; or, when training starts, a size that does not fit the layout or the experts, or
-            a model without experts.
+        ValueError: when training starts: a size that does not fit the layout or the experts, a model without experts,
+            or one with experts in a list.
     """
 
     size: Size = "auto"
-    _: KW_ONLY
-    capacity_factor: float | None = None
-    send_once: bool = True
 
     phase: ClassVar[Phase] = Phase.PARTITION
 
     def __post_init__(self) -> None:
         whole_number("ExpertParallel", "size", self.size, "auto")
-        true_or_false("ExpertParallel", send_once=self.send_once)
-        factor = self.capacity_factor
-        number = isinstance(factor, (int, float)) and not isinstance(factor, bool)
-        if factor is not None and not (number and 1 <= factor < math.inf):
-            raise ValueError(
-                f"ExpertParallel(capacity_factor={factor!r}): below 1 even tokens that are spread evenly would be "
-                "dropped; give 1 or more, or None to drop nothing"
-            )
 
     @property
     def axes(self) -> Mapping[Axis, Size]:
@@ -110,6 +87,9 @@ class ExpertParallel(Technique):
         experts = find_experts(model, ground.plan)
         if not experts:
             raise ValueError(_no_experts(self, model, ground.plan.source))
+        listed = [each.name for each in experts if each.form == "listed"]
+        if listed:
+            raise ValueError(_in_lists(self, listed))
         _require_untied(model, experts, ground.mesh)
         return self._size(experts, ground.mesh), experts
 
@@ -135,18 +115,11 @@ class ExpertParallel(Technique):
         """Keeps this rank's experts, and leads calls of them over the ranks."""
         (size, experts), mesh = seen, ground.mesh
         view = mesh.experts(size)
-        if view["ep"].size() == 1 and self.capacity_factor is None:
+        if view["ep"].size() == 1:
             return Division(model)
-        if self.capacity_factor is not None and mesh.sizes["cp"] > 1:
-            warn(_another_order(self))
         # as the whole model tells: a stage of a pipeline may have one weight of them, where its loss reads it
         found = [each for each in experts if any(True for _ in model.get_submodule(each.name).parameters())]
-        division = _Dividing(view, mesh, self, own_parameters(model, found))
-        for each in found:
-            division.divide(model, each)
-        limited = [] if self.capacity_factor is None else [model.get_submodule(each.name) for each in found]
-        showing = [module for module in limited if shows_drops(module)]
-        return DividedExperts(model, division.calls, mesh.device, division.shared, showing, division.shown())
+        return DividedExperts(model, _shown(model, found, view, mesh))
 
 
 @dataclass(eq=False)
@@ -154,17 +127,9 @@ class DividedExperts(Division):
     """A model of whose experts each rank has some.
 
     Attributes:
-        calls: of experts on all ranks.
-        device: of this rank.
-        shared: what is computed while tokens travel.
-        showing: the modules that show what they dropped.
         shown: shows weights of experts to code outside of them.
     """
 
-    calls: Calls
-    device: torch.device
-    shared: Sequence[SharedExperts]
-    showing: Sequence[nn.Module]
     shown: Shown
 
     def outputs(self, outputs: Any) -> Any:
@@ -172,136 +137,77 @@ class DividedExperts(Division):
         return tree_map_only(Outside, Outside.whole, outputs)
 
     def run(self, run: StepFn[T]) -> StepFn[T]:
-        """Shows the user's own code all experts; tells other ranks that a step calls no more of them."""
+        """Shows the user's own code all experts."""
 
-        def ending(*args: Any, **kwargs: Any) -> T:
+        def shown(*args: Any, **kwargs: Any) -> T:
             with self.shown():
-                result = run(*args, **kwargs)
-            self.calls.end(self.device)
-            return result
+                return run(*args, **kwargs)
 
-        return ending
+        return shown
 
     def show(self) -> None:
         """See `Division.show`."""
         self.shown.show()
 
     def step(self, step: Step) -> Step:
-        """Tells shared experts when a batch begins, and leaves nothing behind."""
-        return ExpertsStep(step, self)
+        """Shows them to what is computed again in backward, too."""
+        return ExpertsStep(step, self.shown)
 
 
 class ExpertsStep(WrappedStep):
-    """A step that tells shared experts when a batch begins, and leaves no rate of what was dropped behind."""
+    """A step whose backward sees all experts."""
 
-    def __init__(self, inner: Step, division: DividedExperts) -> None:
+    def __init__(self, inner: Step, shown: Shown) -> None:
         super().__init__(inner)
-        self._division = division
-
-    def forward(self, run: StepFn[T], *args: Any, **kwargs: Any) -> T:
-        """See `Step.forward`."""
-        for each in self._division.shared:
-            each.adopt()
-        return self.inner.forward(run, *args, **kwargs)
+        self._shown = shown
 
     def backward(self, run: Callable[[], None]) -> None:
         """See `Step.backward`."""
-        with self._division.shown():  # for what is computed again
+        with self._shown():
             self.inner.backward(run)
 
-    def close(self) -> None:
-        """See `Step.close`."""
-        for module in self._division.showing:
-            vars(module).pop("drop_rate", None)
-        self.inner.close()
 
-
-class _Dividing:
-    """Divides modules of experts.
+def _shown(model: nn.Module, found: Sequence[Experts], view: DeviceMesh, mesh: ParallelMesh) -> Shown:
+    """Keeps this rank's experts, and leads calls of them over the ranks.
 
     Args:
+        model: the user's.
+        found: its modules of stacked experts.
         view: see `ParallelMesh.experts`.
         mesh: all ranks.
-        technique: the user's wishes.
-        own: the parameters that are divided.
     """
-
-    def __init__(
-        self, view: DeviceMesh, mesh: ParallelMesh, technique: ExpertParallel, own: Iterable[nn.Parameter]
-    ) -> None:
-        copies = [name for name in ("ep_replicate", "ep_shard") if view[name].size() > 1] or ["ep_shard"]
-        self._kept = view[(*copies, "ep")]
-        self._copied = [Replicate()] * len(copies)
-        self._experts, self._technique = view["ep"], technique
-        self._alike = Ranks(mesh["tp"].get_group(), "tp") if mesh.sizes["tp"] > 1 else None
-        self._mesh, self.shared = mesh, list[SharedExperts]()
-        self.calls = Calls(view["ep"].get_group())
-        self._own, self._parts = set(own), dict[nn.Parameter, nn.Parameter]()
-        self._ranks, self._slots = Ranks(view["ep"].get_group(), "ep"), list[Slot]()
-
-    def shown(self) -> Shown:
-        """What shows the parameters that are divided."""
-        number = self.calls.number("weights of experts outside of their module")
-        return Shown(self._slots, Readers(self._ranks, self._mesh.sizes["tp"], self.calls, number))
-
-    def divide(self, model: nn.Module, experts: Experts) -> None:
-        """Keeps this rank's experts of one module, and leads calls of them over the ranks."""
+    copies = [name for name in ("ep_replicate", "ep_shard") if view[name].size() > 1] or ["ep_shard"]
+    kept, placements = view[(*copies, "ep")], [*[Replicate()] * len(copies), Shard(0)]
+    ranks, own = Ranks(view["ep"].get_group(), "ep"), _own_parameters(model, found)
+    alike = Ranks(mesh["tp"].get_group(), "tp") if mesh.sizes["tp"] > 1 else None
+    parts, slots = dict[nn.Parameter, nn.Parameter](), list[Slot]()
+    names = [each.name for each in found]
+    for number, experts in enumerate(found):
         module = model.get_submodule(experts.name)
-        if experts.form == "stacked":
-            self._divide_stacked(experts, module, model)
-        else:
-            self._divide_listed(experts, module, model)
-
-    def _divide_stacked(self, experts: Experts, module: nn.Module, model: nn.Module) -> None:
-        self._keep_parts(module, 2, lambda _: Shard(0))
-        self.shared.append(shared := SharedExperts(model.get_submodule(experts.name.rpartition(".")[0]), module))
-        divided, whole = (self._capacity(self._mesh.tokens(cp)) for cp in (True, False))
-        once = self._technique.send_once
-        stacked = StackedExperts(
-            experts.name, module, experts.count, self.calls, self._alike, divided, whole, once, shared.compute
-        )
-        redirect_forward(module, stacked.wrap)
-
-    def _divide_listed(self, experts: Experts, module: nn.Module, model: nn.Module) -> None:
-        members, ranks = listed_in(module), self._experts.size()
-        skeleton = _on_meta(members[0])
-        for number, member in enumerate(members):
-            holder = number * ranks // len(members)
-            for part in member.modules():
-                self._keep_parts(part, 1, partial(_of_one_rank, holder, ranks))
-        capacity = self._capacity(self._mesh.data)  # to the others of a batch a list shows the same tokens
-        listed = ListedExperts(experts.name, members, skeleton, self.calls, self._alike, capacity)
-        for member in members:
-            redirect_forward(member, listed.guard)
-        for owner in _callers(model, module):
-            redirect_forward(owner, partial(listed.lead, owner))
-
-    def _capacity(self, ranks: DeviceMesh) -> Capacity:
-        return Capacity(self._technique.capacity_factor, ranks.get_group())
-
-    def _keep_parts(self, module: nn.Module, dims: int, place: Callable[[nn.Parameter], Placement]) -> None:
-        """Replaces those of a module's own parameters that are divided, and have so many dimensions; tied stay tied."""
         for name, parameter in module._parameters.items():
-            if parameter in self._own and parameter.dim() >= dims:
-                if parameter not in self._parts:
-                    self._parts[parameter] = parameter_part(parameter, self._kept, [*self._copied, place(parameter)])
-                module._parameters[name] = part = self._parts[parameter]
-                runs = [
-                    pieces(place(parameter), len(parameter), self._ranks.count, rank)
-                    for rank in range(self._ranks.count)
-                ]
-                elements = self._ranks.elements(len(parameter), runs)
-                self._slots.append(Slot(module._parameters, name, elements, axes_dividing(part)))
+            if parameter in own and parameter.dim() >= 2:
+                if parameter not in parts:  # tied stay tied
+                    parts[parameter] = parameter_part(parameter, kept, placements)
+                module._parameters[name] = part = parts[parameter]
+                runs = [pieces(Shard(0), len(parameter), ranks.count, rank) for rank in range(ranks.count)]
+                elements = ranks.elements(len(parameter), runs)
+                slots.append(Slot(module._parameters, name, elements, axes_dividing(part)))
+        exchange = Exchange(module, number, names, experts.count, ranks.group, alike)
+        redirect_forward(module, exchange.wrap)
+    return Shown(slots, Readers(ranks, mesh.sizes["tp"]))
 
 
-def _of_one_rank(holder: int, ranks: int, parameter: nn.Parameter) -> Placement:
-    """All rows are on one rank."""
-    rows: list[Runs] = [((0, len(parameter)),) if rank == holder else () for rank in range(ranks)]
-    return ElementsShard(0, rows)
+def _own_parameters(model: nn.Module, found: Sequence[Experts]) -> set[nn.Parameter]:
+    """The parameters that no module but those of experts has; one that is tied to another's stays whole."""
+    modules = {model.get_submodule(each.name) for each in found}
+    others = {parameter for part in model.modules() if part not in modules for parameter in part._parameters.values()}
+    return {
+        parameter for module in modules for parameter in module._parameters.values() if parameter is not None
+    } - others
 
 
 def _require_untied(model: nn.Module, found: Sequence[Experts], mesh: ParallelMesh) -> None:
-    own = own_parameters(model, found)
+    own = _own_parameters(model, found)
     for each in found if mesh.sizes["tp"] > 1 else ():
         for name, parameter in model.get_submodule(each.name).named_parameters():
             if parameter.dim() > 1 and parameter not in own:
@@ -309,20 +215,6 @@ def _require_untied(model: nn.Module, found: Sequence[Experts], mesh: ParallelMe
                     f"{each.name}.{name} is shared by several experts, or by an expert and another module, so every "
                     "rank keeps it whole, but tensor parallel might divide it; untie it, or leave tensor parallel out"
                 )
-
-
-def _callers(model: nn.Module, module: nn.Module) -> list[nn.Module]:
-    """A list that has a forward, else the nearest modules with one around each place where it stands."""
-    if type(module).forward is not nn.Module.forward:
-        return [module]
-    around = [part for part in model.modules() if any(child is module for child in part.children())]
-    return list(dict.fromkeys(caller for part in around for caller in _callers(model, part)))
-
-
-def _on_meta(module: nn.Module) -> nn.Module:
-    """A copy without memory."""
-    tensors = {id(each): torch.empty_like(each, device="meta") for each in (*module.parameters(), *module.buffers())}
-    return copy.deepcopy(module, dict(tensors))
 
 
 def _or(sizes: Sequence[int]) -> str:
@@ -345,8 +237,10 @@ def _no_experts(technique: ExpertParallel, model: nn.Module, source: str) -> str
     )
 
 
-def _another_order(technique: ExpertParallel) -> str:
+def _in_lists(technique: ExpertParallel, names: Sequence[str]) -> str:
     return (
-        f"{technique!r} drops tokens in the order of ranks, which have parts of each sequence beside context parallel: "
-        "where an expert is full, other tokens are dropped than on one device; leave capacity_factor out for its curve"
+        f"{technique!r} sends tokens to stacked experts, but {names[0]} is a list of modules, of which only the module "
+        "around it knows which token goes where. Stack their weights into parameters of shape (experts, ...) of one "
+        "module that is called as experts(tokens, indices, weights), see docs/techniques/expert_parallel.md, or leave "
+        "ExpertParallel out and shard the list with Zero"
     )

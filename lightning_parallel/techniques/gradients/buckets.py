@@ -19,7 +19,6 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_parallel.collectives.functional import all_reduce
 from lightning_parallel.mesh import ParallelMesh
-from lightning_parallel.techniques.gradients.asked import Given
 from lightning_parallel.techniques.gradients.bucket import Bucket
 from lightning_parallel.techniques.step import Step, WrappedStep
 from lightning_parallel.techniques.tools.holders import Holders, holders_of
@@ -31,6 +30,27 @@ IN_FLIGHT = 2
 
 WIDER = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 """What parameters may be cast to, so that their gradients no longer fit into the message that they were to have."""
+
+
+class Given:
+    """Which gradients may be given by the user: of parameters that no backward went to since they were stepped.
+
+    It is known at no cost in a backward. Where it is said too often, as of two steps by one gradient, means of means
+    are the same.
+    """
+
+    def __init__(self) -> None:
+        self.stepped: set[int] | None = None
+        """The `id` of parameters that were stepped since the last backward; None before the first: all may be given."""
+
+    def among(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether there are such among those that are about to be stepped."""
+        return self.stepped is None or not self.stepped.isdisjoint(map(id, parameters))
+
+    def step(self, parameters: Sequence[nn.Parameter]) -> None:
+        """They are stepped now."""
+        if self.stepped is not None:
+            self.stepped.update(map(id, parameters))
 
 
 class BucketedStep(WrappedStep):

@@ -129,7 +129,9 @@ def _twin(optimizer: Optimizer, copies: dict[int, nn.Parameter]) -> Any:
     memo: dict[int, Any] = {**copies}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            memo.setdefault(id(parameter), nn.Parameter(torch.empty_like(parameter, device="meta"), False))
+            memo.setdefault(
+                id(parameter), nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), False)
+            )
     twin = memo[id(optimizer)] = object.__new__(type(optimizer))  # Optimizer's own way to copy leaves out attributes
     vars(twin).update(
         deepcopy({name: value for name, value in vars(optimizer).items() if name not in OF_THE_RUN}, memo)

@@ -62,13 +62,3 @@ class Kept(Protocol):
 
     def exchange(self, pairs: Sequence[Pair]) -> None:
         """Puts the second of each pair where the first is."""
-
-
-class Copies(Protocol):
-    """Copies that stand for parameters while a hook of the user's runs."""
-
-    def settle(self) -> None:
-        """Parameters become as their copies. ⇄ `follow`."""
-
-    def follow(self) -> None:
-        """Copies become as their parameters."""

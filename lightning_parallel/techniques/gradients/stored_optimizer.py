@@ -9,8 +9,8 @@ others (Muon, LBFGS, a user's own), whose arithmetic over matrices and norms DTe
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial, wraps
 from itertools import chain
 from typing import Any
 
@@ -24,7 +24,6 @@ from lightning_parallel.arguments import is_closure
 from lightning_parallel.techniques.gradients.absent import AbsentTensor
 from lightning_parallel.techniques.gradients.elementwise import is_elementwise
 from lightning_parallel.techniques.gradients.groups import (
-    Copies,
     Kept,
     Pair,
     emptied,
@@ -60,6 +59,7 @@ class StoredOptimizer:
         shards: whether any of the model's parameters is stored in shards.
         elsewhere: what stands for parameters that other ranks of a pipeline have.
         manual: whether steps of the user's run it, which may give gradients themselves.
+        local: makes a context in which parameters of a pipeline are what this rank has of them.
     """
 
     def __init__(
@@ -70,14 +70,15 @@ class StoredOptimizer:
         shards: bool,
         elsewhere: Collection[nn.Parameter],
         manual: bool,
+        local: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.optimizer, self._elsewhere, self._manual = optimizer, elsewhere, manual
+        self._local, self._inside = local, ExitStack()
         self._step, self._mean, self._elementwise = step, mean, is_elementwise(optimizer)
         #: whether the optimizer may decide by what its closure returns, which `mean` makes the same on all ranks
         self.looks_at_loss = not self._elementwise
         self._groups: list[list[nn.Parameter]] | None = None
         self._shown: Sequence[Pair] = ()
-        self._copies: Copies | None = None
         self.kept: Kept | None = None
         # under their `id`: a tensor takes a call of Python's to be hashed, and each is asked for in every step
         self._stepped: dict[int, tuple[nn.Parameter, Tensor]] = {}
@@ -90,9 +91,18 @@ class StoredOptimizer:
         with torch.no_grad():
             for parameter in self.parameters():
                 self._adopt(parameter)
-        self.leads = shards or manual or not self._elementwise  # else the optimizer's own step is all there is
+        # else the optimizer's own step is all there is
+        self.leads = shards or manual or not self._elementwise or local is not nullcontext
         if self.leads:
             HookedSteps(optimizer, self._before_step, self._after_step)
+        if (
+            local is not nullcontext
+        ):  # it asks each parameter for its gradient, which hooks are told from stage to stage
+            vars(optimizer)["zero_grad"] = wraps(optimizer.zero_grad)(partial(self._zero_grad, optimizer.zero_grad))
+
+    def _zero_grad(self, zero_grad: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        with self._local():
+            zero_grad(*args, **kwargs)
 
     def _say_what_is_gathered(self) -> None:
         sharded = any(is_sharded(self._step.stored(parameter)) for parameter in self.parameters())
@@ -103,16 +113,15 @@ class StoredOptimizer:
                 "elementwise.ELEMENTWISE to save the memory"
             )
 
-    def show(self, pairs: Sequence[Pair], copies: Copies | None = None) -> None:
+    def show(self, pairs: Sequence[Pair]) -> None:
         """From now on groups hold what stands for parameters in the user's code, but while the optimizer steps.
 
         Args:
             pairs: what stands for what.
-            copies: if they are no views of parameters.
         """
         exchange(self.optimizer, turned(self._shown))
         exchange(self.optimizer, pairs)
-        self._shown, self._copies = pairs, copies
+        self._shown = pairs
 
     def parameters(self) -> list[nn.Parameter]:
         """The module's, whatever the groups hold at the moment."""
@@ -132,8 +141,9 @@ class StoredOptimizer:
         try:
             yield
         finally:
-            self._leave()
-            self._sleep()
+            with self._inside.pop_all():
+                self._leave()
+                self._sleep()
 
     def _before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._groups is not None:  # the step before this one raised, and nobody knew
@@ -153,8 +163,9 @@ class StoredOptimizer:
 
         def run() -> Any:
             if self._groups is not None:  # evaluated again, as LBFGS does: the parameters have moved
-                self._leave()
-                self._publish()
+                with self._inside.pop_all():
+                    self._leave()
+                    self._publish()
             result = closure()
             self._enter_to_step()
             return result if self._elementwise else self._mean(result)
@@ -162,9 +173,10 @@ class StoredOptimizer:
         return run
 
     def _after_step(self) -> None:
-        self._leave()
-        self._sleep()
-        self._publish()
+        with self._inside.pop_all():
+            self._leave()
+            self._sleep()
+            self._publish()
 
     def give_up(self) -> None:
         """A step raised, and its post-hook does not come: other ranks, which may have stepped, wait for its rows."""
@@ -173,8 +185,6 @@ class StoredOptimizer:
 
     def _publish(self) -> None:
         self._step.after_optimizer_step(self.parameters())
-        if self._copies is not None:
-            self._copies.follow()
 
     def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs a method of the optimizer's own on what it steps; closures on the module's parameters, as in a step."""
@@ -196,8 +206,7 @@ class StoredOptimizer:
     def _enter(self) -> None:
         if self._groups is not None:
             return
-        if self._copies is not None:
-            self._copies.settle()
+        self._inside.enter_context(self._local())
         if self._shown:
             exchange(self.optimizer, turned(self._shown))
         self._groups = [list(group["params"]) for group in self.optimizer.param_groups]
@@ -256,7 +265,7 @@ class StoredOptimizer:
         return filled(whole, room, value)
 
     def _gradient(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor | None:
-        gradient = parameter.grad
+        gradient = None if parameter in self._elsewhere else parameter.grad
         if isinstance(gradient, DTensor):
             whole = self._wholes and self._is_whole(tensor, parameter)
             gradient = whole_tensor(gradient) if whole else gradient._local_tensor
@@ -265,7 +274,7 @@ class StoredOptimizer:
     def _store(self, tensor: Tensor, parameter: nn.Parameter) -> None:
         if tensor is parameter:
             return
-        if tensor.grad is None:
+        if tensor.grad is None and not isinstance(tensor, AbsentTensor):
             parameter.grad = None  # it is the optimizer that zeroed it
         tensor.grad = None
         if not self._elementwise and isinstance(tensor, nn.Parameter):

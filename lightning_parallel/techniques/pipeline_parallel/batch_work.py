@@ -13,7 +13,7 @@ from lightning_parallel.techniques.division import Division
 from lightning_parallel.techniques.pipeline_parallel.gradients import Gradients
 from lightning_parallel.techniques.pipeline_parallel.loss import Shares
 from lightning_parallel.techniques.pipeline_parallel.stages import StageOutput
-from lightning_parallel.techniques.step import BatchInfo, StepFn
+from lightning_parallel.techniques.step import BatchContext, StepFn
 from lightning_parallel.techniques.tools.means import Means
 from lightning_parallel.values import map_tensors, tensors_of
 
@@ -34,7 +34,7 @@ class BatchWork:
         run: the user's step.
         microbatches: what it is run on.
         arguments: its further arguments.
-        info: of the batch.
+        context: of the batch.
         divisions: encode what goes from stage to stage.
         loss_stage: computes the loss of all microbatches; None where each has its own.
         shares: the weights of microbatches' losses in that of the batch.
@@ -47,7 +47,7 @@ class BatchWork:
         run: StepFn[Any],
         microbatches: Sequence[Any],
         arguments: tuple[tuple[Any, ...], dict[str, Any]],
-        info: BatchInfo,
+        context: BatchContext,
         divisions: Sequence[Division],
         loss_stage: LossStage | None,
         shares: Shares,
@@ -56,9 +56,10 @@ class BatchWork:
     ) -> None:
         self.microbatches, self.loss_stage, self.shares, self.gradients = microbatches, loss_stage, shares, gradients
         self.training = training
-        self._run, self._arguments, self.info, self._divisions = run, arguments, info, divisions
+        self._run, self._arguments, self.context, self._divisions = run, arguments, context, divisions
         self.outputs: dict[int, Any] = {}
         self._losses: dict[int, Tensor | None] = {}
+        self._multiples: dict[int, list[Tensor]] = {}
 
     def step(self, microbatch: int | None) -> Callable[[], Any]:
         """Runs the user's step on a microbatch, or on the batch."""
@@ -92,8 +93,10 @@ class BatchWork:
         self.outputs[microbatch] = detached = map_tensors(Tensor.detach, output)
         self._losses[microbatch] = loss_of(detached)
         shares.add(microbatch, means, loss)
+        learning = [tensor for tensor in tensors_of(output) if not tensor.dim() and tensor.requires_grad]
+        self._multiples[microbatch] = [tensor.detach() for tensor in learning if means.parts_of(tensor)]
         if shares.whole and self.training:
-            self.info.records.scale_means(means)
+            self.context.records.scale_means(means)
         return loss
 
     def seed(self, microbatch: int) -> Tensor | None:
@@ -101,7 +104,7 @@ class BatchWork:
         loss, share = self._losses[microbatch], self.shares.seed(microbatch)
         if loss is None:
             return None
-        scaled = share * self.info.scale
+        scaled = share * self.context.scale
         # A number is filled in on the device; made into a tensor of the host, it would be waited for.
         return scaled.to(loss).expand_as(loss) if isinstance(scaled, Tensor) else torch.full_like(loss, scaled)
 
@@ -109,6 +112,10 @@ class BatchWork:
         """Values that count in the batch by the share of a microbatch: means over targets, and the loss of training."""
         loss = self._losses[microbatch] if self.training and not self.shares.whole else None
         return [*self.shares.means.get(microbatch, []), *([] if loss is None else [loss])]
+
+    def multiples_of(self, microbatch: int) -> list[Tensor]:
+        """Numbers in what the step returned that are means, or sums of multiples of them."""
+        return [*self.means_of(microbatch), *self._multiples[microbatch]]
 
 
 def loss_of(output: Any) -> Tensor | None:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_parallel.collectives.functional import by_kind
-from lightning_parallel.techniques.gradients.asked import OWN
 from lightning_parallel.techniques.pipeline_parallel.halves import Halves
 from lightning_parallel.techniques.tools.leaves import leaf_of
 
@@ -124,10 +123,10 @@ class Gradients:
         Gradients that leaves have afterwards are added to the sums: functions of autograd leave them there that run a
         backward pass within their own, as those of reversible layers do.
         """
-        before = [OWN.__get__(leaf) for leaf in self._leaves]
+        before = [leaf.grad for leaf in self._leaves]
         hooked: list[tuple[Any, dict[int, Any]]] = []
         for leaf in self._leaves:
-            OWN.__set__(leaf, None)
+            leaf.grad = None
             for hooks in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks):
                 if hooks:
                     hooked.append((hooks, dict(hooks)))
@@ -135,9 +134,9 @@ class Gradients:
         try:
             yield
         finally:
-            made = [OWN.__get__(leaf) for leaf in self._leaves]
+            made = [leaf.grad for leaf in self._leaves]
             for leaf, gradient in zip(self._leaves, before, strict=True):
-                OWN.__set__(leaf, gradient)
+                leaf.grad = gradient
             for hooks, kept in hooked:
                 hooks.update(kept)
         if any(gradient is not None for gradient in made):

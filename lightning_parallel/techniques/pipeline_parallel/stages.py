@@ -27,7 +27,7 @@ from lightning_parallel.techniques.pipeline_parallel.p2p import Unsent
 from lightning_parallel.techniques.pipeline_parallel.rng import StageRNG
 from lightning_parallel.techniques.pipeline_parallel.trace import ancestors, hooks_of
 from lightning_parallel.techniques.tools import elsewhere
-from lightning_parallel.techniques.tools.absent import UNDIVIDED, Absent, AbsentError, Writes, refusal
+from lightning_parallel.techniques.tools.absent import UNDIVIDED, Absent, AbsentError, refusal
 from lightning_parallel.techniques.tools.leaves import leaf_of
 from lightning_parallel.techniques.tools.means import WATCHING, unwatched
 from lightning_parallel.techniques.tools.redirect import Forward, plain_forwards, redirect_call, restore_call
@@ -86,14 +86,14 @@ class Stages:
         model: of which this rank holds its stages' part.
         layout: where the model is cut.
         device: where the model runs.
-        writes: hears of code that writes to parameters of other stages.
+        tree: has absent tensors where other stages have parameters.
 
     Attributes:
         attributes: plain attributes of modules with blocks in them that the step changed, on the last stage.
     """
 
-    def __init__(self, model: nn.Module, layout: StageLayout, device: torch.device, writes: Writes) -> None:
-        self.model, self.layout, self._device, self._writes = model, layout, device, writes
+    def __init__(self, model: nn.Module, layout: StageLayout, device: torch.device, tree: elsewhere.StageTree) -> None:
+        self.model, self.layout, self._device, self._tree, self._writes = model, layout, device, tree, tree.writes
         self._stance = "default"
         self._now: _ForwardState | None = None
         self._last = layout.stages - 1
@@ -132,7 +132,7 @@ class Stages:
 
     def attached(self) -> Any:
         """Inside, absent parameters are among those of their modules, as steps expect that ask for all of them."""
-        return elsewhere.absent_in_place(self.model)
+        return self._tree.in_steps()
 
     @contextmanager
     def eagerly(self) -> Iterator[None]:
@@ -244,7 +244,6 @@ class Stages:
         def run(*args: Any, **kwargs: Any) -> Any:
             now = self._now
             if now is None:  # a recomputation during a backward, or the user's own call
-                self._require_here(name, block)
                 return call(*args, **kwargs)
             if now.position != 2 * number:
                 self._refuse_order(now, number)
@@ -291,7 +290,6 @@ class Stages:
         def run(*args: Any, **kwargs: Any) -> Any:
             now = self._now
             if now is None:
-                self._require_here(name, part)
                 return call(*args, **kwargs)
             if now.in_block or now.depth:  # of which it is a part, too
                 return call(*args, **kwargs)
@@ -333,15 +331,6 @@ class Stages:
                 _call_hooks(self._modules[call[0]], (), {}, self._carried(now, call))
         if self._modules[name]._forward_hooks:
             _call_hooks(self._modules[name], args, kwargs, output)
-
-    def _require_here(self, name: str, module: nn.Module) -> None:
-        if torch._C._current_graph_task_id() == -1 and elsewhere.is_elsewhere(module):
-            raise RuntimeError(
-                f"{name} was called outside of a step, but its parameters are on another rank of the pipeline; between "
-                "steps a rank has the layers of its own stages only. Call the model in a step (validation_step and "
-                "predict_step are such), or in the code of a hook itself, as self.net(x) or pl_module(x) in "
-                "on_train_epoch_end, where every rank is given the whole model"
-            )
 
     def _refuse_order(self, now: _ForwardState, number: int) -> None:
         blocks = self.layout.trace.blocks

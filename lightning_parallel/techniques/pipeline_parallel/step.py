@@ -30,12 +30,13 @@ from lightning_parallel.techniques.pipeline_parallel.probe import (
 from lightning_parallel.techniques.pipeline_parallel.rng import GeneratorStates
 from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import Schedule
 from lightning_parallel.techniques.pipeline_parallel.stages import Path, Stages
-from lightning_parallel.techniques.step import BatchInfo, Step, StepFn, WrappedStep
+from lightning_parallel.techniques.step import BatchContext, Step, StepFn, WrappedStep
 from lightning_parallel.techniques.tools import microbatches
-from lightning_parallel.techniques.tools.absent import Writes
+from lightning_parallel.techniques.tools.elsewhere import StageTree
 from lightning_parallel.techniques.tools.means import is_among
 from lightning_parallel.techniques.tools.microbatches import Dims
 from lightning_parallel.techniques.tools.shards import local
+from lightning_parallel.techniques.tools.telling import warn
 from lightning_parallel.values import map_tensors
 
 T = TypeVar("T")
@@ -50,6 +51,7 @@ class LastStage(NamedTuple):
 
     Attributes:
         output: of the step.
+        unclear: parts of it that could not be merged, see `microbatches.merge`.
         records: of what it logged and kept, see `BatchRecords.collect`.
         unit: how many targets count as one in gradients; None if these are means.
         draws: where the generators are left, if anything was drawn.
@@ -58,6 +60,7 @@ class LastStage(NamedTuple):
     """
 
     output: Any
+    unclear: list[str]
     records: Any
     unit: float | None
     draws: GeneratorStates | None
@@ -79,7 +82,7 @@ class PipelineStep(WrappedStep):
         pending: decides in which batches the loss is measured; None for a loss that is accepted as it is.
         group: the ranks of this pipeline.
         device: where the model runs.
-        writes: see `Stages`.
+        tree: see `Stages`.
         divisions: of all techniques: they encode what goes from stage to stage.
     """
 
@@ -95,7 +98,7 @@ class PipelineStep(WrappedStep):
         pending: Pending | None,
         group: dist.ProcessGroup,
         device: torch.device,
-        writes: Writes,
+        tree: StageTree,
         divisions: Sequence[Division],
     ) -> None:
         super().__init__(inner)
@@ -104,11 +107,12 @@ class PipelineStep(WrappedStep):
         self._lane = Lane(group, device)
         self._rank = group.rank()
         self._here = schedule.stages_of(self._rank)
-        self._stages = Stages(model, made, device, writes)
+        self._stages = Stages(model, made, device, tree)
         self._p2p = P2P(self._lane, schedule.rank_of, schedule.stages)
         self._parameters = _parameters(model, made, schedule)
         self._common = common_buffers(model, made)
-        self._info, self._divisions = BatchInfo(), divisions
+        self._context, self._divisions = BatchContext(), divisions
+        self._told: set[str] = set()
         self._divides = False  # whether some batch could be divided
 
     @property
@@ -121,9 +125,9 @@ class PipelineStep(WrappedStep):
         self._stages.close()
         self.inner.close()
 
-    def begin_batch(self, info: BatchInfo) -> None:
+    def begin_batch(self, batch: BatchContext) -> None:
         """See `Step.begin_batch`."""
-        self._info = info
+        self._context = batch
 
     def forward(self, run: StepFn[T], *args: Any, **kwargs: Any) -> T:
         """Runs the schedule, and returns on every rank what the step would return for the whole batch.
@@ -134,14 +138,14 @@ class PipelineStep(WrappedStep):
                 targets; as all errors in what it returned or logged, on every rank of the pipeline.
         """
         parameters = self._now()
-        records = self._info.records
+        records = self._context.records
         records.track_buffers(self._common)
         batch, *rest = args
         parts = self._divided(batch)
         sizes = microbatches.part_sizes(microbatches.samples_in(batch, self._dims) or 1, len(parts))
         call = _Call(run, (tuple(rest), kwargs))
         work = self._work(call, batch, parts, sizes, torch.is_grad_enabled())
-        self._stages.draws.begin(records.batch_idx)
+        self._stages.draws.begin(self._context.index)
         self._stages.attributes = {}
         self._execute(work)
         last = self._shared(work)
@@ -150,13 +154,25 @@ class PipelineStep(WrappedStep):
         if last.pair is not None:
             self._measure(call, batch, sizes, last.pair)
         records.replay(last.records)
+        self._warn_of(last.unclear)
         loss = loss_of(last.output)
         if not work.training or loss is None:
             return cast(T, last.output)
         with torch._C.DisableTorchFunctionSubclass():
             learning = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-        handed = self._handed_over(loss, work, learning, self._info.scale / (last.unit or 1.0))
+        handed = self._handed_over(loss, work, learning, self._context.scale / (last.unit or 1.0))
         return cast(T, _with_loss(last.output, records.normalize_loss(handed)))
+
+    def _warn_of(self, unclear: Sequence[str]) -> None:
+        """Warns once of each part of the output that differs between microbatches in a way that cannot be merged."""
+        if new := [name for name in unclear if name not in self._told]:
+            self._told.update(new)
+            warn(
+                f"In a pipeline, what the step returns as {', '.join(new)} differs between microbatches. Rows of "
+                "samples are joined, and single floating-point numbers averaged by samples. Other tensors and integers "
+                "are averaged, too, and of other values the first is taken: return a row for each sample instead, or "
+                "log counts by self.log(..., reduce_fx='sum')"
+            )
 
     # ---------------------------------------------------------------- before
 
@@ -169,11 +185,13 @@ class PipelineStep(WrappedStep):
         Raises:
             ValueError: something in the batch has another number of samples.
         """
-        count = min(self._schedule.microbatches, self._info.samples or microbatches.samples_in(batch, self._dims) or 1)
+        count = min(
+            self._schedule.microbatches, self._context.samples or microbatches.samples_in(batch, self._dims) or 1
+        )
         try:
             parts = microbatches.split(batch, count, self._dims)
         except ValueError:
-            if not self._divides or self._info.samples is not None:
+            if not self._divides or self._context.samples is not None:
                 raise
             return [batch]
         self._divides = True
@@ -191,14 +209,16 @@ class PipelineStep(WrappedStep):
             sizes: how many samples these have.
             training: whether gradients are computed; the same on all ranks, for it decides how they send.
         """
-        info, parameters = self._info, self._now()
+        context, parameters = self._context, self._now()
         join = partial(joined, sizes=sizes, blocks=self._cut.trace.blocks)
-        together = self._over_batch or self._schedule.microbatches == 1 or (len(parts) == 1 and info.alone)
-        shares = Shares([sum(sizes)] if self._over_batch else sizes, info.weight, self._unit, together, info.alone)
+        together = self._over_batch or self._schedule.microbatches == 1 or (len(parts) == 1 and context.alone)
+        shares = Shares(
+            [sum(sizes)] if self._over_batch else sizes, context.weight, self._unit, together, context.alone
+        )
         gradients = {stage: Gradients(self._of_stage(stage, parameters)) for stage in self._here}
         loss_stage = LossStage(batch, join) if self._over_batch else None
         return BatchWork(
-            call.step, parts, call.arguments, info, self._divisions, loss_stage, shares, gradients, training
+            call.step, parts, call.arguments, context, self._divisions, loss_stage, shares, gradients, training
         )
 
     def _execute(self, work: BatchWork) -> None:
@@ -226,7 +246,7 @@ class PipelineStep(WrappedStep):
         """
         rows, works = rows_of(sizes, pair), list[BatchWork]()
         last = self._schedule.rank_of(self._schedule.stages - 1)
-        with self._info.silent(), self._stages.eagerly(), SameDraws():  # type: ignore[no-untyped-call]
+        with self._context.silent(), self._stages.eagerly(), SameDraws():  # type: ignore[no-untyped-call]
             for chosen in ([rows], [[each] for each in rows]) if pair[0] != pair[1] else ():
                 parts = [map_tensors(Tensor.clone, microbatches.select(batch, each, self._dims)) for each in chosen]
                 taken = [sum(some.stop - some.start for some in each) for each in chosen]
@@ -262,20 +282,21 @@ class PipelineStep(WrappedStep):
         """Gives all ranks what the last stage has."""
 
         def said() -> LastStage:
-            records = self._info.records
+            records = self._context.records
             sizes = work.shares.sizes
             outputs = [work.outputs[number] for number in range(len(sizes))]
             _require_all_or_none(outputs, work.training)
             shares, unit = work.shares.final()
             means = {number: work.means_of(number) for number in work.outputs}
             averaged = [means[number] for number in range(len(sizes))]
-            merged = records.merge_outputs(outputs, sizes, shares, averaged)
+            multiples = [work.multiples_of(number) for number in range(len(sizes))]
+            merged, unclear = microbatches.merge(outputs, sizes, shares, multiples)
             if work.training:
                 merged = _with_loss_of_parts(merged, outputs, sizes, shares, averaged)
             merged = map_tensors(Tensor.cpu, merged)
-            collected = records.collect([shares[number] for number in means], list(means.values()), work.shares.targets)
+            collected = records.collect(list(means.values()), work.shares.targets)
             draws, attributes = self._stages.draws.left, self._stages.attributes
-            return LastStage(merged, collected, unit, draws, self._pair(work, shares), attributes)
+            return LastStage(merged, unclear, collected, unit, draws, self._pair(work, shares), attributes)
 
         last = self._schedule.rank_of(self._schedule.stages - 1)
         told = share_made(

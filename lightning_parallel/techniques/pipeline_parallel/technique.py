@@ -34,7 +34,6 @@ from lightning_parallel.techniques.pipeline_parallel.trace import BlocksMissingE
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
 from lightning_parallel.techniques.tools import elsewhere
-from lightning_parallel.techniques.tools.absent import Writes
 from lightning_parallel.techniques.tools.microbatches import samples_in, split
 from lightning_parallel.techniques.tools.telling import warn
 from lightning_parallel.values import tensors_of
@@ -147,10 +146,10 @@ class PipelineParallel(Technique):
         elsewhere.mark_shared(model, lambda name: len({*map(schedule.rank_of, made.stages_of(name))}) > 1)
         stages = {name: sorted(made.stages_of(name)) for name, _ in model.named_parameters(remove_duplicate=False)}
         names = {name: _at_stages(name, stages.get(name)) for name in made.names_elsewhere(model, here)}
-        writes = elsewhere.hide(model, names, mesh.device)
+        tree = elsewhere.StageTree(model, names, mesh.device)
         elsewhere.mark_emptied(model)
         probes = self.loss_over != "microbatches" and seen.microbatches > 1
-        return DividedLayers(model, ground, made, schedule, seen, probes, writes)
+        return DividedLayers(model, ground, made, schedule, seen, probes, tree)
 
 
 @dataclass(frozen=True)
@@ -179,7 +178,7 @@ class DividedLayers(Division):
     schedule: Schedule
     seen: Analysis
     probes: bool
-    writes: Writes
+    tree: elsewhere.StageTree
 
     @property
     def losses_over_batch(self) -> bool:
@@ -202,7 +201,7 @@ class DividedLayers(Division):
             pending,
             group,
             mesh.device,
-            self.writes,
+            self.tree,
             self.ground.divisions,
         )
 

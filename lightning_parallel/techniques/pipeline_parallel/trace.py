@@ -306,7 +306,10 @@ class _Tracer:
         if position != origin.position + 1 or origin.position % 2:
             self._use(origin.parameters, position)  # code between modules makes the value again
         for call, number, made in origin.sources:
-            at_hand = (made, made + 1, made + 2) if made % 2 else (made, made + 1)
+            if call[0] in self._blocks:  # its result is what the next stage receives
+                at_hand: tuple[int, ...] = (made, made + 1, made + 2)
+            else:  # code behind a block, in which a module kept something by a hook, may run on the next stage
+                at_hand = (made,) if made % 2 else (made, made + 1)
             if position not in at_hand:
                 self._skips.add(Skip(call, number, made, position))
 

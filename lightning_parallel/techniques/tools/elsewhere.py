@@ -1,99 +1,319 @@
-"""Tensors of the model that another rank holds: hidden from this rank's tree, with their names and shapes kept.
+"""Tensors of the model that other stages of a pipeline have: what stands for them in this rank's module tree.
 
-A hidden parameter or buffer stays a plain attribute of its module, without memory. So modules keep their class, their
-children and their hooks, and still answer questions about shapes and dtypes, but whatever walks over parameters sees
-only what this rank holds. `shown` puts everything back for a while, `restore` for good.
+| state    | when                               | tensors of this stage | those of other stages             |
+|----------|------------------------------------|-----------------------|-----------------------------------|
+| local    | techniques and checkpoints do work | as techniques need    | `Absent` attributes, in no table  |
+| in steps | the user's step runs               | as techniques need    | `Absent`, in the tables           |
+| exposed  | hooks, callbacks and helpers run   | `Staged`              | `Staged` without memory, likewise |
+
+Modules keep their class, their children and their hooks in all states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_parallel.plan.plan import ELSEWHERE
 from lightning_parallel.techniques.tools.absent import Absent, Writes
+from lightning_parallel.techniques.tools.global_shard import GlobalShard
 from lightning_parallel.techniques.tools.shards import bear
+from lightning_parallel.techniques.tools.staged import Home, Staged, StageRanks, hollow, stage, unstage
 
-Make = Callable[[Tensor], Tensor]
-KEY = "_lightning_parallel_hidden"
+KEY = "_lightning_parallel_stages"
 SHARED = "_lightning_parallel_shared"
 
 
 @dataclass
-class _Hidden:
-    """The tensors that one module hides, and the order in which it had all."""
+class _Table:
+    """Parameters or buffers of one module, some of which other stages have.
 
-    parameters: dict[str, Tensor] = field(default_factory=dict)
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-    order: dict[str, list[str]] = field(default_factory=dict)
-    tied: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    Attributes:
+        prefix: of the FQN of the entries.
+        entries: the module's own table.
+        order: the names of all entries, in the order of the whole module.
+        absent: for the step, by name.
+        remote: for between steps, by name: the module's own without memory, or on meta before there are values.
+        tied: by name, the tables and names of tensors that this rank may hold of a tied one.
+    """
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of the module hides nothing: it has what was there when it was made."""
-        return _Hidden, ()
+    module: nn.Module
+    prefix: str
+    entries: dict[str, Any]
+    order: list[str]
+    absent: dict[str, Absent]
+    remote: dict[str, Tensor]
+    tied: dict[str, list[tuple[dict[str, Any], str]]]
 
 
-def hide(model: nn.Module, names: Mapping[str, str], device: torch.device) -> Writes:
-    """Hide parameters and buffers; absent tensors take their place as attributes of their modules.
-
-    Returns:
-        What hears of code that writes to them.
+class StageTree:
+    """Takes what other stages have out of a module's tables, and puts there what stands for it. Starts `local`.
 
     Args:
         model: whole.
-        names: FQN -> the name in messages.
+        names: FQN of each parameter and buffer of other stages -> its name in messages.
         device: where their values would be.
+
+    Attributes:
+        writes: hears of code that writes to absent parameters.
+        exposed: whether user code runs between steps.
     """
-    tied, writes = _ties(model), Writes()
-    made: dict[int, Absent] = {}
-    for prefix, module in model.named_modules():
-        for table in ("_parameters", "_buffers"):
-            tensors: dict[str, Tensor | None] = getattr(module, table)
-            own = [name for name, tensor in tensors.items() if tensor is not None and _full(prefix, name) in names]
-            if own:
-                for name in own:
-                    tensor, what = cast(Tensor, tensors[name]), names[_full(prefix, name)]
-                    is_parameter = table == "_parameters"
+
+    def __init__(self, model: nn.Module, names: Mapping[str, str], device: torch.device) -> None:
+        self._model, self.writes, self.exposed = model, Writes(), False
+        self._ranks: StageRanks | None = None
+        self._places: list[tuple[dict[str, Any], str, Home]] = []
+        self._staged: list[tuple[dict[str, Any], str, Tensor]] = []  # what was staged, and where it was
+        self._ties = _ties(model)
+        made: dict[int, tuple[Absent, Tensor]] = {}
+        self._tables: list[_Table] = []
+        for prefix, module in model.named_modules():
+            for entries in (module._parameters, module._buffers):
+                own = {name: t for name, t in entries.items() if t is not None and _full(prefix, name) in names}
+                for name, tensor in own.items():
                     if id(tensor) not in made:
-                        learns = is_parameter and tensor.requires_grad
-                        made[id(tensor)] = Absent(tensor, device, what, learns=learns, parameter=is_parameter)
-                        made[id(tensor)].writes = writes if is_parameter else None
-                _hide_in(module, table, own, lambda t: made[id(t)])
-                hidden: _Hidden = vars(module)[KEY]
-                hidden.tied.update({name: tied.get(_full(prefix, name), ()) for name in own})
-    return writes
+                        made[id(tensor)] = (
+                            self._absent(tensor, device, names[_full(prefix, name)]),
+                            _remote(tensor, device),
+                        )
+                if own:
+                    absent = {name: made[id(tensor)][0] for name, tensor in own.items()}
+                    remote = {name: made[id(tensor)][1] for name, tensor in own.items()}
+                    tied = {name: self._tied_to(_full(prefix, name)) for name in own}
+                    self._tables.append(_Table(module, prefix, entries, list(entries), absent, remote, tied))
+        self._recurrent = [part for part in model.modules() if isinstance(part, nn.RNNBase)]
+        self._remote_ids = {id(remote) for _, remote in made.values()}
+        self._take_out()
+        vars(model)[KEY] = self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the module is whole: nothing is taken out of it."""
+        return type(None), ()
+
+    def _absent(self, tensor: Tensor, device: torch.device, what: str) -> Absent:
+        is_parameter = isinstance(tensor, nn.Parameter)
+        absent = Absent(tensor, device, what, learns=tensor.requires_grad and is_parameter, parameter=is_parameter)
+        absent.writes = self.writes if is_parameter else None
+        return absent
+
+    # ---------------------------------------------------------------- states
+
+    def attach(self, ranks: StageRanks, held: Sequence[set[str]]) -> None:
+        """Says which ranks of the pipeline hold each tensor, by the FQNs of what each of them holds."""
+        self._ranks, places = ranks, list[tuple[dict[str, Any], str, Home]]()
+        self._move_to(ranks.device)
+        with self.whole():
+            for prefix, module in self._model.named_modules():
+                for entries in (module._parameters, module._buffers):
+                    for name in entries:
+                        ties = self._ties.get(_full(prefix, name), (_full(prefix, name),))
+                        holders = [rank for rank, names in enumerate(held) if not names.isdisjoint(ties)]
+                        if 0 < len(holders) < len(held):  # what all ranks have needs no other class
+                            places.append((entries, name, ranks.home(holders)))
+        self._places = places
+
+    def _move_to(self, device: torch.device) -> None:
+        """Gives a device to tensors of other stages that `configure_model` built on meta."""
+        made: dict[int, Tensor] = {}
+        for table in self._tables:
+            for name, remote in table.remote.items():
+                if remote.is_meta:
+                    if id(remote) not in made:
+                        made[id(remote)] = _made_of(hollow(remote, device), remote)
+                    table.remote[name] = made[id(remote)]
+        self._remote_ids = {id(remote) for table in self._tables for remote in table.remote.values()}
+
+    def expose(self) -> None:
+        """Puts the tree into the state between steps."""
+        if self._ranks is None or self.exposed:
+            return
+        self.exposed = self._ranks.exposed = True
+        self._put_in()
+        for entries, name, home in self._places:
+            if (tensor := entries.get(name)) is not None:
+                kind = type(tensor)
+                if kind in home.kinds:  # most are: this runs for each parameter at both ends of each step
+                    tensor.__class__ = home.kinds[kind]
+                elif not issubclass(kind, Staged):
+                    if kind not in (Tensor, nn.Parameter, DTensor, GlobalShard):
+                        tensor.data_ptr()  # a class until its first use, as of rows under way: they arrive now
+                    stage(tensor, home)
+                self._staged.append((entries, name, tensor))
+        self._ranks.tensors = [tensor for _, _, tensor in self._staged]
+
+    def conceal(self) -> None:
+        """Takes `expose` back.
+
+        Raises:
+            RuntimeError: code between steps put another tensor in the place of a parameter.
+            Exception: what an operation between steps raised on this rank alone, and nobody has read since.
+        """
+        if self._ranks is None or not self.exposed:
+            return
+        replaced = [name for entries, name, tensor in self._staged if entries.get(name) is not tensor]
+        failures = list[Exception]()
+        own = {id(tensor): tensor for _, _, tensor in self._staged if id(tensor) not in self._remote_ids}
+        with torch._C.DisableTorchFunctionSubclass():
+            gradients = [tensor.grad for tensor in own.values() if tensor.grad is not None]
+        for tensor in (*self._ranks.gradients, *gradients, *own.values()):
+            if isinstance(tensor, Staged):
+                tensor.__class__ = type(tensor).held  # type: ignore[assignment]
+            if (failure := vars(tensor).pop("_failure", None)) is not None:
+                failures.append(failure)
+        self._staged.clear()
+        self._ranks.gradients.clear()
+        self._take_out()
+        self.exposed = self._ranks.exposed = False
+        if failures:
+            raise failures[0]
+        if replaced:
+            raise RuntimeError(
+                f"{', '.join(sorted(set(replaced)))}: a hook put another tensor in the place of a parameter or "
+                "buffer of a pipeline's stage; change it in place (with torch.no_grad(): p.copy_(…)), or make it in "
+                "configure_model"
+            )
+
+    @contextmanager
+    def local(self) -> Iterator[None]:
+        """Inside, the tree is local."""
+        exposed = self.exposed
+        self.conceal()
+        try:
+            yield
+        finally:
+            if exposed:
+                self.expose()
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, the tables have all tensors: those of other stages have no values."""
+        if self.exposed:
+            yield
+            return
+        self._put_in()
+        try:
+            yield
+        finally:
+            self._take_out()
+
+    @contextmanager
+    def in_steps(self) -> Iterator[None]:
+        """Inside, absent tensors are in the tables, as steps expect that ask for all parameters."""
+        tables = [table for table in self._tables if table.entries is table.module._parameters]
+        for table in tables:
+            table.entries.update(table.absent)
+            if len(table.entries) > len(table.absent):
+                _reorder(table)
+        try:
+            yield
+        finally:
+            for table in tables:
+                for name in table.absent:
+                    table.entries.pop(name, None)
+
+    def _put_in(self) -> None:
+        for table in self._tables:
+            for name, remote in table.remote.items():
+                vars(table.module).pop(name, None)
+                table.entries[name] = remote
+                for entries, key in table.tied[name]:  # this rank may hold it under another of its names
+                    if (own := entries.get(key)) is not None and id(own) not in self._remote_ids:
+                        table.entries[name] = own
+                        break
+            if len(table.entries) > len(table.remote):  # else they were put there in order
+                _reorder(table)
+        if self._recurrent:
+            _renew_weights(self._recurrent)
+
+    def _take_out(self) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            for table in self._tables:
+                attributes = vars(table.module)
+                for name, absent in table.absent.items():
+                    table.entries.pop(name, None)
+                    learns = table.remote[name].requires_grad
+                    if absent.requires_grad != learns:  # a hook has frozen it, or lets it learn
+                        absent.requires_grad_(learns)
+                    attributes[name] = absent
+            if self._recurrent:
+                _renew_weights(self._recurrent)
+
+    def _tied_to(self, name: str) -> list[tuple[dict[str, Any], str]]:
+        places = [other.rpartition(".") for other in self._ties.get(name, ())]
+        return [(self._model.get_submodule(owner)._parameters, key) for owner, _, key in places]
+
+    # ---------------------------------------------------------------- questions
+
+    @property
+    def remote(self) -> dict[str, Tensor]:
+        """Parameters and buffers of other stages by FQN, without values; always the same objects."""
+        return {_full(table.prefix, name): tensor for table in self._tables for name, tensor in table.remote.items()}
+
+    def gradients_changed(self) -> None:
+        """A backward pass has run: only holders know which parameters have gradients."""
+        if self._ranks is not None:
+            self._ranks.knows_gradients = False
+
+    # ---------------------------------------------------------------- the end
+
+    def close(self) -> None:
+        """Leaves the tree local for good; what was kept from between steps is read as before."""
+        try:
+            self.conceal()
+        finally:
+            if self._ranks is not None:
+                self._ranks.exposed, self._ranks = True, None
+
+    def restore(self, make: Callable[[Tensor], Tensor]) -> None:
+        """Puts tensors of other stages back for good, as `make` makes them of those on meta. The tree is local."""
+        self._put_in()
+        for remote in dict.fromkeys(self.remote.values()):
+            unstage(remote).data = make(remote)
+            remote.grad = None
+        for module in self._model.modules():
+            vars(module).pop(ELSEWHERE, None)
+        for parameter in self._model.parameters():
+            vars(parameter).pop(SHARED, None)
+        vars(self._model).pop(KEY, None)
 
 
-def _hide_in(module: nn.Module, table: str, names: list[str], make: Make) -> None:
-    hidden: _Hidden = vars(module).setdefault(KEY, _Hidden())
-    tensors: dict[str, Any] = getattr(module, table)
-    hidden.order.setdefault(table, list(tensors))
-    kept = hidden.parameters if table == "_parameters" else hidden.buffers
-    for name in names:
-        tensor = tensors.pop(name)
-        kept[name] = _twin(tensor)
-        vars(module)[name] = make(tensor)
-    _renew_weights(module)
+def tree_of(model: nn.Module) -> StageTree | None:
+    """The tree of a model of which other stages of a pipeline have tensors."""
+    return cast("StageTree | None", vars(model).get(KEY))
 
 
-def _renew_weights(module: nn.Module) -> None:
-    """Recurrent layers keep a list of their weights."""
-    if isinstance(module, nn.RNNBase):
-        module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
+def _remote(tensor: Tensor, device: torch.device) -> Tensor:
+    if not tensor.is_meta:
+        tensor.data = hollow(tensor, device)
+    return tensor
 
 
-def _twin(tensor: Tensor) -> Tensor:
-    meta = tensor if tensor.is_meta else torch.empty_like(tensor, device="meta")
-    if not isinstance(tensor, nn.Parameter):
-        return meta
-    made = nn.Parameter(meta.detach(), tensor.requires_grad)
-    bear(made, tensor)
+def _made_of(value: Tensor, like: Tensor) -> Tensor:
+    if not isinstance(like, nn.Parameter):
+        return value.detach()
+    made = nn.Parameter(value.detach(), like.requires_grad)
+    bear(made, like)
     return made
+
+
+def _reorder(table: _Table) -> None:
+    entries = table.entries
+    known = {name: entries.pop(name) for name in table.order if name in entries}
+    later = dict(entries)
+    entries.clear()
+    entries.update({**known, **later})
+
+
+def _renew_weights(recurrent: Sequence[nn.RNNBase]) -> None:
+    """Recurrent layers keep a list of their weights."""
+    for module in recurrent:
+        module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]
 
 
 def put_in_place(model: nn.Module, parameter: nn.Parameter, made: nn.Parameter) -> None:
@@ -121,15 +341,12 @@ def mark_emptied(model: nn.Module) -> None:
 
 
 def is_elsewhere(module: nn.Module) -> bool:
-    """Whether other ranks hold all its parameters."""
-    parts = list(module.modules())  # not its `parameters`, which in a step answer for those elsewhere
-    if any(
-        parameter is not None and not isinstance(parameter, Absent)
-        for part in parts
-        for parameter in part._parameters.values()
-    ):
+    """Whether other ranks hold all its parameters. The tree is local, or in a step."""
+    tables = [(vars(part), part._parameters) for part in module.modules()]
+    if any(p is not None and not isinstance(p, Absent) for _, table in tables for p in table.values()):
         return False
-    return any(vars(part).get(KEY, _Hidden()).parameters for part in parts)
+    absent = (each for names, table in tables for each in (*names.values(), *table.values()))
+    return any(isinstance(each, Absent) and isinstance(each, nn.Parameter) for each in absent)
 
 
 def mark_shared(model: nn.Module, is_shared: Callable[[str], bool]) -> None:
@@ -142,148 +359,6 @@ def mark_shared(model: nn.Module, is_shared: Callable[[str], bool]) -> None:
 def is_shared(parameter: Tensor) -> bool:
     """Whether ranks that run other layers have copies of it."""
     return SHARED in vars(parameter)
-
-
-def hidden_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """The hidden parameters and buffers by FQN, on meta."""
-    found: dict[str, Tensor] = {}
-    for prefix, module in model.named_modules():
-        hidden: _Hidden = vars(module).get(KEY, _Hidden())
-        found.update({_full(prefix, name): t for name, t in {**hidden.parameters, **hidden.buffers}.items()})
-    return found
-
-
-@contextmanager
-def shown(model: nn.Module, make: Make, made: dict[str, Tensor] | None = None) -> Iterator[None]:
-    """Inside the tree is whole: `make` makes what stands for hidden tensors, except those tied to one that is held.
-
-    What was `made` before stands for the same parameter again; whether it learns is remembered.
-    """
-    if any(_shown_tables(module) for module in model.modules()):
-        yield
-        return
-    attributes = _put_back(model, make, {} if made is None else made)
-    try:
-        yield
-    finally:
-        for module, values in attributes:
-            _remember_who_learns(module)
-            for table in ("_parameters", "_buffers"):
-                for name in values:
-                    getattr(module, table).pop(name, None)
-            vars(module).update(values)
-
-
-@contextmanager
-def absent_in_place(model: nn.Module) -> Iterator[None]:
-    """Inside, absent parameters are in the tables of their modules: code that asks for all parameters gets them too."""
-    put: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for module in model.modules():
-        hidden: _Hidden | None = vars(module).get(KEY)
-        if hidden is not None and hidden.parameters:
-            table, attributes = module._parameters, vars(module)
-            put.append((table, dict(table)))
-            table.update({name: attributes[name] for name in hidden.parameters if name in attributes})
-            _reorder(module, hidden)
-    try:
-        yield
-    finally:
-        for table, before in put:
-            now = dict(table)
-            table.clear()
-            table.update({name: now.get(name, tensor) for name, tensor in before.items()})
-
-
-@contextmanager
-def unshown(model: nn.Module) -> Iterator[None]:
-    """Inside the tree has what this rank holds, also where somebody is being shown the whole."""
-    tables = [table for module in model.modules() for table in _shown_tables(module)]
-    before = [dict(table) for table, _ in tables]
-    for table, names in tables:
-        for name in names:
-            del table[name]
-    try:
-        yield
-    finally:
-        for (table, names), whole in zip(tables, before, strict=True):
-            now = dict(table)
-            table.clear()
-            table.update({name: tensor if name in names else now.get(name, tensor) for name, tensor in whole.items()})
-
-
-def _shown_tables(module: nn.Module) -> list[tuple[dict[str, Any], list[str]]]:
-    """The module's tables in which hidden tensors are at the moment, with their names."""
-    hidden: _Hidden = vars(module).get(KEY, _Hidden())
-    tables = ((module._parameters, hidden.parameters), (module._buffers, hidden.buffers))
-    found = [(table, [name for name in kept if name in table]) for table, kept in tables]
-    return [(table, names) for table, names in found if names]
-
-
-def restore(model: nn.Module, make: Make) -> dict[str, Tensor]:
-    """Puts the hidden tensors back for good, as `make` makes them, and returns those that were made by their FQN."""
-    names = list(hidden_tensors(model))
-    _put_back(model, make, {})
-    for module in model.modules():
-        if vars(module).pop(KEY, None) is not None:
-            _renew_weights(module)
-        vars(module).pop(ELSEWHERE, None)
-    for parameter in model.parameters():
-        vars(parameter).pop(SHARED, None)
-    everything = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-    return {name: everything[name] for name in names}
-
-
-def _remember_who_learns(module: nn.Module) -> None:
-    for name, twin in vars(module)[KEY].parameters.items():
-        shown = module._parameters.get(name)
-        if shown is not None:
-            twin.requires_grad_(shown.requires_grad)
-
-
-def _put_back(model: nn.Module, make: Make, made: dict[str, Tensor]) -> list[tuple[nn.Module, dict[str, Any]]]:
-    held = dict(model.named_parameters(remove_duplicate=False))
-    taken: list[tuple[nn.Module, dict[str, Any]]] = []
-    for prefix, module in model.named_modules():
-        hidden: _Hidden | None = vars(module).get(KEY)
-        if hidden is None:
-            continue
-        attributes = {name: vars(module).pop(name) for name in (*hidden.parameters, *hidden.buffers)}
-        taken.append((module, attributes))
-        for name, twin in hidden.parameters.items():
-            module._parameters[name] = _stand_in(_full(prefix, name), twin, hidden.tied[name], held, made, make)
-        for name, twin in hidden.buffers.items():
-            module._buffers[name] = make(twin)
-        _reorder(module, hidden)
-    return taken
-
-
-def _stand_in(
-    name: str, twin: Tensor, tied: tuple[str, ...], held: dict[str, Any], made: dict[str, Tensor], make: Make
-) -> Tensor:
-    for other in tied:
-        if other in held:
-            same: Tensor = held[other]
-            return same
-    key = tied[0] if tied else name
-    if key not in made:
-        tensor = make(twin)
-        made[key] = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, twin.requires_grad)
-        bear(made[key], twin)
-    return made[key]
-
-
-def _reorder(module: nn.Module, hidden: _Hidden) -> None:
-    for table, order in hidden.order.items():
-        tensors: dict[str, Any] = getattr(module, table)
-        known = {name: tensors.pop(name) for name in order if name in tensors}
-        later = dict(tensors)
-        tensors.clear()
-        tensors.update({**known, **later})
-
-
-def without_memory(device: torch.device) -> Make:
-    """Makes tensors of zeros that have a shape and a device, but the memory of one element."""
-    return lambda tensor: torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
 
 
 def _full(prefix: str, name: str) -> str:

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_parallel.techniques.tools.means import is_among
 from lightning_parallel.values import (
     ATOMS,
     batch_size,
@@ -149,29 +150,109 @@ def _rows(value: Any, rows: Sequence[slice], dim: int) -> Any:
     return torch.cat(parts, dim) if isinstance(value, Tensor) else np.concatenate(parts, dim)
 
 
-def merge(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
+def merge(
+    outputs: Sequence[Any],
+    sizes: Sequence[int],
+    shares: Sequence[float] | None = None,
+    means: Sequence[Sequence[Tensor]] = (),
+) -> tuple[Any, list[str]]:
     """The output of a step for a batch, of its outputs for the microbatches.
 
-    Tensors and lists with the samples of a microbatch are joined; numbers are averaged by the number of samples; of
-    everything else the first is taken.
+    Tensors and lists with a row for each sample are joined, and those whose lengths differ. Other numbers are averaged,
+    by samples or by the weight of the loss; of everything else the first is taken.
+
+    Args:
+        outputs: what the step returned.
+        sizes: the samples of the microbatches.
+        shares: the weights of their losses.
+        means: by microbatch, the numbers that count by `shares`.
+
+    Returns:
+        Beside the output, the paths in it of integer tensors, and of what differs between microbatches and is neither
+        rows nor one floating-point number: `["hits", "pair.1"]`.
     """
-    first = outputs[0]
-    if len(outputs) == 1:
-        return first
-    if isinstance(first, Tensor):
-        if all(output.dim() and len(output) == size for output, size in zip(outputs, sizes, strict=True)):
-            return torch.cat(list(outputs))
-        averages = len({output.shape for output in outputs}) == 1 and (first.is_floating_point() or first.is_complex())
-        return weighted_mean(outputs, sizes) if averages else first
-    if isinstance(first, (float, complex)):
-        return sum(output * size for output, size in zip(outputs, sizes, strict=True)) / sum(sizes)
-    holds_samples = all(isinstance(o, list) and len(o) == n for o, n in zip(outputs, sizes, strict=True))
-    if holds_samples and not tensors_of(first):
-        return [item for output in outputs for item in output]
-    children = [children_of(output) for output in outputs]
-    if not children[0] or len({len(some) for some in children}) > 1:
-        return first
-    return rebuilt(first, [merge(same, sizes) for same in zip(*children, strict=True)])
+    merging = _Merging(sizes, shares, means)
+    return outputs[0] if len(outputs) == 1 else merging.value(outputs, ""), merging.unclear
+
+
+class _Merging:
+    """See `merge`."""
+
+    def __init__(self, sizes: Sequence[int], shares: Sequence[float] | None, means: Sequence[Sequence[Tensor]]) -> None:
+        self._sizes, self._shares, self._means = sizes, shares, means
+        self.unclear: list[str] = []
+
+    def value(self, same: Sequence[Any], path: str) -> Any:
+        first = same[0]
+        if all(isinstance(each, Tensor) for each in same):
+            return self._tensor(same, path)
+        if all(isinstance(each, (int, float, complex)) and not isinstance(each, bool) for each in same):
+            return self._number(same, path)
+        if _are_rows(same, self._sizes):
+            return like(first, [item for each in same for item in each])
+        children = [_children(each, path) for each in same]
+        if children[0] and len({*map(len, children)}) == 1:
+            parts = [[child for _, child in each] for each in zip(*children, strict=True)]
+            return rebuilt(first, [self.value(part, name) for part, (name, _) in zip(parts, children[0], strict=True)])
+        return self._first(same, path)
+
+    def _first(self, same: Sequence[Any], path: str) -> Any:
+        if not all(_is_same(same[0], each) for each in same):
+            self.unclear.append(path or "a value")
+        return same[0]
+
+    def _number(self, same: Sequence[Any], path: str) -> Any:
+        first = same[0]
+        if all(each == first for each in same):
+            return first
+        if isinstance(first, int):
+            self.unclear.append(path or "a number")
+        return sum(each * size for each, size in zip(same, self._sizes, strict=True)) / sum(self._sizes)
+
+    def _tensor(self, same: Sequence[Tensor], path: str) -> Any:
+        first, rows = same[0], _joined(same, self._sizes)
+        if rows is not None or len({each.shape for each in same}) > 1 or first.dtype == torch.bool:
+            return self._first(same, path) if rows is None else rows
+        learns, alike = first.is_floating_point() or first.is_complex(), all(torch.equal(first, each) for each in same)
+        if not learns or (first.dim() and not alike):  # equal counts may be equal by chance
+            self.unclear.append(path or "a tensor")
+        if alike:
+            return first
+        if not learns:
+            return weighted_mean([each.double() for each in same], self._sizes).to(torch.get_default_dtype())
+        by_shares = self._shares is not None and all(
+            not each.dim() and is_among(each, counted) for each, counted in zip(same, self._means, strict=True)
+        )
+        return weighted_mean(same, self._shares if self._shares is not None and by_shares else self._sizes)
+
+
+def _joined(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Tensor | None:
+    """Tensors with a row for each sample, or of other lengths, one after the other; None of others."""
+    if not all(tensor.dim() and len(tensor) for tensor in tensors) or len({tensor.shape[1:] for tensor in tensors}) > 1:
+        return None
+    rows = all(len(tensor) == size for tensor, size in zip(tensors, sizes, strict=True))
+    lengths = {len(tensor) for tensor in tensors}
+    return torch.cat(list(tensors)) if rows or len(lengths) > 1 else None
+
+
+def _are_rows(lists: Sequence[Any], sizes: Sequence[int]) -> bool:
+    """Whether lists have an item for each sample: not tensors that have all samples, as a pair in a batch of two."""
+    if not all(isinstance(each, list) for each in lists):
+        return False
+    if len({*map(len, lists)}) > 1:
+        return True
+    lengths = [{len(tensor) for tensor in tensors_of(each) if tensor.dim()} for each in lists]
+    return all(len(each) == size and own != {size} for each, size, own in zip(lists, sizes, lengths, strict=True))
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether two values are alike, as far as they know it."""
+    try:
+        if isinstance(one, Tensor) and isinstance(other, Tensor):
+            return torch.equal(one, other)
+        return bool(one is other or (type(one) is type(other) and one == other))
+    except (ValueError, TypeError, RuntimeError):  # as tables of numbers, which compare entry by entry
+        return False
 
 
 def weighted_mean(values: Sequence[Tensor], sizes: Sequence[float]) -> Tensor:

@@ -62,12 +62,13 @@ def with_surroundings_of(forward: Forward, run: Forward) -> Forward:
 def restore_forward(module: nn.Module) -> None:
     """Takes all redirections of the module back."""
     if isinstance(redirected := vars(module).get("forward"), Redirected):
-        vars(module)["forward"] = original = _original(redirected)
+        vars(module)["forward"] = original = original_of(redirected)
         if own_forward(module, original) is None:
             del vars(module)["forward"]
 
 
-def _original(forward: Any) -> Any:
+def original_of(forward: Any) -> Any:
+    """The forward that was redirected, with all redirections taken back."""
     while isinstance(forward, Redirected):
         forward = forward.original
     return forward
@@ -79,22 +80,16 @@ def own_forward(module: nn.Module, forward: Forward) -> Forward | None:
 
 
 @contextmanager
-def _plain(module: nn.Module, entry: str) -> Iterator[None]:
-    before = {part: vars(part)[entry] for part in module.modules() if isinstance(vars(part).get(entry), Redirected)}
+def plain_forwards(module: nn.Module) -> Iterator[None]:
+    """Inside, the module and those in it run as if no technique had touched them."""
+    before = {part: it for part in module.modules() if isinstance(it := vars(part).get("forward"), Redirected)}
     for part, redirected in before.items():
-        vars(part)[entry] = _original(redirected)
+        vars(part)["forward"] = original_of(redirected)
     try:
         yield
     finally:
         for part, redirected in before.items():
-            vars(part)[entry] = redirected
-
-
-plain_forwards = functools.partial(_plain, entry="forward")
-"""Inside, the module and those in it run as if no technique had touched them."""
-
-plain_calls = functools.partial(_plain, entry="_compiled_call_impl")
-"""Inside, calls of the module and of those in it are led nowhere else."""
+            vars(part)["forward"] = redirected
 
 
 class Listener(TorchFunctionMode):

@@ -233,7 +233,8 @@ def whole_tensor(value: Tensor, besides: Collection[str] = ()) -> Tensor:
     """The tensor of which every rank of its mesh holds a part. Collective, but over the axes in `besides`."""
     if not isinstance(value, DTensor):
         return value
-    mesh, device, names = value.device_mesh, value.device_mesh.device_type, value.device_mesh.mesh_dim_names or ()
+    mesh, device = value.device_mesh, value.device_mesh.device_type
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
     part = value.to_local()
     if part.device.type != device:  # a mesh of GPUs has no collectives for shards kept on the host
         part = part.to(device)

@@ -11,24 +11,25 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
 
 from lightning_parallel.collectives.functional import Pending, Waitable, all_reduce, reduce_scatter
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.techniques.gradients.bucket import Bucket
 from lightning_parallel.techniques.gradients.buckets import BucketedStep, has_shard, nothing
 from lightning_parallel.techniques.gradients.memory import Lent
-from lightning_parallel.techniques.step import BatchInfo, Step, StepFn
+from lightning_parallel.techniques.step import Step, StepFn
+from lightning_parallel.techniques.tools.global_shard import global_of, local_of
 from lightning_parallel.techniques.tools.holders import Holders
 from lightning_parallel.techniques.tools.replicas import Replicas
-from lightning_parallel.techniques.tools.shards import local
+from lightning_parallel.techniques.tools.shards import as_shard, local, shard_of_part
 from lightning_parallel.techniques.zero.arrivals import Arrival, Arrivals, refuse_unwatched_use
 from lightning_parallel.techniques.zero.compilers import Compilers
-from lightning_parallel.techniques.zero.gradients import StepsGradients
 from lightning_parallel.techniques.zero.rows import Gathering, RowShard
 
 BUCKET_BYTES = 25 * 2**20
@@ -68,8 +69,7 @@ class ShardedStatesStep(BucketedStep):
         self._arrivals = Arrivals(blocks)
         self._compilers = Compilers(parameters, self._arrivals.before_compiling)
         self._offload, self._stage = offload, stage
-        self._gradients = StepsGradients(lambda: {id(parameter): parameter for parameter in self.places})
-        self._in_step = self._may_read_grads = False
+        self._in_step = False
         super().__init__(inner, parameters, mesh, self._make_bucket, BUCKET_BYTES, stage == 1, replicas)
 
     def stored(self, parameter: nn.Parameter) -> Tensor:
@@ -83,53 +83,56 @@ class ShardedStatesStep(BucketedStep):
         """See `Step.accumulated`."""
         return self.stored(parameter) if self._stage == 2 else self.inner.accumulated(parameter)
 
-    def begin_batch(self, info: BatchInfo) -> None:
-        """See `Step.begin_batch`."""
-        self._may_read_grads = info.may_read_grads
-        super().begin_batch(info)
-
     def forward(self, run: StepFn[T], *args: Any, **kwargs: Any) -> T:
         """See `Step.forward`."""
         self._in_step = True
-        if self._may_read_grads and torch.is_grad_enabled():
-            self._gradients.show()
         try:
             with self._arrivals.forward():
                 return self.inner.forward(run, *args, **kwargs)
         finally:
             self._in_step = False
-            self._gradients.hide()
 
     def backward(self, run: Callable[[], None]) -> None:
         """See `Step.backward`."""
         unread = self._arrivals.before_backward()
-        if self._in_step:
-            self._gradients.hide()
         super().backward(run)
-        if self._in_step:
-            self._gradients.show()
         if unread and (self.synced or self._stage == 2):
             refuse_unwatched_use([p for p in unread if self._has_new_gradient(*self.places[p])])
 
     def before_backward(self) -> None:
         """See `Step.before_backward`: techniques around this one look at parts, before which none may be written."""
-        if self._gradients.settle():
+        if self._has_given(self.places):
             self.backward(nothing)
         super().before_backward()
 
     def average_given(self, parameters: Sequence[nn.Parameter]) -> None:
         """See `Step.average_given`."""
-        if self._gradients.settle():
+        if self._has_given(parameters):
             self.backward(nothing)
         super().average_given(parameters)
+
+    def _has_given(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether a step of manual optimization put gradients of its own in the place of reduced ones."""
+        mine = (parameter for parameter in parameters if parameter in self.places)
+        return any(parameter.grad is not None and not has_shard(parameter) for parameter in mine)
 
     def _has_new_gradient(self, bucket: ScatterBucket, index: int) -> bool:
         return bucket.active and index not in bucket.missing
 
+    def shard_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
+        """See `Step.shard_gradients`."""
+        for parameter in parameters:
+            gradient = parameter.grad
+            if parameter not in self.places or gradient is None or has_shard(parameter):
+                continue
+            stored = cast(DTensor, self.stored(parameter))
+            part = shard_of_part(gradient, stored) if isinstance(gradient, DTensor) else local_of(gradient, stored)
+            parameter.grad = global_of(as_shard(part, stored))
+        super().shard_gradients(parameters)
+
     def before_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
         """Users may have written into parameters: rows on the host take over what they wrote."""
-        if self._in_step:
-            self._gradients.settle()
+        self.shard_gradients(parameters)
         for parameter in parameters if self._offload else ():
             if place := self.places.get(parameter):
                 place[0].shards[place[1]].follow()
@@ -194,7 +197,9 @@ class ScatterBucket(Bucket):
     def _make_kept(self) -> None:
         first, slots = self.parameters[0], zip(self.shards, self._slots, strict=True)
         self._kept = torch.zeros(self._width, dtype=first.dtype, device=first.device)
-        self._gradients = [shard.as_dtensor(self._kept[slot][: shard.numel]) for shard, slot in slots]
+        # what is written to one gradient is no change of the others: each counts its own versions
+        parts = [(shard, self._kept[slot][: shard.numel].data) for shard, slot in slots]
+        self._gradients = [global_of(shard.as_dtensor(part)) for shard, part in parts]
         self._lent = Lent(self._kept, self._gradients)
 
     # ---------------------------------------------------------------- gradients

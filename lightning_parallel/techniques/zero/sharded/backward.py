@@ -98,6 +98,7 @@ class ShardedBackward:
         kept = self._root.reads.keeps(group)
         if kept and not self._ending:
             return
+        self._root.reads.gradients.settle()  # `torch.autograd.grad` comes here without `Step.backward`
         learning = [p for p in group.fsdp_params if is_known(p) and p.unsharded_param.requires_grad]
         used = {p for p in learning if p.unsharded_param.grad is not None or p.unsharded_accumulated_grad is not None}
         self._used |= used
@@ -117,6 +118,8 @@ class ShardedBackward:
             return
         self._end(finish)
         self._root.gather()
+        if not self._within_run:  # else `Step.backward` shows them
+            self._root.reads.gradients.show()
 
     def _end(self, finish: Callable[[], None]) -> None:
         self._ending = True

@@ -62,11 +62,10 @@ def slots_of(parameter: Any) -> Iterator[tuple[nn.Module, str]]:
     yield from zip(info.shared_modules, info.shared_param_names, strict=True)
 
 
-def shards_of(root: nn.Module) -> dict[int, Any]:
-    """The shards of parameters, by the `id` of the whole, of those that were ever whole, and by their own."""
-    parameters = list(parameters_of(root))
-    wholes = {id(whole_of(parameter)): parameter.sharded_param for parameter in parameters if is_known(parameter)}
-    return wholes | {id(parameter.sharded_param): parameter.sharded_param for parameter in parameters}
+def shards_of(root: nn.Module) -> list[tuple[Any, Any]]:
+    """The wholes of parameters, of those that were ever whole, each with its shard."""
+    known = filter(is_known, parameters_of(root))
+    return [(whole_of(parameter), parameter.sharded_param) for parameter in known]
 
 
 def bear_when_whole(root: nn.Module) -> None:

@@ -67,7 +67,7 @@ def shard_parameters(model: nn.Module, mesh: ParallelMesh, plan: ParallelPlan, o
     for place, parameter in _places(model).items():
         bear(parameter, before[place])
     bear_when_whole(root)
-    gradients = StepsGradients(partial(shards_of, root), shards=True)
+    gradients = StepsGradients(partial(shards_of, root))
     root.tables = Tables(root)
     root.reads = OutsideReads([each for each in together if each], [root, *root.shells], gradients)
     remove_hooks_of_state_dicts(root)

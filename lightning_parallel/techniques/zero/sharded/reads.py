@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.techniques.divided.table import is_in_place
 from lightning_parallel.techniques.divided.tensor import Divided
-from lightning_parallel.techniques.gradients.asked import OWN, is_inner
 from lightning_parallel.techniques.gradients.buckets import nothing
+from lightning_parallel.techniques.tools.global_shard import global_of
 from lightning_parallel.techniques.tools.shards import shard_of
 from lightning_parallel.techniques.zero.gradients import StepsGradients
 from lightning_parallel.techniques.zero.sharded.groups import groups_of, is_known, slots_of
@@ -64,15 +64,13 @@ class Away(DTensor):
     """
 
     reads: OutsideReads
-    grad = OWN  # for DTensors it may be another attribute, see `ask`
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name, attribute = kwargs or {}, function.__name__, getattr(function, "__self__", None)
         if attribute is Tensor.grad:
-            shown = args[0].reads.gradients.shows(args[0])  # which looks at who calls this
-            return args[0]._gradient(function, shown, *args[1:])
-        if (name in ABOUT and attribute not in VALUES) or (name in LIKE and is_inner(__name__)):
+            return args[0]._gradient(function, *args[1:])
+        if name in ABOUT and attribute not in VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
         if name in LIKE:
@@ -87,23 +85,20 @@ class Away(DTensor):
             first._local_tensor.copy_(shard_of(whole_args[0].detach(), first)._local_tensor)
         return result
 
-    def _gradient(self, function: Any, shown: bool, *given: Any) -> Any:
+    def _gradient(self, function: Any, *given: Any) -> Any:
         """Reads or writes `grad`; a whole that a step gives belongs to the whole parameter."""
-        gradients, whole = self.reads.gradients, bool(given) and type(given[0]) is Tensor
+        whole = bool(given) and type(given[0]) is Tensor
         looks_whole = whole or any(isinstance(each, Divided) for each in given)
         if looks_whole and isinstance(standing := self.reads.standing(self), Divided):
             standing.grad = given[0]
             return None
-        if shown:
-            if not given:
-                return gradients.of(self)
-            return gradients.write(self, self.reads.gathered(self) if whole else self, given[0])
         if whole:
             gathered = self.reads.gathered(self)
-            OWN.__set__(gathered, shard_of(given[0], gathered) if isinstance(gathered, DTensor) else given[0])
+            gathered.grad = shard_of(given[0], gathered) if isinstance(gathered, DTensor) else given[0]
             return None
         with torch._C.DisableTorchFunctionSubclass():
-            return function(self, *given)
+            found = function(self, *given)
+        return found if found is None else global_of(found)
 
     def __deepcopy__(self, memo: Any) -> Any:
         whole = self.reads.whole(self)

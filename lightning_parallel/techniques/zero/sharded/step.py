@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from lightning_parallel.mesh import ParallelMesh
-from lightning_parallel.techniques.gradients.asked import Given
-from lightning_parallel.techniques.gradients.buckets import nothing
-from lightning_parallel.techniques.step import BatchInfo, Step, StepFn, WrappedStep
+from lightning_parallel.techniques.gradients.buckets import Given, nothing
+from lightning_parallel.techniques.step import Step, StepFn, WrappedStep
 from lightning_parallel.techniques.zero.casts import refuse_casts
 from lightning_parallel.techniques.zero.sharded.backward import ShardedBackward
 from lightning_parallel.techniques.zero.sharded.groups import states_of
@@ -32,14 +31,9 @@ class ShardedParametersStep(WrappedStep):
         self._backward = ShardedBackward(root, mesh.loss.get_group())
         self._flags = Learning({id(module): module for module in (root, *entrances(root.model))})
         self._given = Given()
-        self._began = self._may_read_grads = False
+        self._began = False
         self._writes, self._gradients = StepsWrites(states_of(root), root), root.reads.gradients
         root.before_forward_of, root.before_end = self._flags.agree, self._writes.end
-
-    def begin_batch(self, info: BatchInfo) -> None:
-        """See `Step.begin_batch`."""
-        self._may_read_grads = info.may_read_grads
-        self.inner.begin_batch(info)
 
     def forward(self, run: StepFn[T], *args: Any, **kwargs: Any) -> T:
         """See `Step.forward`."""
@@ -50,7 +44,7 @@ class ShardedParametersStep(WrappedStep):
                 self._began = True
             self._flags.agree(self._root)
             self._backward.attend()
-            if self._may_read_grads and torch.is_grad_enabled():
+            if torch.is_grad_enabled():
                 self._gradients.show()
             output = self.inner.forward(run, *args, **kwargs)
             self._flags.agree(self._root)
@@ -59,7 +53,7 @@ class ShardedParametersStep(WrappedStep):
         try:
             result: T = self._root(whole, *args, **kwargs)
         finally:
-            self._gradients.hide()
+            self._gradients.settle()
         refuse_casts(self._root.model, self._backward.casts())
         refuse_views(result)  # on one device they would follow the optimizer's step, which copies do not
         return result
@@ -69,7 +63,7 @@ class ShardedParametersStep(WrappedStep):
         if self._root.running:
             self._flags.agree(self._root)  # what was frozen when it was used may learn by now
         self._root.in_backward = True
-        self._gradients.hide()
+        self._gradients.settle()
         try:
             self._backward.run(lambda: self.inner.backward(run), given=run is nothing)
         finally:
@@ -99,8 +93,11 @@ class ShardedParametersStep(WrappedStep):
 
     def average_given(self, parameters: Sequence[nn.Parameter]) -> None:
         """See `Step.average_given`: the end of a backward reduces what wholes have for `grad`."""
-        if (self._gradients.settle() or self._given.among(parameters)) and self._root.running:
-            self.backward(nothing)
+        given = self._gradients.settle() or self._given.among(parameters)
+        if self._root.running:
+            if given:
+                self.backward(nothing)
+            self._gradients.show()
         self.inner.average_given(parameters)
 
     def before_optimizer_step(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -118,6 +115,7 @@ class ShardedParametersStep(WrappedStep):
             with self._writes.forgotten():
                 self._root.gather()
             self._writes.change(parameters)
+            self._gradients.show()
         self.inner.after_optimizer_step(parameters)
 
     def close(self) -> None:

@@ -1,0 +1,120 @@
+"""The first batch of a loop's loaders, read before the loop does, and kept as the first of its first pass."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_parallel.strategies.data.loaders import undivided
+from lightning_parallel.strategies.data.randomness import RandomState, generators_of
+from lightning_parallel.strategies.ranks.agreement import run_or_raise_on_all
+from lightning_parallel.strategies.trainer import lightnings
+from lightning_parallel.values import map_tensors
+
+
+class FirstPass:
+    """The first pass of a loop over its loaders, of which the first batch is read before the loop reads it.
+
+    The loop then gets this batch, and the random states that stand after it. A hook may draw meanwhile, for example
+    `on_train_start`: loaders with indices then begin their pass anew, so that they shuffle as on one device. Streams,
+    which may be readable only once, go on.
+
+    Args:
+        loop: of the trainer.
+        share_generators: lets what draws the order of loaders stand alike on all ranks.
+        host: all ranks, all of which make this at once.
+
+    Raises:
+        ValueError: there is nothing to read.
+        RuntimeError: another rank could not read.
+    """
+
+    def __init__(self, loop: Any, share_generators: Callable[[Sequence[Any]], None], host: dist.ProcessGroup) -> None:
+        self._loop, self._begun = loop, RandomState.now()
+        loop.setup_data()  # nothing where it has been called
+        combined: Any = lightnings.combined_of(loop)
+        self._iterators = None if combined is None else lightnings.iterators_of(combined, 0)
+        if self._iterators is None:
+            raise ValueError(
+                "a pipeline analyzes a step on one batch before the run, but the trainer's limits leave none to read, "
+                "or it is too early to read one"
+            )
+        self._loaders = combined.flattened[:1] if lightnings.reads_in_turn(combined) else combined.flattened
+        share_generators(self._loaders)
+        self._made, self._own = RandomState.now(), [_states(loader) for loader in self._loaders]
+        #: the first batch as the loaders yield it, in the structure in which the user gave them
+        self.batch = run_or_raise_on_all(partial(self._first, combined), "read a first batch", host)
+        self._read = RandomState.now()
+        self._begun.restore()
+
+    def _first(self, combined: Any) -> Any:
+        if (fetched := lightnings.fetched_first(self._loop)) is not None:
+            return fetched
+        read = []
+        for reading, loader in zip(self._iterators or (), self._loaders, strict=True):
+            try:
+                read.append(reading.peek())
+            except StopIteration:
+                source = getattr(undivided(loader), "dataset", undivided(loader))
+                raise ValueError(
+                    f"a {type(source).__name__} yields nothing, but a pipeline analyzes a step before the "
+                    "first batch; give a loader that has samples whenever it is read"
+                ) from None
+        return read[0] if lightnings.reads_in_turn(combined) else lightnings.as_given(combined, read)
+
+    def loop_has_made_loaders(self) -> None:
+        """Lightning has called `setup_data`, by which one device makes the loaders and draws seeds for workers."""
+        if RandomState.now().equals(self._begun):
+            self._made.restore()
+
+    def reads(self, combined: Any) -> bool:
+        """Whether it is of these loaders."""
+        return lightnings.combined_of(self._loop) is combined
+
+    def begin(self) -> None:
+        """The loop is about to read."""
+        combined: Any = lightnings.combined_of(self._loop)
+        if combined is None or lightnings.iterators_of(combined, 0) != self._iterators:
+            return  # a checkpoint has had them begin anew
+        now = RandomState.now()
+        if now.equals(self._made):
+            self._read.restore()
+            return
+        plain = [
+            isinstance(each, DataLoader) and not isinstance(each.dataset, IterableDataset) for each in self._loaders
+        ]
+        if all(plain):
+            self._begun.restore()
+            for loader, states in zip(self._loaders, self._own, strict=True):
+                for generator, state in zip(generators_of(loader), states, strict=True):
+                    generator.set_state(state)
+            lightnings.restart_loaders(self._loop, load=False)
+            now.restore()
+
+
+def _states(loader: Any) -> list[Tensor]:
+    return [generator.get_state() for generator in generators_of(loader)]
+
+
+def of_rank_zero(batch: Any, host: dist.ProcessGroup) -> Any:
+    """A copy of the batch of rank 0; each rank's own where that cannot be sent. Collective over `host`, all ranks.
+
+    Args:
+        batch: what this rank got, on the host.
+        host: all ranks.
+    """
+    sent: list[Any] = [None]
+    if host.rank() == 0:
+        with suppress(Exception):  # a view would bring all of the tensor that it is a part of
+            sent = [pickle.dumps(map_tensors(Tensor.clone, batch))]
+    dist.broadcast_object_list(sent, 0, group=host)
+    if sent[0] is None:
+        return batch
+    return run_or_raise_on_all(lambda: pickle.loads(sent[0]), "read the first batch of rank 0", host)

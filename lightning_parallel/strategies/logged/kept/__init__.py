@@ -1,1 +1,0 @@
-"""What a step keeps on its module for a batch that runs in parts."""

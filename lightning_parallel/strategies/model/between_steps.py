@@ -1,0 +1,190 @@
+"""What a model's shards are between steps, where user code runs, and what they are inside a step.
+
+Between steps a sharded parameter and its gradient are of the class `GlobalShard`, which computes as the whole tensor,
+and the modules' forwards are the user's own: a hook that calls one computes it on this rank alone, on wholes. Inside a
+step and its backward pass both are what the techniques need: plain DTensors, and forwards led through the techniques.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_parallel.techniques.tools.elsewhere import tree_of
+from lightning_parallel.techniques.tools.global_shard import GlobalShard, global_of, local_of, whole_of
+from lightning_parallel.techniques.tools.redirect import Redirected, original_of
+from lightning_parallel.techniques.tools.shards import as_shard
+from lightning_parallel.techniques.tools.staged import Staged, full
+
+
+class BetweenSteps:
+    """Switches parameters, gradients and forwards at both ends of a step. No message.
+
+    Args:
+        module: the divided module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parameters = [parameter for parameter in module.parameters() if isinstance(parameter, DTensor)]
+        self._forwards: list[tuple[dict[str, Any], str, Redirected, Any]] = []
+        for part in module.modules() if self._parameters or tree_of(module) is not None else ():
+            for entry in ("forward", "_compiled_call_impl"):
+                if isinstance(redirected := vars(part).get(entry), Redirected):
+                    own = original_of(redirected)
+                    plain = getattr(own, "__func__", None) in (
+                        getattr(type(part), "forward", None),
+                        type(part)._call_impl,
+                    )
+                    self._forwards.append((vars(part), entry, redirected, None if plain else own))
+        self._places = [
+            (part._parameters, name, parameter, f"{prefix}.{name}" if prefix else name)
+            for prefix, part in module.named_modules()
+            for name, parameter in part._parameters.items()
+            if isinstance(parameter, DTensor)
+        ]
+        self._locals: list[Tensor] = []
+        self._inside = True
+        self.leave_step()
+
+    def leave_step(self) -> None:
+        """Let user code see wholes from now on."""
+        self._inside = False
+        for parameter in self._parameters:
+            global_of(parameter)
+        self._locals = [parameter._local_tensor for parameter in self._parameters]
+        for table, entry, _, own in self._forwards:
+            if own is None:
+                table.pop(entry, None)
+            else:
+                table[entry] = own
+
+    def enter_step(self) -> None:
+        """Let techniques see what they need from now on."""
+        self._inside = True
+        with torch._C.DisableTorchFunctionSubclass():
+            for parameter, local in zip(self._parameters, self._locals, strict=True):
+                if not isinstance(parameter, DTensor) or parameter._local_tensor is not local:
+                    self._put_back(parameter, local)
+                for tensor in (parameter.grad, parameter):
+                    if type(tensor) is GlobalShard:
+                        tensor.__class__ = DTensor  # type: ignore[assignment]
+        for table, entry, redirected, _ in self._forwards:
+            table[entry] = redirected
+
+    def _require_own_parameters(self) -> None:
+        """Raise if a hook tied, replaced or parametrized a sharded parameter: neither optimizers nor ranks know it."""
+        for table, name, parameter, path in self._places:
+            if table.get(name) is not parameter:
+                raise ValueError(
+                    f"a hook put something else in the place of the parameter {path}, of which ranks hold parts since "
+                    "the run began; write into it (copy_), or tie, replace and parametrize before the run"
+                )
+
+    @staticmethod
+    def _put_back(parameter: Any, local: Tensor) -> None:
+        """Copy a shard that `module.double().float()` gave other memory to where the techniques have it."""
+        now = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        if now.shape != local.shape or now.dtype != local.dtype or now.device != local.device:
+            raise RuntimeError(
+                f"a hook turned a sharded parameter of {local.dtype} on {local.device} into one of {now.dtype} on "
+                f"{now.device}: ranks hold parts of what the model had when the run began; convert and move the model "
+                "before the run, or a copy of it"
+            )
+        with torch.no_grad():
+            local.copy_(now)
+        parameter._local_tensor = local
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Inside a step runs, or a backward pass. Manual optimization runs backward passes within its step."""
+        if self._inside:
+            yield
+            return
+        self._require_own_parameters()
+        self.enter_step()
+        try:
+            yield
+        finally:
+            self.leave_step()
+
+
+@contextmanager
+def full_parameters(modules: Iterable[nn.Module], gradients: bool, writable: bool) -> Iterator[None]:
+    """Put plain whole parameters in the place of shards; see `MeshStrategy.full_parameters`. Collective."""
+    places: list[tuple[dict[str, Any], str, Any]] = []
+    wholes: dict[int, tuple[Any, nn.Parameter]] = {}
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            shared = parameter is not None and isinstance(parameter.grad, GlobalShard)  # under ZeRO 1 and 2
+            if isinstance(parameter, (GlobalShard, Staged)) or (gradients and shared):
+                if id(parameter) not in wholes:
+                    wholes[id(parameter)] = parameter, _full(parameter, gradients)
+                places.append((module._parameters, name, parameter))
+    for table, name, parameter in places:
+        table[name] = wholes[id(parameter)][1]
+    try:
+        yield
+    finally:
+        for table, name, parameter in places:
+            table[name] = parameter
+        for parameter, whole in wholes.values() if writable else ():
+            _take_back(parameter, whole, gradients)
+
+
+def _full(parameter: Any, gradients: bool) -> nn.Parameter:
+    with torch.no_grad():
+        whole = _whole(parameter.detach())
+        made = nn.Parameter(whole, parameter.requires_grad)
+        gradient = parameter.grad if gradients else None
+        if gradient is not None:
+            made.grad = _whole(gradient)
+    return made
+
+
+def _whole(tensor: Any) -> Tensor:
+    if isinstance(tensor, Staged):
+        value: Tensor = full(tensor)
+        return value
+    return whole_of(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def _take_back(parameter: Any, whole: Tensor, gradients: bool) -> None:
+    if isinstance(parameter, (GlobalShard, Staged)):
+        parameter.copy_(whole)
+    if gradients:
+        gradient, before = whole.grad, parameter.grad
+        if gradient is None or before is None:
+            parameter.grad = gradient
+        elif isinstance(before, Staged):
+            before.copy_(gradient)
+        elif isinstance(before, DTensor):
+            before._local_tensor.copy_(local_of(gradient, before))
+
+
+def _sharded_like(whole: nn.Parameter, shard: DTensor) -> nn.Parameter:
+    part = local_of(whole, shard).to(shard.device, copy=True)
+    made = nn.Parameter(as_shard(part.to(whole.dtype), shard), whole.requires_grad)
+    global_of(made)
+    return made
+
+
+def shard_averages(module: nn.Module, averages: Iterable[nn.Module]) -> None:
+    """Let averages of a module, copied before it was divided, keep shards cut as its parameters are. No message."""
+    named = module.named_parameters(remove_duplicate=False)
+    like = {name: each for name, each in named if isinstance(each, GlobalShard)}
+    for average in averages:
+        made: dict[int, nn.Parameter] = {}
+        for prefix, part in average.named_modules():
+            for name, parameter in part._parameters.items():
+                shard = like.get(f"{prefix}.{name}" if prefix else name)
+                if parameter is None or shard is None or isinstance(parameter, DTensor):
+                    continue
+                if id(parameter) not in made:
+                    made[id(parameter)] = _sharded_like(parameter, shard)
+                part._parameters[name] = made[id(parameter)]

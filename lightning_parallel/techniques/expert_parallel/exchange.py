@@ -1,0 +1,323 @@
+"""Stacked experts over ranks: each token is sent to the ranks of the experts that it chose, and the results come back.
+
+Of `experts(tokens, indices, weights)` there is one row per pair of a token and an expert, sorted by expert. Two experts
+on two ranks, where rank 0 has three tokens that choose experts 1, 0 and 1:
+
+    rank 0 sends   t1 | t0, t2        one row to itself, two to rank 1
+    rank 1 makes   e1(t0), e1(t2)     by the user's module, with the weights of its own expert
+    rank 0 gets    e0(t1) | e1(t0), e1(t2)   and adds them up by token
+
+Both ways are one all_to_all, each the gradient of the other. No rank ever has the weights of all experts.
+
+Source: D. Lepikhin et al., GShard, ICLR 2021.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.distributed.tensor import DTensor
+
+from lightning_parallel.collectives.by_elements import counted, entered, joined, part
+from lightning_parallel.collectives.elements import Ranks
+from lightning_parallel.collectives.rows import any_of, exchanged, told
+from lightning_parallel.techniques.divided.table import Cuts
+from lightning_parallel.techniques.divided.tensor import Divided, is_divided, own_of
+from lightning_parallel.techniques.expert_parallel.outside import stored_of
+from lightning_parallel.techniques.expert_parallel.own_experts import OwnExperts
+from lightning_parallel.techniques.tools.leaves import leaf_of
+from lightning_parallel.techniques.tools.redirect import Forward
+
+EQUAL = 0.02
+"""How far results may differ where both ways compute the same, as a part of the largest: rounding is far below."""
+
+ENOUGH = 16
+"""How many rows show whether the result of one depends on others."""
+
+FORM = (
+    "is not called as experts(tokens, indices, weights), of shapes (tokens, features), (tokens, k) and (tokens, k), "
+    "with a result of shape (tokens, features)"
+)
+REMEDY = "write it so, or leave ExpertParallel out and shard its weights with Zero"
+
+
+class AllToAll(Function):
+    """Rows for every rank, as many as each gets; gradients take the way back. Differentiable any number of times."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+        """Sends rows (sum of sent, features), returns (sum of received, features)."""
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return exchanged(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Sends the gradients of received rows to the ranks that they came from."""
+        return all_to_all(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    """See `AllToAll`. Collective over the group."""
+    arrived: Tensor = AllToAll.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
+    return arrived
+
+
+class Exchange:
+    """Replaces the forward of one module of stacked experts.
+
+    Args:
+        module: this rank keeps the rows of its own experts of each stacked parameter.
+        number: of this module among `names`.
+        names: the FQN of all modules of experts, for errors; the same on all ranks.
+        count: the number of experts on all ranks.
+        group: the ranks that hold different experts.
+        alike: tensor-parallel ranks, which share out tokens that they have alike; None where there are none.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        number: int,
+        names: Sequence[str],
+        count: int,
+        group: dist.ProcessGroup,
+        alike: Ranks | None,
+    ) -> None:
+        self._module, self._number, self._names, self._name = module, number, names, names[number]
+        self._count, self._group, self._alike = count, group, alike
+        self._own, self._first = count // group.size(), group.rank() * (count // group.size())
+        tables: list[dict[str, Any]] = [vars(each)["_parameters"] for each in module.modules()]
+        self._slots = [(table, key) for table in tables for key, parameter in table.items() if parameter is not None]
+        self._checked = False
+
+    def wrap(self, forward: Forward) -> Forward:
+        """Returns the forward that replaces the module's own."""
+        signature = inspect.signature(forward)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if torch._C._are_functorch_transforms_active():
+                raise RuntimeError(
+                    f"a transform of torch.func, such as torch.func.grad, calls {self._name}, of which each rank has "
+                    "some experts; transforms know nothing of what ranks send each other: use torch.autograd.grad, "
+                    "with torch.func.functional_call where weights are given, or leave out ExpertParallel"
+                )
+            bound = signature.bind(*args, **kwargs).arguments
+            hidden, index, weights = self._names_of(bound)
+            tokens = own_tokens(bound[hidden], bound[index], bound[weights], self._alike)
+            leading = bound[hidden].dim() - 2  # dimensions of the batch beside that of rows, each of size 1 here
+
+            def experts(rows: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
+                given = {hidden: rows, index: chosen, weights: weight}
+                given = {key: value[(None,) * leading] for key, value in given.items()}
+                made: Tensor = forward(**bound | given)
+                if made.shape[:-1] != given[hidden].shape[:-1]:
+                    raise ValueError(f"{self._name} {FORM}; {REMEDY}")
+                return made.reshape(-1, made.shape[-1])
+
+            return tokens.back(self._travel(experts, tokens))
+
+        return cast(Any, torch.compiler.disable)(run)  # type: ignore[no-any-return]  # data decide how much is sent
+
+    def _names_of(self, bound: Mapping[str, Any]) -> tuple[str, str, str]:
+        """The names of the arguments that are tokens, indices and weights."""
+        tensors = {key: value for key, value in bound.items() if isinstance(value, Tensor) and value.dim() > 1}
+        numbers = [key for key, value in tensors.items() if not value.is_floating_point() and value.dtype != torch.bool]
+        if len(tensors) == 3 and len(numbers) == 1:
+            hidden, weights = (key for key in tensors if key not in numbers)
+            chosen = tensors[numbers[0]].shape
+            if tensors[weights].shape == chosen and tensors[hidden].shape[:-1] == chosen[:-1]:
+                return hidden, numbers[0], weights
+        raise ValueError(f"{self._name} {FORM}; {REMEDY}")
+
+    def _travel(self, experts: Callable[..., Tensor], tokens: Tokens) -> Tensor:
+        """Sums for each own token what its experts made of it, (tokens, features). Collective over the group."""
+        k, ranks, flat = tokens.index.shape[1], self._group.size(), tokens.index.detach().reshape(-1)
+        chosen = flat.masked_fill((flat < 0) | (flat >= self._count), self._count)  # some routers say "none" so
+        order = chosen.argsort(stable=True)
+        counts = torch.bincount(chosen, minlength=self._count + 1)[: self._count].view(ranks, self._own)
+        order = order[: int(counts.sum())]
+        coming = self._told(counts)
+        sent, received = counts.sum(1).tolist(), coming.sum(1).tolist()
+        rows = all_to_all(tokens.hidden[order // k], sent, received, self._group)
+        weight = all_to_all(tokens.weights.reshape(-1, 1)[order], sent, received, self._group)
+        expert = torch.arange(self._own, device=flat.device).repeat(ranks).repeat_interleave(coming.reshape(-1))
+        made = self._computed(experts, rows, (expert + self._first)[:, None], weight, tokens.summands)
+        back = all_to_all(made, received, sent, self._group)
+        return back.new_zeros(len(tokens.hidden), back.shape[1]).index_add(0, order // k, back)
+
+    def _told(self, counts: Tensor) -> Tensor:
+        """The rows that come for each own expert, (ranks, own experts), of the rows that go, (ranks, experts there).
+
+        Raises:
+            RuntimeError: another rank calls another module; on both.
+        """
+        said = told(F.pad(counts, (0, 1), value=self._number), self._group)
+        for rank, other in zip(dist.get_process_group_ranks(self._group), said[:, -1].tolist(), strict=True):
+            if other != self._number:
+                raise RuntimeError(
+                    f"this rank calls {self._name}, and rank {rank} {self._names[other]}, but under expert parallel "
+                    "tokens travel in each call, so all ranks call the same experts equally often; call them whatever "
+                    "a rank's own samples are, with no tokens if it has none"
+                )
+        return said[:, :-1]
+
+    def _computed(
+        self, experts: Callable[..., Tensor], rows: Tensor, index: Tensor, weight: Tensor, summands: int
+    ) -> Tensor:
+        """What own experts make of the rows that came: (rows, features), (rows, 1), (rows, 1) -> (rows, features)."""
+        with self._own_weights(summands):
+            if not self._checked:
+                self._checked = True
+                self._require_independent(experts, rows, index, weight)
+            if len(rows):
+                return experts(rows, index, weight)
+            # one row of zeros, so that every parameter has a gradient
+            padded = (F.pad(each, (0, 0, 0, 1)) for each in (rows, weight))
+            none, weight = padded
+            return experts(none, index.new_full((1, 1), self._first), weight)[:0]
+
+    @contextmanager
+    def _own_weights(self, summands: int) -> Iterator[None]:
+        """Inside, the module has the weights of own experts, and what all experts share.
+
+        Args:
+            summands: see `Tokens`.
+        """
+        before = [(table, key, table[key]) for table, key in self._slots]
+        for table, key, kept in before:
+            stored = stored_of(kept)
+            if isinstance(stored, DTensor):
+                own = leaf_of(stored)
+                table[key] = OwnExperts(own if summands == 1 else counted(own, summands), self._first, self._count)
+            else:
+                whole = stored if self._alike is None else entered(stored, self._alike)
+                table[key] = whole if summands == 1 else counted(whole, summands)
+        try:
+            yield
+        finally:
+            for table, key, kept in before:
+                table[key] = kept
+
+    # ---------------------------------------------------------------- the first call
+
+    @torch.no_grad()
+    def _require_independent(self, experts: Callable[..., Tensor], rows: Tensor, index: Tensor, weight: Tensor) -> None:
+        """Measures whether each pair of a token and an expert is computed by itself. Collective over the group.
+
+        Raises:
+            ValueError: on every rank, where one found another result for some rows of a call than for all of them.
+        """
+        rows, index, weight = self._enough(rows, index, weight)
+        training = [each for each in self._module.modules() if each.training]
+        buffers = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
+        for each in training:  # dropout would draw other numbers for some rows than for all
+            each.training = False
+        try:
+            with torch.random.fork_rng([rows.device] if rows.is_cuda else []):
+                alone = self._is_independent(experts, rows, index, weight)
+            reason = ""
+        except Exception as error:  # a form that it does not take, as where it takes a mask
+            alone, reason = False, f" ({type(error).__name__}: {error})"
+        finally:
+            for each in training:
+                each.training = True
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        if any_of(not alone, self._group, rows.device):
+            raise ValueError(
+                f"what {self._name} returns is not, for each token, the sum of what its experts make of this token "
+                f"alone, or it {FORM}{reason}; its tokens are on several ranks under expert parallel: {REMEDY}"
+            )
+
+    def _enough(self, rows: Tensor, index: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The rows, with further ones where they are too few to show anything."""
+        missing, width = max(0, ENOUGH - len(rows)), rows.shape[1]
+        further = torch.arange(missing * width, device=rows.device).view(missing, width)
+        chosen = torch.arange(missing, device=rows.device)[:, None]
+        return (
+            torch.cat([rows, further.to(rows.dtype).sin()]),
+            torch.cat([index, chosen % self._own + self._first]),
+            torch.cat([weight, (chosen.to(weight.dtype).cos() + 2) / 3]),
+        )
+
+    def _is_independent(self, experts: Callable[..., Tensor], rows: Tensor, index: Tensor, weight: Tensor) -> bool:
+        made, half = experts(rows, index, weight), len(rows) // 2
+        apart = [experts(rows[k], index[k], weight[k]) for k in (slice(0, half), slice(half, None))]
+        if not _close(made, torch.cat(apart)) or self._own == 1:
+            return _close(made, torch.cat(apart))
+        others = (index - self._first + 1) % self._own + self._first  # and two experts at once
+        both = experts(rows, torch.cat([index, others], 1), torch.cat([weight, weight / 2], 1))
+        return _close(both, made + experts(rows, others, weight / 2))
+
+
+def _close(expected: Tensor, found: Tensor) -> bool:
+    return bool((found - expected).abs().max() <= EQUAL * expected.abs().max())
+
+
+# ---------------------------------------------------------------- a rank's own tokens
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A rank's own tokens in one call of experts.
+
+    Attributes:
+        hidden: (tokens, features).
+        index: the experts that each chose, (tokens, k).
+        weights: of these, (tokens, k).
+        summands: over how many ranks of those whose gradients are averaged the tokens are divided, so that what each
+            computes is a summand of a gradient.
+        back: from what experts made of own tokens, (tokens, features), what the call returns.
+    """
+
+    hidden: Tensor
+    index: Tensor
+    weights: Tensor
+    summands: int
+    back: Callable[[Tensor], Tensor]
+
+
+def own_tokens(hidden: Tensor, index: Tensor, weights: Tensor, alike: Ranks | None) -> Tokens:
+    """Takes a rank's own tokens: its part of what ranks have divided, and its share of what they have alike.
+
+    Args:
+        hidden: (..., features), plain or divided.
+        index: (..., k).
+        weights: (..., k).
+        alike: ranks that have the same tokens unless they divided them, and share the work on these; None: nobody.
+    """
+    cuts = _cuts_of_tokens(hidden)
+    hidden = own_of(hidden, cuts)
+    index, weights = (own_of(each, cuts) for each in (index, weights))
+    leading = hidden.shape[:-1]
+    hidden, index, weights = (each.reshape(-1, each.shape[-1]) for each in (hidden, index, weights))
+    ranks = {id(elements.ranks): elements.ranks for elements in cuts.values()}.values()
+    shares = None
+    if alike is not None and not any(each.name == alike.name for each in ranks):
+        shares = alike.chunks(len(hidden))
+        hidden, index, weights = (part(each, 0, shares) for each in (hidden, index, weights))
+
+    def back(made: Tensor) -> Tensor:
+        made = made if shares is None else joined(made, 0, shares)
+        made = made.reshape(*leading, made.shape[-1])
+        return Divided(made, cuts) if cuts else made
+
+    return Tokens(hidden, index, weights, prod(each.count for each in ranks if each.averages), back)
+
+
+def _cuts_of_tokens(hidden: Tensor) -> Cuts:
+    """The dimensions of tokens that are divided; none where features are, or ranks have copies."""
+    if not is_divided(hidden):
+        return {}
+    by_tokens = all(dim < hidden.dim() - 1 and elements.disjoint for dim, elements in hidden.cuts.items())
+    return hidden.cuts if by_tokens else {}

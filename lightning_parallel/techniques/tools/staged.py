@@ -1,0 +1,465 @@
+"""Parameters of a pipeline's stages as user code sees them between steps: on every rank as on one device.
+
+Every rank runs the same hooks and helpers. An operation on a parameter of a stage computes on the ranks that hold it;
+the others compute the shape of the result only, on meta, and have a tensor without memory. Where Python needs a value,
+or a value goes into a tensor that every rank has, the first holder broadcasts it over the pipeline's process group. All
+ranks decide by the same run on meta whether an operation needs a value, so their messages always fit. One number that
+is read is one small message.
+
+    >>> layer.weight.norm().item()  # of stage 1: computed there, broadcast to all ranks of the pipeline
+    3.2
+    >>> layer.weight.mul_(0.9)  # of stage 1: changed there, no message
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import new_class
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from lightning_parallel.collectives.point_to_point import share_object
+from lightning_parallel.techniques.tools.global_shard import global_of
+from lightning_parallel.techniques.tools.shards import whole_tensor
+
+STRUCTURE = {
+    *("size", "dim", "numel", "nelement", "ndimension", "stride", "is_contiguous", "element_size", "storage_offset"),
+    *("is_floating_point", "is_complex", "is_same_size", "is_shared", "has_names", "__len__", "__hash__"),
+    *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad"),
+}
+"""Methods that need no values: each rank answers by its own tensor."""
+
+DRAWS = {
+    *("normal", "bernoulli", "multinomial", "poisson", "dropout", "rand_like", "randn_like", "randint_like"),
+    *("normal_", "uniform_", "bernoulli_", "random_", "exponential_", "cauchy_", "geometric_", "log_normal_"),
+    "trunc_normal_",
+}
+"""Operations that draw random numbers: ranks without the values draw as many, so generators stay alike."""
+
+
+VIEWS = {"T", "mT", "H", "mH", "real", "imag"}
+
+
+class ValueInStepError(RuntimeError):
+    """A value of another stage is used while a step runs."""
+
+
+@dataclass(eq=False)
+class StageRanks:
+    """The ranks of one pipeline, one of each stage, which share values between steps.
+
+    Attributes:
+        group: one rank of every stage.
+        device: of the values on this rank.
+        rank: of this rank in the group.
+        exposed: whether user code runs between steps, on all ranks at the same place.
+        tensors: all staged ones of the model, in the same order on all ranks.
+        knows_gradients: whether all ranks know which of these have gradients.
+        gradients: those of this rank that were read since the last step, of which a parameter may have others by now.
+    """
+
+    group: dist.ProcessGroup
+    device: torch.device
+    rank: int
+    exposed: bool = True
+    tensors: list[Tensor] = field(default_factory=list)
+    knows_gradients: bool = True
+    gradients: list[Tensor] = field(default_factory=list)
+    _homes: dict[tuple[int, ...], Home] = field(default_factory=dict)
+
+    def home(self, holders: Sequence[int]) -> Home:
+        """The ranks of the pipeline that hold a tensor: several where stages share it."""
+        key = tuple(sorted(holders))
+        return self._homes.setdefault(key, Home(self, key))
+
+    def agree_on_gradients(self) -> None:
+        """Gives parameters of other stages a gradient, without memory, where their holder has one. Collective."""
+        if self.knows_gradients:
+            return
+        self.knows_gradients = True
+        parameters = {id(each): each for each in self.tensors if isinstance(each, nn.Parameter)}.values()
+        staged = [(p, type(p).home, own_gradient(p)) for p in parameters if isinstance(p, Staged)]
+        flags = [home.holders[0] == self.rank and gradient is not None for _, home, gradient in staged]
+        present = torch.tensor(flags, dtype=torch.int32, device=self.device)
+        dist.all_reduce(present, group=self.group)
+        for (parameter, home, _), has_one in zip(staged, present.tolist(), strict=True):
+            if not home.here:
+                with torch._C.DisableTorchFunctionSubclass():
+                    parameter.grad = hollow(parameter, parameter.device) if has_one else None
+
+
+@dataclass(eq=False)
+class Home:
+    """The ranks of a pipeline that hold a tensor.
+
+    Attributes:
+        kinds: the classes made by `kind`.
+    """
+
+    ranks: StageRanks
+    holders: tuple[int, ...]
+    kinds: dict[type[Tensor], type[Staged]] = field(default_factory=dict)
+
+    @property
+    def here(self) -> bool:
+        """Whether this rank holds it."""
+        return self.ranks.rank in self.holders
+
+    def kind(self, held: type[Tensor]) -> type[Staged]:
+        """The class of staged tensors of this home which are of a given class on their holders."""
+        if held not in self.kinds:
+            members = {"home": self, "held": held, "__slots__": ()}
+            made = new_class(f"Staged{held.__name__}", (Staged, held), exec_body=lambda body: body.update(members))
+            self.kinds[held] = made
+        return self.kinds[held]
+
+    def broadcast(self, value: Any) -> Any:
+        """The value of the first holder, on all ranks of the pipeline. Tensors keep their device type."""
+        device = self.ranks.device
+        sent = pytree.tree_map_only(Tensor, lambda t: _OnHost(t.cpu(), t.device.type == device.type), value)
+        got = share_object(sent, self.holders[0], self.ranks.group, device)
+        return pytree.tree_map_only(_OnHost, lambda t: t.tensor.to(device) if t.on_device else t.tensor, got)
+
+
+@dataclass
+class _OnHost:
+    tensor: Tensor
+    on_device: bool
+
+
+class Staged(Tensor):
+    """Tensor of one stage: real on the ranks that hold it, `hollow` elsewhere. See the module's docstring.
+
+    Its class is changed in place by `stage` and back by `unstage`: it stays the same object.
+    """
+
+    home: ClassVar[Home]
+    held: ClassVar[type[Tensor]]
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"Staged(stages={type(self).home.holders}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 else repr(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        kind = type(self)
+        with _as_held([self]):
+            if not kind.home.here:
+                made = hollow(self, self.device)
+                made = nn.Parameter(made, self.requires_grad) if isinstance(self, nn.Parameter) else made
+            elif kind.held in (Tensor, nn.Parameter):  # also of a tensor with a history, which torch does not copy
+                made = self.detach().clone()
+                made = nn.Parameter(made, self.requires_grad) if kind.held is nn.Parameter else made
+            else:
+                made = self.__deepcopy__(memo)
+        memo[id(self)] = made
+        return stage(made, kind.home)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        value = full(self)
+        return (nn.Parameter(value, self.requires_grad) if isinstance(self, nn.Parameter) else value).__reduce_ex__(
+            protocol
+        )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """See `torch.Tensor`. Collective over the pipeline's ranks where a value is needed."""
+        kwargs, name = kwargs or {}, func.__name__
+        if name in ("__get__", "__set__", "__delete__"):
+            return _attribute(func, name, args)
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        mine = [leaf for leaf in leaves if isinstance(leaf, Staged)]
+        if name in STRUCTURE or not mine:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        homes = {type(each).home for each in mine}
+        home = next(iter(homes))
+        if not home.ranks.exposed:
+            raise ValueInStepError(
+                f"{name} was called on {mine[0]!r} while a step runs, but that is kept from between the steps of a "
+                "pipeline, where every rank runs the same code; in a step use the module's own parameters, or read "
+                "the value between steps, as in on_train_batch_start"
+            )
+        if name in ("backward", "grad"):
+            home.ranks.knows_gradients = False
+        written = _written(name, args, kwargs)
+        if isinstance(written, Staged) and len(homes) > 1:  # the others' values go to its stage
+            home = type(written).home
+            leaves = [
+                full(leaf) if isinstance(leaf, Staged) and type(leaf).home is not home else leaf for leaf in leaves
+            ]
+        elif len(homes) > 1 and name.startswith("_foreach_"):
+            return _one_by_one(name, args, kwargs)
+        elif len(homes) > 1 or _any_plain(written):
+            args, kwargs = pytree.tree_unflatten([full(leaf) for leaf in leaves], tree)
+            return func(*args, **kwargs)
+        return _Call(func, name, leaves, tree, home, written if isinstance(written, Staged) else None).run()
+
+
+def hollow(like: Tensor, device: torch.device) -> Tensor:
+    """A tensor that has a shape, strides, a dtype and a device, but no memory: it must not be computed with."""
+    with torch._C.DisableTorchFunctionSubclass():
+        made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+        made.untyped_storage().resize_(0)
+        return made
+
+
+def stage(tensor: Tensor, home: Home) -> Staged:
+    """Makes a tensor a staged one, in place: real on the ranks of its home, `hollow` elsewhere."""
+    if not isinstance(tensor, Staged):
+        tensor.__class__ = home.kind(type(global_of(tensor) if type(tensor) is DTensor else tensor))
+    return cast(Staged, tensor)
+
+
+def unstage(tensor: Tensor) -> Tensor:
+    """Makes a staged tensor, in place, what it is on its holders.
+
+    Raises:
+        Exception: an operation that was to write it raised on this rank, and no value was read since.
+    """
+    if isinstance(tensor, Staged):
+        tensor.__class__ = type(tensor).held  # type: ignore[assignment]
+    failure = vars(tensor).pop("_failure", None)
+    if failure is not None:
+        raise failure
+    return tensor
+
+
+def full(tensor: Any) -> Any:
+    """The value of a staged tensor, on all ranks of the pipeline; anything else as it is. Collective."""
+    if not isinstance(tensor, Staged):
+        return tensor
+    return _Call(_whole, "full", [tensor], None, type(tensor).home, None).read()
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return whole_tensor(tensor.detach())
+
+
+def own_gradient(parameter: Tensor) -> Tensor | None:
+    """The gradient that this rank has of a parameter, staged or not."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.grad
+
+
+@contextmanager
+def _as_held(tensors: Sequence[Any]) -> Iterator[None]:
+    """Inside, staged tensors of this rank are of the class that they have in a step."""
+    kinds = [(each, type(each)) for each in tensors if isinstance(each, Staged)]
+    for each, kind in kinds:
+        each.__class__ = kind.held  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for each, kind in kinds:
+            each.__class__ = kind
+
+
+def _written(name: str, args: Any, kwargs: Any) -> Any:
+    """What an operation writes to: its first argument by torch's naming, or `out`."""
+    if kwargs.get("out") is not None:
+        return kwargs["out"]
+    in_place = name.endswith("_") and not name.endswith("__")
+    return args[0] if args and (in_place or name in IN_PLACE_OPERATORS) else None
+
+
+IN_PLACE_OPERATORS = {
+    *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__"),
+    *("__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
+}
+
+
+def _any_plain(written: Any) -> bool:
+    leaves = [each for each in pytree.tree_leaves(written) if isinstance(each, Tensor)]
+    return any(not isinstance(each, Staged) for each in leaves)
+
+
+@dataclass
+class _Call:
+    """A call of a function of torch on staged tensors of one home, and on tensors that every rank has.
+
+    Attributes:
+        written: what it changes in place, if that is staged.
+    """
+
+    func: Callable[..., Any]
+    name: str
+    leaves: list[Any]
+    tree: Any
+    home: Home
+    written: Staged | None
+    metas: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def run(self) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            try:  # on all ranks alike
+                shape = self._called(self._on_meta)
+                needs_value = _is_value(shape)
+            except Exception:  # no rule for shapes, they depend on values, or the call is wrong: its holders tell
+                shape, needs_value = None, True
+        if not self.home.here and self._draws():
+            self._called(self._filled)
+        if needs_value:
+            return self.read()
+        result = self._at_home(shape) if self.home.here else shape
+        if not self.home.here and self.written is not None and id(self.written) in self.metas:
+            now = self.metas[id(self.written)][1]
+            if (now.shape, now.stride()) != (self.written.shape, self.written.stride()):  # as t_ changes it
+                with torch._C.DisableTorchFunctionSubclass():
+                    self.written.data = hollow(now, self.written.device)
+        given = {id(meta): leaf for leaf, meta in self.metas.values()} | {
+            id(leaf): leaf for leaf in self.leaves if isinstance(leaf, Tensor)
+        }
+        return pytree.tree_map_only(Tensor, lambda made: self._returned(made, given), result)
+
+    def read(self) -> Any:
+        """The result on all ranks, as plain values. Raises on all ranks what the call raised on the first holder."""
+        result: Any = None
+        failure: Exception | None = self._failure() if self.home.here else None
+        if self.home.here and failure is None:
+            try:
+                with _as_held(self.leaves):
+                    made = self.func(self.leaves[0]) if self.tree is None else self._called(lambda leaf: leaf)
+                    result = pytree.tree_map_only(Tensor, _plain_copy, made)
+            except Exception as error:
+                failure = error
+        result, failure = self.home.broadcast((result, failure))
+        if failure is not None:
+            raise failure
+        return result
+
+    def _at_home(self, shape: Any) -> Any:
+        """The result on a holder. An error waits for the next value that is read, when all ranks raise it."""
+        failure = self._failure()
+        if failure is None:
+            try:
+                with _as_held(self.leaves):
+                    return self._called(lambda leaf: leaf)
+            except Exception as error:
+                failure = error
+        if self.written is not None:
+            vars(self.written)["_failure"] = failure
+
+        def failed(meta: Tensor) -> Tensor:
+            vars(meta)["_failure"] = failure
+            return meta
+
+        return pytree.tree_map_only(Tensor, failed, shape)
+
+    def _failure(self) -> Exception | None:
+        found = (vars(leaf).get("_failure") for leaf in self.leaves if isinstance(leaf, Staged))
+        return next((each for each in found if each is not None), None)
+
+    def _called(self, change: Callable[[Any], Any]) -> Any:
+        args, kwargs = pytree.tree_unflatten([change(leaf) for leaf in self.leaves], self.tree)
+        return self.func(*args, **kwargs)
+
+    def _draws(self) -> bool:
+        return self.name in DRAWS or getattr(self.func, "__module__", "") == "torch.nn.init"
+
+    def _on_meta(self, leaf: Any) -> Any:
+        """An argument without values; devices of a stage are meta, too."""
+        if isinstance(leaf, torch.device) and leaf.type == self.home.ranks.device.type:
+            return torch.device("meta")
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in self.metas:
+            made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+            made.requires_grad_(leaf.requires_grad)
+            self.metas[id(leaf)] = leaf, made if leaf.is_leaf else made.clone()
+        return self.metas[id(leaf)][1]
+
+    def _filled(self, leaf: Any) -> Any:
+        """An argument with made-up values in the place of those of other stages, to draw as many numbers as there."""
+        if not isinstance(leaf, Staged):
+            return leaf
+        with torch._C.DisableTorchFunctionSubclass():
+            return torch.full(leaf.shape, 0.5, dtype=leaf.dtype, device=self.home.ranks.device)
+
+    def _returned(self, made: Tensor, given: dict[int, Tensor]) -> Tensor:
+        if self.written is not None and made.shape == self.written.shape:
+            return self.written
+        same = given.get(id(made))
+        if isinstance(same, Staged):
+            return same
+        if made.is_meta:
+            learns, failure = made.requires_grad, vars(made).get("_failure")
+            made = hollow(made, self.home.ranks.device).requires_grad_(learns)
+            if failure is not None:
+                vars(made)["_failure"] = failure
+        return stage(made, self.home)
+
+
+def _is_value(result: Any) -> bool:
+    """Whether a result is, or has, something else than tensors: a number that Python sees."""
+    if type(result).__module__ == "numpy":
+        return True
+    return any(isinstance(leaf, (bool, int, float, complex, str)) for leaf in pytree.tree_leaves(result))
+
+
+def _plain_copy(tensor: Tensor) -> Tensor:
+    return _whole(tensor).clone()
+
+
+def _one_by_one(name: str, args: Any, kwargs: Any) -> list[Any]:
+    """Runs a `_foreach_` operation over tensors of several stages as the plain operation on each of them."""
+    count, single = len(args[0]), name.removeprefix("_foreach_")
+    rows = [[a[k] if isinstance(a, (list, tuple)) and len(a) == count else a for a in args] for k in range(count)]
+    if single == "norm":
+        return [row[0].norm(*row[1:], **{key: value for key, value in kwargs.items() if key == "p"}) for row in rows]
+    return [getattr(torch.Tensor, single)(*row, **kwargs) for row in rows]
+
+
+def _attribute(func: Any, name: str, args: Any) -> Any:
+    """Gets, sets or deletes an attribute of a staged tensor."""
+    attribute = getattr(func.__self__, "__name__", "")
+    tensor = cast(Staged, args[0])
+    if not isinstance(tensor, Staged):  # a plain tensor is given a staged one
+        return func(tensor, *map(full, args[1:]))
+    home = type(tensor).home
+    if attribute == "grad":
+        if not home.ranks.exposed:  # of another stage: it has none in a step
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args)
+        home.ranks.agree_on_gradients()
+    if name == "__set__" and attribute in ("data", "grad") and isinstance(args[1], Tensor):
+        return _set_tensor(func, attribute, tensor, args[1])
+    if name == "__get__" and attribute in VIEWS and not home.here:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = hollow(func(torch.empty_like(tensor, device="meta")), tensor.device)
+    else:
+        with _as_held([tensor]):
+            result = func(*args)
+    if not isinstance(result, Tensor):
+        return result
+    if attribute == "grad" and home.here:
+        home.ranks.gradients.append(result)
+    return stage(result, home)
+
+
+def _set_tensor(func: Any, attribute: str, tensor: Staged, value: Tensor) -> None:
+    home = type(tensor).home
+    if isinstance(value, Staged) and type(value).home is not home:
+        value = full(value)
+    if value.shape != tensor.shape or value.dtype != tensor.dtype:
+        raise RuntimeError(
+            f".{attribute} is set to a tensor of shape {tuple(value.shape)} and {value.dtype}, but in a pipeline that "
+            f"of a parameter keeps its shape {tuple(tensor.shape)} and {tensor.dtype}; make another parameter in "
+            "configure_model"
+        )
+    if attribute == "data":
+        tensor.detach().copy_(value)
+        return
+    if not isinstance(value, Staged) and not home.here:
+        value = hollow(value, value.device)
+    with _as_held([tensor, value]):
+        func(tensor, value)
