@@ -82,10 +82,10 @@ def counts(make_strategy: Callable[[], Strategy], layers: int, batch: int = 4) -
 UNSEEN = GROUP | {"nonfinite": "continue"}  # without the look at gradients before each step, which costs the difference
 MOST: dict[str, tuple[Callable[[], Strategy], int, int, int]] = {
     "data parallel": (lambda: DataParallelStrategy(**UNSEEN), 3, 160, 8),
-    "zero 1": (lambda: ZeroStrategy(stage=1, **UNSEEN), 4, 520, 30),
-    "zero 2": (lambda: ZeroStrategy(stage=2, **UNSEEN), 4, 520, 30),
+    "zero 1": (lambda: ZeroStrategy(stage=1, **UNSEEN), 4, 520, 32),
+    "zero 2": (lambda: ZeroStrategy(stage=2, **UNSEEN), 4, 520, 32),
     "data parallel, finite": (lambda: DataParallelStrategy(**GROUP), 3, 175, 8),
-    "zero 2, finite": (lambda: ZeroStrategy(stage=2, **GROUP), 5, 580, 30),
+    "zero 2, finite": (lambda: ZeroStrategy(stage=2, **GROUP), 5, 580, 32),
 }
 
 OLDER = 0 if torch.__version__ >= (2, 13) else 5  # calls that torch 2.11 makes in each step

@@ -57,9 +57,8 @@ class Net(nn.Module):
     def penalty(self) -> Tensor:
         """Of weights, none of which a forward need have read before."""
         layer: Any = self.layers[0]
-        expert = layer.routed.experts[1].up
-        held = (layer.up_proj, layer.down_proj, expert, self.head)
-        return sum((each.weight.square().mean() for each in held), torch.zeros(()))
+        held = (layer.up_proj.weight, layer.down_proj.weight, layer.routed.experts.up[1], self.head.weight)
+        return sum((each.square().mean() for each in held), torch.zeros(()))
 
 
 class Adversarial(LightningModule):
@@ -126,8 +125,8 @@ class SteppedBetween(Adversarial):
 
     def norm(self) -> Tensor:
         layer: Any = self.maker.layers[0]
-        held = (layer.up_proj, layer.down_proj, layer.routed.experts[1].up, self.maker.head)
-        return sum((torch.linalg.matrix_norm(each.weight, 2) for each in held), torch.zeros(()))
+        held = (layer.up_proj.weight, layer.down_proj.weight, layer.routed.experts.up[1], self.maker.head.weight)
+        return sum((torch.linalg.matrix_norm(each, 2) for each in held), torch.zeros(()))
 
 
 class FrozenAfterUse(Adversarial):
