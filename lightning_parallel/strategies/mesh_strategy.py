@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_parallel.plan.find import check_plan, find_plan
 from lightning_parallel.plan.plan import ParallelPlan, require_plan
 from lightning_parallel.strategies import refusals
+from lightning_parallel.strategies.build.born_sharded import is_born
 from lightning_parallel.strategies.checkpoint import auto
 from lightning_parallel.strategies.checkpoint.resumption import Resumption
 from lightning_parallel.strategies.data.batches import Batches
@@ -110,8 +111,8 @@ class MeshStrategy(RankStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """`configure_model` builds on meta; every rank later makes only what it keeps, with the same values."""
-        with self._building.recording(self.root_device):
+        """`configure_model` makes parameters that are sharded over all ranks, with the values of one process."""
+        with self._building.sharded(self._mesh(), self._host_group()):
             yield
 
     # ---------------------------------------------------------------- the model
@@ -122,7 +123,7 @@ class MeshStrategy(RankStrategy):
         A pipeline analyzes a step before it divides the model, and the step may read what optimizers, schedulers and
         the hooks up to `on_train_batch_start` make. So its optimizers are made for the undivided model, and the model
         is divided at the first batch. Until then every rank has the whole module, on the host; what `configure_model`
-        built has no values yet.
+        built is sharded over all ranks, and computes as the whole.
         """
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
@@ -131,8 +132,7 @@ class MeshStrategy(RankStrategy):
         if fitting and self._layer_sync is not None:
             self._layer_sync.apply(module)
         self._adoption.normalise_over(self._mesh().data.get_group())
-        with self._building.converting():
-            self.precision_plugin.convert_module(module)
+        self.precision_plugin.convert_module(module)
         refusals.refuse_module(module, self._mesh(), self.techniques)
         if self.is_distributed:
             assert self._batches is not None
@@ -145,7 +145,6 @@ class MeshStrategy(RankStrategy):
         else:
             assert self._batches is not None
             self._postponed = Postponed(trainer, self._mesh(), self._host_group(), self._divide_model, self._batches)
-            self._building.draw(self._host_group())
             if fitting:
                 self.setup_optimizers(trainer)
             self.setup_precision_plugin()
@@ -178,8 +177,6 @@ class MeshStrategy(RankStrategy):
             self.setup_optimizers(trainer)
         elif fitting:
             self._take_optimizers(with_states=True)
-        with self._whole.local():
-            self._whole.beside.tell_of_others()
         if postponed is None:
             self.setup_precision_plugin()
         self._stored.reach_wrappers()
@@ -256,7 +253,7 @@ class MeshStrategy(RankStrategy):
 
     def _shown(self) -> AbstractContextManager[None]:
         """Inside, the module's tree is whole, as it is anyway before the model is divided."""
-        return nullcontext() if self._divided is None else self._divided.shown(looks=True)
+        return nullcontext() if self._divided is None else self._divided.whole()
 
     @property
     def _whole(self) -> DividedModel:
@@ -267,11 +264,9 @@ class MeshStrategy(RankStrategy):
         """Makes the user's optimizers; where parameters are stored in shards, they step the shards."""
         if self._postponed is not None:
             super().setup_optimizers(trainer)
-            refusals.refuse_states_without_values(self.optimizers)
             return
-        with self._whole.shown(looks=True):
+        with self._whole.whole():
             super().setup_optimizers(trainer)
-        self._whole.beside.look()
         self._take_optimizers(with_states=False)
 
     def _take_optimizers(self, with_states: bool) -> None:
@@ -522,9 +517,8 @@ class MeshStrategy(RankStrategy):
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads into the whole model; one that `configure_model` deferred waits until its shards exist."""
-        with self._building.converting():
-            convert_before_loading(self.precision_plugin, self._module())
+        """Loads into the whole model, or its shards; one that the user built on meta waits until it has values."""
+        convert_before_loading(self.precision_plugin, self._module())
         self._building.load(self._module(), checkpoint["state_dict"], strict, self._readers().rank == 0)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -545,8 +539,10 @@ class MeshStrategy(RankStrategy):
             self._saver.finish(failing)
         if module is not None and self.mesh is not None and not self._over:  # it is, if a hook after this one fails
             self._detach(module)
-        if module is not None and any(each.is_meta for each in (*module.parameters(), *module.buffers())):
-            # it failed before it had values: Lightning must not move it to the host, nor states of optimizers
+        if module is not None and any(
+            each.is_meta or is_born(each) for each in (*module.parameters(), *module.buffers())
+        ):
+            # it failed before it was divided: Lightning must not move it to the host, nor states of optimizers
             self._lightning_module, self.optimizers = None, []
         super().teardown()
         self._lightning_module = module

@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_parallel.mesh import Axis, ParallelMesh
+from lightning_parallel.strategies.build.born_sharded import is_born
 from lightning_parallel.strategies.lightning_package import (
     Callback,
     Checkpoint,
@@ -31,6 +32,7 @@ from lightning_parallel.strategies.ranks.agreement import gather_objects, run_or
 from lightning_parallel.techniques.gradients.coupled import couples
 from lightning_parallel.techniques.technique import Technique
 from lightning_parallel.techniques.tools.elsewhere import tree_of
+from lightning_parallel.techniques.tools.moved import path_of
 
 
 def refuse_callbacks(callbacks: list[Callback], parameters_are_sharded: bool) -> None:
@@ -123,15 +125,18 @@ LEFT_AS_THEY_ARE = "or use DataParallel() or Zero(stage=2), which leave modules 
 
 def refuse_module(module: LightningModule, mesh: ParallelMesh, techniques: Sequence[Technique]) -> None:
     """Raise for a module that cannot be divided on this mesh, whatever its plan."""
-    _refuse_divided(module)
+    _refuse_divided(module, mesh)
     checks = [_tensors_without_shape(module), *(_kinds(module, mesh, each) for each in techniques)]
     for fault in itertools.chain(*checks, _layers(module, mesh), _steps(module, mesh)):
         raise ValueError(fault)
 
 
-def _refuse_divided(module: LightningModule) -> None:
-    """Raise for a module that an earlier run left divided."""
-    if tree_of(module) is not None or any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+def _refuse_divided(module: LightningModule, mesh: ParallelMesh) -> None:
+    """Raise for a module that an earlier run left divided; what this run's `configure_model` built is sharded too."""
+    shards = [each for each in module.parameters() if isinstance(each, DTensor)]
+    if tree_of(module) is not None or not all(
+        is_born(each) and each.device_mesh.get_group() is mesh.world for each in shards
+    ):
         raise ValueError(
             f"{type(module).__name__} is divided already: a run before failed, or the host had no room for the whole "
             "model; build it anew, and go on from a checkpoint"
@@ -161,7 +166,8 @@ def _kinds(module: LightningModule, mesh: ParallelMesh, technique: Technique) ->
         )
     for name, parameter in module.named_parameters():
         kind = type(parameter).__name__
-        if technique.traits.replaces_parameters and type(parameter) is not nn.Parameter:
+        own = type(parameter) is not nn.Parameter and not is_born(parameter)
+        if technique.traits.replaces_parameters and own:
             yield (
                 f"{name} is of the class {kind}, and {technique} puts parts in its place that are no {kind}: code that "
                 "asks for it, or that the class brings, would not run; tell parameters apart by attributes "
@@ -266,9 +272,9 @@ def refuse_old_parameters(optimizers: Sequence[Optimizer], divided: Any, host: d
     """Raise on all ranks for an optimizer made before the module was divided: it steps what is no part of it now."""
     if not divided.in_parts:
         return
-    known, names = set(map(id, divided.known())), {id(old): name for name, old in divided.beside.before().items()}
+    known = set(map(id, divided.known()))
     found = [
-        _said_of_old(optimizer, parameter, names.get(id(parameter)))
+        _said_of_old(optimizer, parameter, path_of(parameter))
         for optimizer in optimizers
         for parameter in (each for group in optimizer.param_groups for each in group["params"])
         if id(parameter) not in known
@@ -281,19 +287,6 @@ def refuse_old_parameters(optimizers: Sequence[Optimizer], divided: Any, host: d
 def has_states(optimizer: Optimizer) -> bool:
     """Whether the optimizer has a state for any parameter, as after its first step."""
     return any(optimizer.state.values())
-
-
-def refuse_states_without_values(optimizers: Sequence[Optimizer]) -> None:
-    """Raise for states made for parameters that `configure_model` built, which have no values before the division."""
-    for optimizer in optimizers:
-        tables = [values for values in optimizer.state.values() if isinstance(values, dict)]
-        states = [state for table in tables for state in table.values()]
-        if any(isinstance(state, torch.Tensor) and state.is_meta for state in states):
-            raise ValueError(
-                f"{type(optimizer).__name__} makes states when it is made, but what configure_model built in a "
-                "pipeline has no values before the first batch, so neither would these; build the model in __init__, "
-                "or use an optimizer that makes states when it steps, as AdamW does"
-            )
 
 
 def _said_of_old(optimizer: Optimizer, parameter: torch.Tensor, name: str | None) -> str:

@@ -1,4 +1,4 @@
-"""What tests of deferred builds compare: all tensors of a module, from one seed."""
+"""What tests of builds compare: all tensors of a module, from one seed."""
 
 import random
 from itertools import chain

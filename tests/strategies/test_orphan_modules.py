@@ -1,4 +1,4 @@
-"""Modules that were on meta before the build was recorded are made by their own `reset_parameters`."""
+"""Modules that the user built on meta are made by their own `reset_parameters`."""
 
 from collections.abc import Callable
 
@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.strategies.build.deferred_init import DeferredInit
-from lightning_parallel.strategies.build.orphan_modules import OrphanModules
+from lightning_parallel.strategies.build.meta_modules import MetaModules
 from tests.strategies.builds import CPU, assert_same, named_tensors, seed
 
 
@@ -23,11 +22,9 @@ class Counted(nn.Module):
         nn.init.ones_(self.weight)
 
 
-def reset(module: nn.Module, names: set[str] | None = None) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    names = set(named_tensors(module)) if names is None else names
-    OrphanModules(module, names).reset(CPU, lambda name, tensor: tensors.__setitem__(name, tensor.clone()))
-    return tensors
+def reset(module: nn.Module) -> dict[str, Tensor]:
+    made = ((entries, value.clone()) for entries, value in MetaModules(module).reset(CPU))
+    return {entry.path: value for entries, value in made for entry in entries}
 
 
 def test_orphans_are_made_by_their_modules_and_stay_on_meta() -> None:
@@ -64,23 +61,17 @@ def test_tied_orphans_are_one_tensor() -> None:
 
 def test_orphans_may_hold_shards_when_they_are_made() -> None:
     module = nn.Linear(4, 4, device="meta")
-    orphans = OrphanModules(module, {"weight", "bias"})
-    module.weight = nn.Parameter(torch.zeros(2, 4))
-    shard = module.weight
-    shapes: dict[str, torch.Size] = {}
-    orphans.reset(CPU, lambda name, tensor: shapes.__setitem__(name, tensor.shape))
+    orphans = MetaModules(module)
+    module.weight = shard = nn.Parameter(torch.zeros(2, 4))
+    shapes = {entries[0].path: value.shape for entries, value in orphans.reset(CPU)}
     assert shapes["weight"] == (4, 4)
     assert module.weight is shard
 
 
-def test_recorded_tensors_of_an_orphan_are_left_alone() -> None:
+def test_tensors_with_values_are_left_alone() -> None:
     module = nn.Linear(4, 4, device="meta")
-    with DeferredInit(CPU) as record:
-        module.bias = nn.Parameter(torch.full((4,), 2.0))
-    assert set(reset(module, {"weight"})) == {"weight"}
-    tensors: dict[str, Tensor] = {}
-    record.replay({"bias": module.bias}, tensors.__setitem__)
-    assert tensors["bias"].tolist() == [2.0] * 4
+    module.bias = nn.Parameter(torch.full((4,), 2.0))
+    assert set(reset(module)) == {"weight"}
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_scales_of_heads_and_kernels_of_size_1_are_no_experts() -> None:
 
 def test_a_rank_that_calls_other_experts() -> None:
     strategy, data = partial(ExpertParallelStrategy, 2), {"samples": 16}
-    told = r"calls network.blocks.0.mixture.experts, and rank 1 network.blocks.1.mixture.experts"
+    told = r"rank 0 calls network.blocks.0.mixture.experts; rank 1 calls network.blocks.1.mixture.experts: under"
     with pytest.raises(AssertionError, match=told):
         run_on_ranks(2, train, "reversing_banks", strategy, data_ranks=2, data=data)
 

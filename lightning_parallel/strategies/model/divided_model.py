@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.plan import ParallelPlan
-from lightning_parallel.strategies.build import materialise
-from lightning_parallel.strategies.build.beside import Beside
+from lightning_parallel.strategies.build import placement
 from lightning_parallel.strategies.checkpoint.held import shown_to_hooks
 from lightning_parallel.strategies.checkpoint.sharded import Source
 from lightning_parallel.strategies.checkpoint.whole import whole_state_dict
@@ -28,27 +27,26 @@ from lightning_parallel.strategies.model.foreign_hooks import fault_of_hooks, ho
 from lightning_parallel.strategies.model.pipeline_group import PipelineGroup
 from lightning_parallel.strategies.ranks.agreement import described, gather_objects, require_same
 from lightning_parallel.strategies.refusals import has_states, refuse_logger_in_step, refuse_own_states
-from lightning_parallel.strategies.trainer.kept_parameters import KeptParameters
 from lightning_parallel.techniques.data_parallel import DataParallel
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.divided.whole_batch import WholeBatch
 from lightning_parallel.techniques.division import Division, PartitionContext, Sample
-from lightning_parallel.techniques.gradients.groups import Pair, exchange
+from lightning_parallel.techniques.gradients.groups import exchange
 from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer
 from lightning_parallel.techniques.manual_optimization import ManualOptimizationStep, OwnBackwardStep
 from lightning_parallel.techniques.step import Step, StepFn
 from lightning_parallel.techniques.technique import Technique
 from lightning_parallel.techniques.tools import elsewhere
+from lightning_parallel.techniques.tools.global_shard import GlobalShard
+from lightning_parallel.techniques.tools.moved import current, is_moved
 from lightning_parallel.techniques.tools.redirect import restore_forward
-from lightning_parallel.techniques.tools.shards import gathered, is_sharded
+from lightning_parallel.techniques.tools.shards import gathered, is_sharded, whole_tensor
 
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
 HOST = torch.device("cpu")
-LOOKS = 3
-"""Before so many runs of a step it is looked for parameters that the module keeps beside its tree."""
 
 
 class DividedModel:
@@ -70,7 +68,6 @@ class DividedModel:
         self._divisions: list[Division] = []
         #: whether functions that compare samples see those of all ranks
         self.compares_samples = False
-        self.beside, self._looks_left = Beside(module), LOOKS
 
     def divide(self, techniques: Sequence[Technique], plan: ParallelPlan, sample: Callable[[], Sample]) -> None:
         """Lets every technique keep its part of the model.
@@ -143,10 +140,6 @@ class DividedModel:
 
     def run(self, run: StepFn[T]) -> StepFn[T]:
         """The user's step as techniques surround each call of it."""
-        if self._looks_left:  # a first step may take parameters into what the module keeps
-            self._looks_left -= 1
-            self.beside.look()
-        run = self.beside.run(run) if self.beside.attributes else run
         for division in self._divisions:
             run = division.run(run)
         return run
@@ -181,7 +174,7 @@ class DividedModel:
     @property
     def in_parts(self) -> bool:
         """Whether ranks may hold only a part of the parameters; the same on all of them."""
-        return self.pipeline.ranks > 1 or materialise.has_sharded_parameters(self.module)
+        return self.pipeline.ranks > 1 or placement.has_sharded_parameters(self.module)
 
     def steps_parts(self, step: Step) -> bool:
         """Whether optimizers step parts of parameters, or will: what is frozen is divided when it learns."""
@@ -222,35 +215,21 @@ class DividedModel:
         if (tree := elsewhere.tree_of(self.module)) is not None:
             tree.gradients_changed()
 
-    @contextmanager
-    def shown(self, looks: bool = False) -> Iterator[None]:
-        """Inside, the module's tree is whole.
-
-        Args:
-            looks: whether code of the user's runs inside, and what it takes of parameters follows from then on.
-        """
-        with self.whole(), self.beside.shown():
-            yield
-            if looks:
-                self.beside.look()
-
     def follow_in(self, optimizers: Iterable[Optimizer], with_states: bool) -> None:
-        """Lets optimizers made before the module was divided step the parameters that it has now, by FQN.
+        """Lets optimizers made before the module was divided step the parameters that it has now.
 
         Args:
             optimizers: the trainer's.
             with_states: whether states follow too, as those that Adagrad makes when it is made; else optimizers that
                 have states are left as they are, and refused by `refuse_old_parameters`.
         """
-        with self.shown():
-            now = dict(self.module.named_parameters(remove_duplicate=False))
-        pairs: list[Pair] = [(before, now[name]) for name, before in self.beside.before().items()]
-        for optimizer in optimizers:
-            if with_states or not has_states(optimizer):
-                kept = KeptParameters(optimizer)
-                exchange(optimizer, pairs)
-                kept.exchange(pairs)
-                _move_states(optimizer)
+        with self.whole():
+            for optimizer in optimizers:
+                if with_states or not has_states(optimizer):
+                    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+                    pairs = [(each, current(each)) for each in held if is_moved(each)]
+                    exchange(optimizer, [(old, now) for old, now in pairs if now is not None])
+                    _move_states(optimizer)
 
     def stand_ins(self) -> set[nn.Parameter]:
         """The parameters of other stages, without memory, always the same objects."""
@@ -315,12 +294,11 @@ class DividedModel:
             copies: how many ranks this host has.
         """
         with self.whole():
-            fits = all(gather_objects(materialise.fits_on_host(self.module, copies), self._host))
+            fits = all(gather_objects(placement.fits_on_host(self.module, copies), self._host))
         if fits:
-            materialise.make_whole(self.module)
-            materialise.move_whole_tensors(self.module, HOST)
+            placement.make_whole(self.module)
+            placement.move_whole_tensors(self.module, HOST)
             self.pipeline.complete(self.module)
-            self.beside.follow()
         else:
             log.warning("The whole model does not fit on this host: the module stays divided after the run")
         return fits
@@ -329,13 +307,14 @@ class DividedModel:
         """The run is over: the module's forwards are its own again, and its parameters may be replaced by others."""
         for part in self.module.modules():
             restore_forward(part)
-        self.beside.leave()
 
 
 def _move_states(optimizer: Optimizer) -> None:
     """Moves states of parameters to where these are; numbers of steps stay, for most optimizers count on the host."""
     for parameter, values in optimizer.state.items():
         for name, value in values.items() if isinstance(values, dict) else ():
+            if isinstance(value, GlobalShard):  # made for a parameter that was sharded over all ranks
+                value = values[name] = whole_tensor(value)
             if isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape:
                 values[name] = value.to(parameter.device)
 

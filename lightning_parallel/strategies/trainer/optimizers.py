@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 from lightning_parallel.strategies.lightning_package import LightningModule, LightningOptimizer, Strategy
 from lightning_parallel.strategies.trainer import lightnings
-from lightning_parallel.strategies.trainer.kept_parameters import KeptParameters
 from lightning_parallel.strategies.trainer.own_methods import run_on_stored
 from lightning_parallel.techniques.gradients.groups import Pair
 from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer
@@ -51,10 +50,7 @@ class StoredOptimizers:
         for optimizer in optimizers:
             if id(optimizer) not in self._known:
                 new = [each for each in optimizers if id(each) not in self._known]
-                made = self._store(new)
-                for stored in made:
-                    stored.kept = KeptParameters(stored.optimizer)
-                known = self._known | {id(stored.optimizer): stored for stored in made}
+                known = self._known | {id(stored.optimizer): stored for stored in self._store(new)}
                 self._known = {id(each): known[id(each)] for each in optimizers}
                 self.look_at_loss = any(stored.looks_at_loss for stored in self._known.values())
                 self.reach_wrappers()

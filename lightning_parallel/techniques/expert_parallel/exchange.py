@@ -162,13 +162,14 @@ class Exchange:
             RuntimeError: another rank calls another module; on both.
         """
         said = told(F.pad(counts, (0, 1), value=self._number), self._group)
-        for rank, other in zip(dist.get_process_group_ranks(self._group), said[:, -1].tolist(), strict=True):
-            if other != self._number:
-                raise RuntimeError(
-                    f"this rank calls {self._name}, and rank {rank} {self._names[other]}, but under expert parallel "
-                    "tokens travel in each call, so all ranks call the same experts equally often; call them whatever "
-                    "a rank's own samples are, with no tokens if it has none"
-                )
+        numbers = said[:, -1].tolist()
+        if len(set(numbers)) > 1:
+            calls = zip(dist.get_process_group_ranks(self._group), numbers, strict=True)
+            raise RuntimeError(
+                "; ".join(f"rank {rank} calls {self._names[number]}" for rank, number in calls)
+                + ": under expert parallel tokens travel in each call, so all ranks call the same experts equally "
+                "often; call them whatever a rank's own samples are, with no tokens if it has none"
+            )
         return said[:, :-1]
 
     def _computed(

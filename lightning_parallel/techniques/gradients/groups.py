@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -55,10 +54,3 @@ def emptied(whole: Tensor, room: Tensor) -> None:
     """The whole and its room have no memory. ⇄ `filled`."""
     room.untyped_storage().resize_(0)
     whole.data = room
-
-
-class Kept(Protocol):
-    """What an optimizer keeps of parameters beside its groups and its state."""
-
-    def exchange(self, pairs: Sequence[Pair]) -> None:
-        """Puts the second of each pair where the first is."""

@@ -24,7 +24,6 @@ from lightning_parallel.arguments import is_closure
 from lightning_parallel.techniques.gradients.absent import AbsentTensor
 from lightning_parallel.techniques.gradients.elementwise import is_elementwise
 from lightning_parallel.techniques.gradients.groups import (
-    Kept,
     Pair,
     emptied,
     exchange,
@@ -34,6 +33,7 @@ from lightning_parallel.techniques.gradients.groups import (
 )
 from lightning_parallel.techniques.gradients.hooked_steps import HookedSteps
 from lightning_parallel.techniques.step import Step
+from lightning_parallel.techniques.tools.moved import stand_again, stand_for
 from lightning_parallel.techniques.tools.shards import as_shard, is_sharded, shard_of, whole_tensor
 from lightning_parallel.techniques.tools.telling import warn
 
@@ -79,7 +79,6 @@ class StoredOptimizer:
         self.looks_at_loss = not self._elementwise
         self._groups: list[list[nn.Parameter]] | None = None
         self._shown: Sequence[Pair] = ()
-        self.kept: Kept | None = None
         # under their `id`: a tensor takes a call of Python's to be hashed, and each is asked for in every step
         self._stepped: dict[int, tuple[nn.Parameter, Tensor]] = {}
         self._wholes: dict[nn.Parameter, nn.Parameter] = {}  # the same in every step: optimizers may keep them
@@ -213,19 +212,19 @@ class StoredOptimizer:
         self._step.before_optimizer_step([*chain.from_iterable(self._groups)])
         for group in self.optimizer.param_groups:
             group["params"][:] = [self._wake(parameter) for parameter in group["params"]]
-        if self.kept is not None and not self._elementwise:
-            self.kept.exchange([*self._stepped.values()])
+        for parameter, tensor in () if self._elementwise else self._stepped.values():
+            stand_for(parameter, tensor)  # in lists of the optimizer's own, and in its closures
 
     @torch.no_grad()
     def _leave(self) -> None:
         if self._groups is None:
             return
+        for parameter, _ in () if self._elementwise else self._stepped.values():
+            stand_again(parameter)
         for group, parameters in zip(self.optimizer.param_groups, self._groups, strict=True):
             for tensor, parameter in zip(group["params"], parameters, strict=True):
                 self._store(tensor, parameter)
             group["params"][:] = parameters
-        if self.kept is not None and not self._elementwise:
-            self.kept.exchange(turned([*self._stepped.values()]))
         self._groups = None
 
     def _wake(self, parameter: nn.Parameter) -> Tensor:

@@ -22,7 +22,9 @@ from lightning_parallel.plan.plan import starred
 from lightning_parallel.techniques.divided.python_functions import running_function
 from lightning_parallel.techniques.pipeline_parallel.layout import Call, Skip, StepTrace
 from lightning_parallel.techniques.tools.absent import UNDIVIDED, Absent
+from lightning_parallel.techniques.tools.moved import is_moved, stand_again, stand_for
 from lightning_parallel.techniques.tools.redirect import Forward, redirect_call, restore_call
+from lightning_parallel.techniques.tools.shards import bear
 from lightning_parallel.techniques.tools.telling import warn
 from lightning_parallel.values import map_tensors, tensors_of
 
@@ -147,7 +149,11 @@ class _Tracer:
         before = [dict(table) for table in tables]
         overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
         flat = [(m, list(m._flat_weights)) for m in self._modules.values() if isinstance(m, nn.RNNBase)]
+        given = dict(self._model.named_parameters(remove_duplicate=False))
         dtypes = self._make_absent()
+        for name, absent in self._model.named_parameters(remove_duplicate=False):
+            if not is_moved(given[name]):  # lists of the user's may hold it
+                stand_for(given[name], absent)
         torch.__future__.set_overwrite_module_params_on_conversion(True)  # `module.to` puts others in their place
         try:
             yield
@@ -160,6 +166,8 @@ class _Tracer:
             for table, old in zip(tables, before, strict=True):
                 table.clear()
                 table.update(old)
+            for parameter in given.values():
+                stand_again(parameter)
             for recurrent, weights in flat:
                 recurrent._flat_weights = weights
 
@@ -177,7 +185,9 @@ class _Tracer:
                         first, *_ = own = names[id(parameter)]
                         self._tied[first] = tuple(own)
                         learns = parameter.requires_grad
-                        made[id(parameter)] = Absent(parameter, self._device, first, self, None, learns, parameter=True)
+                        absent = Absent(parameter, self._device, first, self, None, learns, parameter=True)
+                        bear(absent, parameter)
+                        made[id(parameter)] = absent
                     setattr(module, key, made[id(parameter)])
             for key, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_meta:  # of a model that is not built yet

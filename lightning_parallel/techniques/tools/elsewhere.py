@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from lightning_parallel.plan.plan import ELSEWHERE
 from lightning_parallel.techniques.tools.absent import Absent, Writes
 from lightning_parallel.techniques.tools.global_shard import GlobalShard
+from lightning_parallel.techniques.tools.moved import stand_again, stand_for
 from lightning_parallel.techniques.tools.shards import bear
 from lightning_parallel.techniques.tools.staged import Home, Staged, StageRanks, hollow, stage, unstage
 
@@ -100,6 +101,7 @@ class StageTree:
         is_parameter = isinstance(tensor, nn.Parameter)
         absent = Absent(tensor, device, what, learns=tensor.requires_grad and is_parameter, parameter=is_parameter)
         absent.writes = self.writes if is_parameter else None
+        bear(absent, tensor)
         return absent
 
     # ---------------------------------------------------------------- states
@@ -204,15 +206,23 @@ class StageTree:
 
     @contextmanager
     def in_steps(self) -> Iterator[None]:
-        """Inside, absent tensors are in the tables, as steps expect that ask for all parameters."""
+        """Inside, absent tensors are in the tables, as steps expect that ask for all parameters.
+
+        Lists of the user's may hold the parameters of other stages: these stand for the absent ones.
+        """
         tables = [table for table in self._tables if table.entries is table.module._parameters]
+        kept = {id(remote): (remote, t.absent[name]) for t in tables for name, remote in t.remote.items()}
         for table in tables:
             table.entries.update(table.absent)
             if len(table.entries) > len(table.absent):
                 _reorder(table)
+        for remote, absent in kept.values():
+            stand_for(remote, absent)
         try:
             yield
         finally:
+            for remote, _ in kept.values():
+                stand_again(remote)
             for table in tables:
                 for name in table.absent:
                     table.entries.pop(name, None)

@@ -61,6 +61,7 @@ OVERWRITES = frozenset(
     (
         *("normal_", "uniform_", "random_", "bernoulli_", "exponential_", "cauchy_", "log_normal_", "geometric_"),
         *("copy_", "rand_like", "randn_like", "randint_like", "new_zeros", "new_ones", "new_full", "new_empty"),
+        *("kaiming_uniform_", "constant_"),  # of torch.nn.init
     )
 )
 """Operations that do not read the values of their first argument."""

@@ -254,7 +254,9 @@ def whole_tensor(value: Tensor, besides: Collection[str] = ()) -> Tensor:
 
 def _gather(part: Tensor, group: dist.ProcessGroup, dim: int, held: Sequence[Sequence[Span]], size: int) -> Tensor:
     chunk, rows = max(map(length_of, held)), part.movedim(dim, 0)
-    rows = F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, chunk - rows.shape[0])).contiguous()
+    if rows.shape[0] < chunk:
+        rows = F.pad(rows, (0, 0) * (rows.dim() - 1) + (0, chunk - rows.shape[0]))
+    rows = rows.contiguous()
     gathered_rows = rows.new_empty(len(held) * chunk, *rows.shape[1:])
     all_gather(gathered_rows, rows, group).wait()
     return _in_order(gathered_rows, held, chunk, size).movedim(0, dim).contiguous()

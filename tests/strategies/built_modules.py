@@ -1,4 +1,4 @@
-"""Modules whose builds draw, copy, read and overwrite in every way that a deferred build must follow."""
+"""Modules whose builds draw, copy, read and overwrite in every way that a build with sharded parameters must follow."""
 
 import copy
 import io
