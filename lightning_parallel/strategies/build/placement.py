@@ -34,7 +34,7 @@ class Placement:
 
     def __init__(self, module: nn.Module) -> None:
         self._module, self._meta = module, MetaModules(module)
-        self._born = list[tuple[Tensor, list[Place]]]()
+        self._born = list[tuple[DTensor, list[Place]]]()
         #: objects that were in the module before, of which somebody else may hold references
         self._old = list[tuple[weakref.ref[Any], list[Place]]]()
         for parameter, at in _with_places(module):
@@ -59,25 +59,27 @@ class Placement:
             shards: where shards are kept, the device or the host.
             host: all ranks.
         """
-        # Stages of a pipeline have neighboring layers: taken in turn, none has all of its own before it frees others'.
-        length = -(-len(self._born) // host.size())
-        waiting = [each for k in range(length) for each in self._born[k::length]][::-1]
-        self._born.clear()
         tree = elsewhere.tree_of(self._module)
         away = set[str]() if tree is None else set(tree.remote)
+        here = [[place for place in at if place.path not in away] for _, at in self._born]
+        keepers = _ranks_that_keep(here, host)
+        # Stages of a pipeline have neighboring layers: taken in turn, none has all of its own before it frees others'.
+        length = -(-len(here) // host.size())
+        turns = [i for k in range(length) for i in range(k, len(here), length)]
+        waiting = dict(enumerate(shard for shard, _ in self._born))
+        self._born.clear()
         with nullcontext() if tree is None else tree.whole():
-            while waiting:
-                shard, at = waiting.pop()
-                whole = whole_tensor(shard)  # on all ranks, also of what other stages keep
-                del shard  # frees its memory before the new one is allocated
-                _fill([place for place in at if place.path not in away], whole, device, shards)
-                del whole
+            for i in turns:
+                whole = _gather(waiting.pop(i), keepers[i])
+                if whole is not None:
+                    _fill(here[i], whole, device, shards)
+                del whole  # before the next one is allocated
             if self._meta.entries:
                 share_random_states(host, device)
             for entries, value in self._meta.reset(device):
-                here = [entry for entry in entries if entry.path not in away]
-                _fill([Place(*entry[:3]) for entry in here if entry.is_parameter], value, device, shards)
-                for entry in here:
+                kept = [entry for entry in entries if entry.path not in away]
+                _fill([Place(*entry[:3]) for entry in kept if entry.is_parameter], value, device, shards)
+                for entry in kept:
                     if not entry.is_parameter:
                         entry.owner._buffers[entry.name] = value
             for old, at in self._old:
@@ -95,6 +97,31 @@ def _with_places(module: nn.Module) -> list[tuple[Any, list[Place]]]:
     return [*found.values()]
 
 
+def _ranks_that_keep(here: list[list[Place]], host: dist.ProcessGroup) -> list[list[int]]:
+    """For each parameter the ranks that have a place for it; `here` has this rank's. Collective over `host`."""
+    keeps = torch.tensor([bool(at) for at in here])
+    kept_by = [torch.empty_like(keeps) for _ in range(host.size())]
+    dist.all_gather(kept_by, keeps, group=host)
+    return [ranks.nonzero().flatten().tolist() for ranks in torch.stack(kept_by, 1)]
+
+
+def _gather(shard: DTensor, keepers: list[int]) -> Tensor | None:
+    """The whole of a parameter that was born sharded, None on ranks that do not keep it. Collective over all ranks."""
+    group, size = shard.device_mesh.get_group(), shard.shape[0]
+    if len(keepers) == group.size():
+        return whole_tensor(shard)
+    rows, length, whole = shard.to_local(), -(-size // group.size()), None
+    rows = torch.cat([rows, rows.new_zeros(length - len(rows), *rows.shape[1:])])  # as many of every rank
+    for keeper in keepers:
+        if keeper == group.rank():
+            made = rows.new_empty(group.size() * length, *rows.shape[1:])
+            dist.gather(rows, list(made.split(length)), group=group, group_dst=keeper)
+            whole = made[:size]
+        else:
+            dist.gather(rows, group=group, group_dst=keeper)
+    return whole
+
+
 def _fill(at: list[Place], whole: Tensor, device: torch.device, shards: torch.device) -> None:
     """Put a parameter with this rank's part of a value into the places of one on meta; stages may have several."""
     made: dict[int, nn.Parameter] = {}
@@ -106,6 +133,8 @@ def _fill(at: list[Place], whole: Tensor, device: torch.device, shards: torch.de
                 own = torch.empty_like(meta.to_local(), device=shards)
                 shard = value = as_shard(own, meta)
                 own.copy_(shard_of(whole.to(meta.dtype), shard).to_local())
+            elif not made and (whole.device, whole.dtype, whole.stride()) == (device, meta.dtype, meta.stride()):
+                value = whole if whole.untyped_storage().nbytes() == whole.nbytes else whole.clone()
             else:
                 value = torch.empty_like(meta, device=device).copy_(whole)
             made[id(meta)] = nn.Parameter(value, meta.requires_grad)
