@@ -74,19 +74,23 @@ class Placement:
                 if whole is not None:
                     _fill(here[i], whole, device, shards)
                 del whole  # before the next one is allocated
-            if self._meta.entries:
-                share_random_states(host, device)
-            for entries, value in self._meta.reset(device):
-                kept = [entry for entry in entries if entry.path not in away]
-                _fill([Place(*entry[:3]) for entry in kept if entry.is_parameter], value, device, shards)
-                for entry in kept:
-                    if not entry.is_parameter:
-                        entry.owner._buffers[entry.name] = value
+            self._fill_meta(away, device, shards, host)
             for old, at in self._old:
                 known = next((place for place in at if place.path not in away), at[0])
                 parameter = old()
                 if parameter is not None and parameter is not known.held():
                     follow(parameter, known)
+
+    def _fill_meta(self, away: set[str], device: torch.device, shards: torch.device, host: dist.ProcessGroup) -> None:
+        """Fill what the user built on meta, by the modules' own initialisation. Collective over `host`."""
+        if self._meta.entries:
+            share_random_states(host, device)
+        for entries, value in self._meta.reset(device):
+            kept = [entry for entry in entries if entry.path not in away]
+            _fill([Place(*entry[:3]) for entry in kept if entry.is_parameter], value, device, shards)
+            for entry in kept:
+                if not entry.is_parameter:
+                    entry.owner._buffers[entry.name] = value
 
 
 def _with_places(module: nn.Module) -> list[tuple[Any, list[Place]]]:
