@@ -7,16 +7,18 @@ from typing import Any
 
 from lightning_parallel.mesh import AXES, ParallelMesh
 from lightning_parallel.plan import ParallelPlan
-from lightning_parallel.strategies.context_parallel import ContextParallelStrategy
-from lightning_parallel.strategies.data_parallel import DataParallelStrategy
-from lightning_parallel.strategies.expert_parallel import ExpertParallelStrategy
-from lightning_parallel.strategies.hybrid import HybridStrategy
-from lightning_parallel.strategies.layer_parallel import LayerParallelStrategy
 from lightning_parallel.strategies.lightning_package import StrategyRegistry, refuse_in_other
 from lightning_parallel.strategies.mesh_strategy import MeshStrategy
-from lightning_parallel.strategies.pipeline_parallel import PipelineParallelStrategy
-from lightning_parallel.strategies.tensor_parallel import TensorParallelStrategy
-from lightning_parallel.strategies.zero import ZeroStrategy
+from lightning_parallel.strategies.named import (
+    ContextParallelStrategy,
+    DataParallelStrategy,
+    ExpertParallelStrategy,
+    HybridStrategy,
+    LayerParallelStrategy,
+    PipelineParallelStrategy,
+    TensorParallelStrategy,
+    ZeroStrategy,
+)
 from lightning_parallel.techniques.activation_checkpoint import ActivationCheckpoint
 from lightning_parallel.techniques.compile import Compile
 from lightning_parallel.techniques.context_parallel import ContextParallel

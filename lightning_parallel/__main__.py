@@ -7,19 +7,18 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from lightning_parallel import __version__, ring, schedule
+from lightning_parallel import __version__, schedule
 
-EXTRA = ("hydra", "tokenizers", "filelock", "matplotlib", "tqdm")
+EXTRA = ("hydra", "tokenizers", "matplotlib")
 """What the recipe imports and only the extra `recipes` installs."""
 
 EXAMPLES = """\
-train takes Hydra's overrides, schedule and ring have options of their own; each tells them with --help:
+train takes Hydra's overrides, schedule has options of its own; each tells them with --help:
   lightning-parallel train                                       ZeRO 3 on all GPUs, or on two CPU processes
-  lightning-parallel train strategy=zero strategy.stage=2 trainer.devices=4
+  lightning-parallel train strategy=zero techniques.zero.stage=2 trainer.devices=4
   lightning-parallel train experiment=gpt-124m --cfg job         shows the configuration without training
   lightning-parallel export checkpoints/last.ckpt my-gpt         makes a Hugging Face folder of a checkpoint
   lightning-parallel schedule zbv --ranks 4 --microbatches 8
-  lightning-parallel ring --ranks 4 --mask documents:20,8,24,12 --png ring.png
 """
 
 
@@ -27,13 +26,12 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     line = argparse.ArgumentParser(
         prog="lightning-parallel",
-        description="Trains a GPT on any layout of ranks; shows a schedule of pipeline parallel or a ring of context "
-        "parallel.",
+        description="Trains a GPT on any layout of ranks; shows a schedule of pipeline parallel.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     line.add_argument("--version", action="version", version=__version__)
-    line.add_argument("command", choices=("train", "export", "schedule", "ring"))
+    line.add_argument("command", choices=("train", "export", "schedule"))
     line.add_argument("arguments", nargs=argparse.REMAINDER, metavar="…", help="what the command takes")
     return line
 
@@ -49,9 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command."""
     command = parser()
     line = command.parse_args(arguments)
-    shows = {"schedule": schedule.main, "ring": ring.main}
-    if line.command in shows:
-        shows[line.command](line.arguments, prog=f"lightning-parallel {line.command}")
+    if line.command == "schedule":
+        schedule.main(line.arguments, prog="lightning-parallel schedule")
         return
     missing = [module for module in EXTRA if find_spec(module) is None]
     if missing:

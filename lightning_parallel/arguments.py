@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
-from inspect import signature
-
-from torch import nn
 
 
 def one_of(owner: str, name: str, value: object, choices: tuple[object, ...]) -> None:
@@ -29,17 +26,6 @@ def whole_number(owner: str, name: str, value: object, *others: object) -> None:
     if not any(value is other or value == other for other in others):
         rule = " or ".join(["a positive whole number", *map(repr, others)])
         raise ValueError(f"{owner}({name}={value!r}): {name} is {rule}")
-
-
-def is_closure(value: object) -> bool:
-    """Whether a value is called without arguments, as what a step of an optimizer evaluates: no module, nor a class."""
-    if not callable(value) or isinstance(value, (nn.Module, type)):
-        return False
-    try:
-        signature(value).bind()
-    except (TypeError, ValueError):  # it needs some, or does not tell
-        return False
-    return True
 
 
 def run_command(command: ArgumentParser, arguments: Sequence[str] | None, act: Callable[[Namespace], None]) -> None:

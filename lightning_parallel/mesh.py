@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, ContextDecorator, nullcontext
+from contextlib import ContextDecorator
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -62,30 +62,20 @@ def resolve_sizes(claims: Iterable[Claim], world_size: int) -> dict[Axis, int]:
 def _one_owner_per_axis(claims: Iterable[Claim]) -> dict[Axis, Size]:
     wanted: dict[Axis, Size] = {}
     owners: dict[Axis, str] = {}
-    for claim in claims:
-        for axis, size in claim.axes.items():
-            if axis not in AXES:
-                raise ValueError(f"{claim.owner} claims the axis {axis!r}; the axes are {', '.join(AXES)}")
-            if axis in owners:
-                raise ValueError(
-                    f"{owners[axis]} and {claim.owner} both claim the axis {axis}, but an axis has one owner; "
-                    f"drop one of them{_hsdp_hint(axis)}"
-                )
-            _check_size(claim.owner, axis, size)
-            owners[axis], wanted[axis] = claim.owner, size
+    for owner, axis, size in ((claim.owner, axis, size) for claim in claims for axis, size in claim.axes.items()):
+        if axis not in AXES:
+            raise ValueError(f"{owner} claims the axis {axis!r}; the axes are {', '.join(AXES)}")
+        if axis in owners:
+            hint = " (replicas of a sharded model are written Zero(shards, replicate=replicas))"
+            raise ValueError(
+                f"{owners[axis]} and {owner} both claim the axis {axis}, but an axis has one owner; "
+                f"drop one of them{hint if axis == 'dp_replicate' else ''}"
+            )
+        whole = isinstance(size, int) and not isinstance(size, bool)
+        if size != "auto" and not (whole and int(size) >= 1):
+            raise ValueError(f"{owner} asks for {axis}={size!r}, but a size is a positive whole number or 'auto'")
+        owners[axis], wanted[axis] = owner, size
     return wanted
-
-
-def _hsdp_hint(axis: Axis) -> str:
-    return (
-        " (replicas of a sharded model are written Zero(shards, replicate=replicas))" if axis == "dp_replicate" else ""
-    )
-
-
-def _check_size(owner: str, axis: Axis, size: Size) -> None:
-    whole = isinstance(size, int) and not isinstance(size, bool)
-    if size != "auto" and not (whole and int(size) >= 1):
-        raise ValueError(f"{owner} asks for {axis}={size!r}, but a size is a positive whole number or 'auto'")
 
 
 def _product(sizes: Mapping[Axis, int]) -> str:
@@ -151,7 +141,7 @@ class DefaultGroup(ContextDecorator):
 
 
 def rank_in_world() -> int:
-    """Return this process's rank among all ranks, within `ParallelMesh.user_world` too; 0 without a process group."""
+    """Return this process's rank among all ranks, whatever the default group is; 0 without a process group."""
     default = dist.group.WORLD
     return 0 if default is None else dist.get_process_group_ranks(default)[default.rank()]
 
@@ -160,7 +150,7 @@ def place_in(mesh: DeviceMesh, dim: int = 0) -> int:
     """Return this rank's index along a dimension of a mesh.
 
     `DeviceMesh.get_local_rank` takes the rank in torch's default group for the rank in the world, which it is not
-    within `ParallelMesh.user_world`.
+    where `ParallelMesh.users` is the default group.
     """
     place = mesh.get_coordinate()
     assert place is not None  # of a rank of the mesh
@@ -217,36 +207,28 @@ class ParallelMesh:
         """The number of all ranks."""
         return prod(self.sizes.values())
 
-    def user_world(self) -> AbstractContextManager[None]:
-        """Make the data-parallel ranks the default group of `torch.distributed` while user code runs.
+    @cached_property
+    def users(self) -> DefaultGroup:
+        """The data-parallel ranks, as the default group of `torch.distributed` while user code runs.
 
         A loss that gathers negatives, a rate scaled by the world size or a counter of samples means by "the world" the
         ranks that read different samples. With dp=4 x tp=2 each of the 8 processes sees a world of 4, and its rank
         among these. Code of the library always names its group, and asks a group, not torch, for its rank in it.
         """
-        return self.users if self.shares_samples else nullcontext()
-
-    @cached_property
-    def users(self) -> DefaultGroup:
-        """The ranks that read different samples, as the default group."""
         return DefaultGroup(self.data.get_group())
 
     @cached_property
     def everybody(self) -> DefaultGroup:
-        """All ranks, as the default group."""
+        """All ranks, as the default group again, for what user code calls of the trainer."""
         return DefaultGroup(self.world)
 
     def as_user(self, call: Callable[..., T]) -> Callable[..., T]:
-        """Return the call with `user_world` around it."""
+        """Return the call within the data-parallel ranks as the default group."""
         return self.users(call) if self.shares_samples else call
 
     def as_library(self, call: Callable[..., T]) -> Callable[..., T]:
-        """Return the call with `full_world` around it."""
+        """Return the call within all ranks as the default group."""
         return self.everybody(call) if self.shares_samples else call
-
-    def full_world(self) -> AbstractContextManager[None]:
-        """Make all ranks the default group again, for what user code calls of the trainer inside `user_world`."""
-        return self.everybody if self.shares_samples else nullcontext()
 
     @property
     def sharded_and_replicated(self) -> DeviceMesh:

@@ -106,31 +106,11 @@ def field_names(kind: Any) -> tuple[str, ...]:
 def batch_size(batch: Any) -> int | None:
     """The number of samples in a batch: the first dimension that most of its tensors have.
 
-    Tensors in a list with an item for each sample, as the targets of a detector, say nothing. Where there are no
-    tensors, the length that most lists of plain values have, as those of texts; None where nothing tells.
+    Where there are no tensors, the length that most lists of plain values have, as those of texts; None where nothing
+    tells. `samples_in` also knows lists with an item for each sample, as the targets of a detector.
     """
     sizes = [tensor.size(0) for tensor in tensors_of(batch) if tensor.dim()] or [*map(len, _plain_lists(batch))]
-    if len(sizes) < 2:
-        return sizes[0] if sizes else None
-    told = Counter(_sizes_told(batch) if len({*sizes}) > 1 else sizes) or Counter(sizes)
-    return told.most_common(1)[0][0]
-
-
-def _sizes_told(value: Any) -> Iterator[int]:
-    """The first dimensions of tensors, and lengths of lists that have an item for each sample."""
-    children, lists = children_of(value), list[Any]()
-    if isinstance(value, Tensor) and value.dim():
-        yield value.size(0)
-    told = set[int]()
-    for child in children:
-        if holds_alike(child) and not isinstance(child[0], Tensor):
-            lists.append(child)
-            continue
-        for size in _sizes_told(child):
-            told.add(size)
-            yield size
-    for child in lists:
-        yield from [len(child)] if len(child) in told else (size for item in child for size in _sizes_told(item))
+    return Counter(sizes).most_common(1)[0][0] if sizes else None
 
 
 def holds_alike(value: Any) -> bool:

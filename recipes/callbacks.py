@@ -1,4 +1,4 @@
-"""What happens beside training: speed, a readable progress bar, and a checkpoint to go on from."""
+"""What is measured beside training: speed, and the load of experts."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from time import perf_counter
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint, TQDMProgressBar
-from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from recipes.moe import MoEModule
@@ -40,54 +38,6 @@ class TokensPerSecond(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forget, so that the pause for validation does not count."""
         self.ends.clear()
-
-
-class ProgressBar(TQDMProgressBar):
-    """Lightning's bar without the logger's version, and with whole tokens per second."""
-
-    def get_metrics(
-        self, trainer: Trainer, pl_module: LightningModule
-    ) -> dict[str, int | str | float | dict[str, float]]:
-        """Return what stands beside the bar."""
-        metrics = super().get_metrics(trainer, pl_module)
-        metrics.pop("v_num", None)
-        if "tokens/s" in metrics:
-            metrics["tokens/s"] = f"{metrics['tokens/s']:,.0f}"
-        return metrics
-
-
-class SaveLast(Checkpoint):
-    """Keeps ``last.ckpt``: the state after each validation, and the very last one.
-
-    A ModelCheckpoint's own ``save_last`` leaves out the steps after the last validation, or saves them with the epoch
-    closed, from where a run with more steps could not go on in it.
-
-    Args:
-        dirpath: Folder of the checkpoint.
-    """
-
-    def __init__(self, dirpath: str) -> None:
-        self.path = Path(dirpath) / "last.ckpt"
-        self.saved = -1
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save after a validation that is part of training."""
-        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self._save(trainer)
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        """Save at the step limit."""
-        if trainer.global_step == trainer.max_steps:
-            self._save(trainer)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save where something else ended the run."""
-        if self.saved != trainer.global_step:
-            self._save(trainer)
-
-    def _save(self, trainer: Trainer) -> None:
-        self.saved = trainer.global_step
-        trainer.save_checkpoint(self.path, weights_only=False)
 
 
 class ExpertLoad(Callback):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 class ConfigurationError(ValueError):
-    """A value that cannot be; the message names the key and the rule."""
+    """A value or data that one cannot train with; the message names it and the remedy."""
 
 
 def whole(at_least: int, **values: object) -> None:
@@ -25,12 +25,11 @@ def number(at_least: float, below: float = math.inf, **values: object) -> None:
             raise ConfigurationError(f"{_dotted(name)}={value} must be a number, {at_least:g} or more{end}")
 
 
-def numbers(count: int, at_least: float, below: float, **values: Sequence[object]) -> None:
-    """Raise ConfigurationError for what is no list of so many numbers in the range."""
+def choice(choices: Sequence[object], **values: object) -> None:
+    """Raise ConfigurationError for a value that is none of the choices."""
     for name, value in values.items():
-        if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != count:
-            raise ConfigurationError(f"{_dotted(name)}={value} must be a list of {count} numbers")
-        number(at_least, below, **{f"{name}__{place}": each for place, each in enumerate(value)})
+        if value not in choices:
+            raise ConfigurationError(f"{_dotted(name)}={value} must be one of {', '.join(map(str, choices))}")
 
 
 def flag(**values: object) -> None:
@@ -38,13 +37,6 @@ def flag(**values: object) -> None:
     for name, value in values.items():
         if not isinstance(value, bool):
             raise ConfigurationError(f"{_dotted(name)}={value} must be true or false")
-
-
-def choice(choices: Sequence[object], **values: object) -> None:
-    """Raise ConfigurationError for a value that is none of the choices."""
-    for name, value in values.items():
-        if value not in choices:
-            raise ConfigurationError(f"{_dotted(name)}={value} must be one of {', '.join(map(str, choices))}")
 
 
 def _dotted(name: str) -> str:

@@ -1,156 +1,152 @@
-"""Text to train on: documents tokenised once per machine, served as windows in an order that only the seed decides.
+"""Text to train on: tokenised once per machine, and served as windows of ids.
 
-The data loaders are those of a single device: ``batch_size`` samples each, no rank anywhere. The strategy divides them.
+The data loaders are those of one device: ``batch_size`` samples each, no rank anywhere. The strategy divides them.
 """
 
 from __future__ import annotations
 
+import glob
 import hashlib
-import json
 import os
-import tempfile
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
-import tokenizers
+import numpy as np
+import numpy.typing as npt
 import torch
-from filelock import FileLock
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 from recipes import checks
-from recipes.corpus import CorpusError, find_files, read_documents, split_documents
-from recipes.tokens import TokenFile, Windows, id_dtype, load_tokenizer, pack, train_tokenizer
+from recipes.checks import ConfigurationError
 
+END_OF_TEXT = "<|endoftext|>"
+SMALLEST_VOCABULARY = 257  # every byte, and the end of text
 CACHE = "~/.cache/lightning_parallel"
-FORMAT = 1  # part of every cache key; raised when what is written changes
+BATCH = 256  # documents that are tokenised at a time, on all cores
 
 
-class ShuffledOrder(Sampler[int]):
-    """A new random order every epoch: a function of (seed, epoch) and nothing else, so that any run can resume it."""
+class Windows(Dataset[dict[str, Tensor]]):
+    """Sequences of ``seq_len`` ids and, as labels, the ids one step ahead; no token is a label twice."""
 
-    def __init__(self, length: int, seed: int) -> None:
-        self.length = length
-        self.seed = seed
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch; the Trainer calls this."""
-        self.epoch = epoch
+    def __init__(self, ids: npt.NDArray[Any], seq_len: int) -> None:
+        self.ids = ids
+        self.seq_len = seq_len
 
     def __len__(self) -> int:
-        return self.length
+        return max(0, len(self.ids) - 1) // self.seq_len
 
-    def __iter__(self) -> Iterator[int]:
-        # Hashed, so that epoch 1 of seed 0 is not epoch 0 of seed 1.
-        digest = hashlib.sha256(f"{self.seed} {self.epoch}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-        return iter(torch.randperm(self.length, generator=generator).tolist())
-
-
-class Parts(NamedTuple):
-    """Ids to train on and ids to validate on."""
-
-    train: TokenFile
-    validation: TokenFile
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        start = index * self.seq_len
+        window = torch.from_numpy(self.ids[start : start + self.seq_len + 1].astype(np.int64))
+        return {"input_ids": window[:-1], "labels": window[1:]}
 
 
-class TokenisedData(LightningDataModule, ABC):
-    """Batches of ``input_ids`` and ``labels`` over two files of ids.
+class TokenData(LightningDataModule):
+    """Batches of ``input_ids`` and ``labels`` over a file of ids.
 
     Args:
+        path: A ``.npy`` array of ids, or bare numbers.
         vocab_size: Number of ids that the model knows.
         seq_len: Tokens per sample.
         batch_size: Samples per batch and rank.
-        val_fraction: Share of the data held out for validation.
-        seed: Decides the order.
-        cache_dir: Folder for what is prepared once per machine.
+        dtype: Type of bare numbers; None is the narrowest that holds ``vocab_size`` ids.
+        tokenizer_path: A ``tokenizer.json``, should samples be printed as text.
+        val_fraction: Share of the ids held out for validation.
         num_workers: Processes per data loader; slicing a memory map needs none.
     """
 
     def __init__(
         self,
+        path: str,
         *,
         vocab_size: int,
         seq_len: int,
         batch_size: int,
+        dtype: str | None = None,
+        tokenizer_path: str | None = None,
         val_fraction: float = 0.05,
-        seed: int = 0,
-        cache_dir: str = CACHE,
         num_workers: int = 0,
     ) -> None:
         super().__init__()
         checks.whole(1, data__vocab_size=vocab_size, data__seq_len=seq_len, data__batch_size=batch_size)
-        checks.whole(0, data__seed=seed, data__num_workers=num_workers)
+        checks.whole(0, data__num_workers=num_workers)
         checks.number(0, 1, data__val_fraction=val_fraction)
-        self.vocab_size = vocab_size
-        self.seq_len = seq_len
-        self.batch_size = batch_size
-        self.val_fraction = val_fraction
-        self.seed = seed
-        self.cache_dir = Path(cache_dir).expanduser()
-        self.num_workers = num_workers
+        self.path = Path(path).expanduser()
+        self.vocab_size, self.seq_len, self.batch_size = vocab_size, seq_len, batch_size
+        self.dtype = dtype or ("uint16" if vocab_size <= 1 << 16 else "uint32")
+        self.tokenizer_path = Path(tokenizer_path).expanduser() if tokenizer_path else None
+        self.val_fraction, self.num_workers = val_fraction, num_workers
 
-    @abstractmethod
-    def parts(self) -> Parts:
-        """Return the prepared files."""
+    def prepare_data(self) -> None:
+        """Check every id against the vocabulary."""
+        if not self.path.is_file() or not self.path.stat().st_size:
+            problem = "is empty" if self.path.is_file() else f"does not exist (looked in {Path.cwd()})"
+            raise ConfigurationError(f"{self.path} {problem}; name a file of token ids in data.path")
+        try:
+            ids = self.ids()
+        except (TypeError, ValueError) as error:
+            said = f"{self.path} cannot be read as {self.dtype} ids ({error}); correct data.dtype"
+            raise ConfigurationError(said) from error
+        if ids.dtype.kind not in "iu" or ids.ndim != 1:
+            raise ConfigurationError(f"{self.path} holds {ids.dtype} of shape {ids.shape}; store one row of integers")
+        smallest, largest = int(ids.min()), int(ids.max())
+        if smallest < 0 or largest >= self.vocab_size:
+            raise ConfigurationError(
+                f"{self.path} holds ids from {smallest} to {largest}, but the model knows 0 to {self.vocab_size - 1}; "
+                f"set model.config.vocab_size={largest + 1}, or data.dtype to the file's type (now {ids.dtype})"
+            )
 
-    @abstractmethod
-    def tokenizer(self) -> Tokenizer | None:
-        """Return what turns ids into text, if anything does."""
+    def ids(self) -> npt.NDArray[Any]:
+        """Map all ids into memory."""
+        array = self.path.suffix == ".npy"
+        return np.load(self.path, mmap_mode="r") if array else np.memmap(self.path, self.dtype, mode="r")
 
     def setup(self, stage: str) -> None:
-        """Open the files."""
-        parts = self.parts()
-        self.train = Windows(parts.train, self.seq_len)
-        self.validation = Windows(parts.validation, self.seq_len)
-        if len(self.train) < self.batch_size:
-            raise CorpusError(self._too_small("training", self.train, self.batch_size, "more text"))
-        if len(self.validation) < 1:
-            raise CorpusError(self._too_small("validation", self.validation, 1, "a larger data.val_fraction"))
-
-    def _too_small(self, role: str, windows: Windows, needed: int, more: str) -> str:
-        return (
-            f"{windows.file.path} holds {len(windows.ids)} tokens for {role}: {len(windows)} sequences of "
-            f"data.seq_len={self.seq_len}, but {needed} are needed; give {more}, or shorter sequences (data.seq_len) "
-            f"or smaller batches (data.batch_size={self.batch_size})"
-        )
+        """Divide the ids; the end of them validates."""
+        ids = self.ids()
+        middle = int(len(ids) * (1 - self.val_fraction))
+        self.train, self.validation = Windows(ids[:middle], self.seq_len), Windows(ids[middle:], self.seq_len)
+        for role, windows, needed in (("training", self.train, self.batch_size), ("validation", self.validation, 1)):
+            if len(windows) < needed:
+                raise ConfigurationError(
+                    f"{self.path} holds {len(windows.ids)} tokens for {role}: {len(windows)} sequences of "
+                    f"data.seq_len={self.seq_len}, but {needed} are needed; give more text, another data.val_fraction, "
+                    f"shorter sequences (data.seq_len) or smaller batches (data.batch_size={self.batch_size})"
+                )
 
     def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
         """Return shuffled training batches, all of one size."""
-        return self._loader(self.train, ShuffledOrder(len(self.train), self.seed), drop_last=True)
+        return self._loader(self.train, shuffle=True, drop_last=True)
 
     def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        """Return validation batches, in the files' order."""
-        return self._loader(self.validation, None, drop_last=False)
+        """Return validation batches, in the file's order."""
+        return self._loader(self.validation)
 
-    def _loader(self, windows: Windows, order: Sampler[int] | None, drop_last: bool) -> DataLoader[dict[str, Tensor]]:
-        return DataLoader(
-            windows,
-            batch_size=self.batch_size,
-            sampler=order,
-            drop_last=drop_last,
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-            pin_memory=torch.cuda.is_available(),
-        )
+    def _loader(self, windows: Windows, **options: bool) -> DataLoader[dict[str, Tensor]]:
+        shared = {"batch_size": self.batch_size, "num_workers": self.num_workers}
+        return DataLoader(windows, pin_memory=torch.cuda.is_available(), **shared, **options)  # type: ignore[arg-type]
+
+    def tokenizer(self) -> Tokenizer | None:
+        """Return what turns ids into text, if anything does."""
+        return Tokenizer.from_file(str(self.tokenizer_path)) if self.tokenizer_path else None
 
 
-class TextData(TokenisedData):
+class TextData(TokenData):
     """UTF-8 files, tokenised by a byte-level BPE that is learned from them.
 
     Args:
         path: Files, folders and globs.
         exclude: Names of folders to leave out.
         skip_unreadable: Leave out empty and undecodable files instead of refusing them.
-        tokenizer_bytes: How much text the vocabulary is learned from, at most.
-        **options: As of TokenisedData.
+        cache_dir: Folder for what is tokenised once per machine.
+        **options: As of TokenData.
     """
 
     def __init__(
@@ -159,135 +155,93 @@ class TextData(TokenisedData):
         *,
         exclude: Sequence[str] = (),
         skip_unreadable: bool = False,
-        tokenizer_bytes: int = 100_000_000,
-        **options: object,
+        cache_dir: str = CACHE,
+        **options: Any,
     ) -> None:
-        super().__init__(**options)  # type: ignore[arg-type]
-        checks.whole(1, data__tokenizer_bytes=tokenizer_bytes)
+        super().__init__("", **options)
         checks.flag(data__skip_unreadable=skip_unreadable)
-        self.path = path
-        self.exclude = exclude
-        self.skip_unreadable = skip_unreadable
-        self.tokenizer_bytes = tokenizer_bytes
-
-    def prepare_data(self) -> None:
-        """Tokenise the corpus, unless this machine has done so before."""
-        self.cache_dir.mkdir(parents=True, exist_ok=True)
-        with FileLock(self.folder.with_suffix(".lock")):
-            if not self.folder.exists():
-                rank_zero_info(f"Tokenising {self.path} into {self.folder}: once per machine and corpus")
-                with tempfile.TemporaryDirectory(dir=self.cache_dir) as temporary:
-                    self._write(Path(temporary) / "new")
-                    os.replace(Path(temporary) / "new", self.folder)  # all or nothing, should we be interrupted
+        if self.vocab_size < SMALLEST_VOCABULARY:
+            raise ConfigurationError(
+                f"vocab_size={self.vocab_size} cannot hold the 256 bytes and the end of text; "
+                f"choose {SMALLEST_VOCABULARY} or more"
+            )
+        self.paths = [path] if isinstance(path, str) else list(path)
+        self.exclude, self.skip_unreadable = frozenset(exclude), skip_unreadable
+        self.cache_dir = Path(cache_dir).expanduser()
 
     @cached_property
-    def folder(self) -> Path:
-        """Return where this corpus lies tokenised; any change to it is another folder."""
-        files = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in self._files()]
-        settings = [self.vocab_size, self.val_fraction, self.skip_unreadable, self.tokenizer_bytes]
-        key = json.dumps([FORMAT, tokenizers.__version__, settings, files])
-        return self.cache_dir / hashlib.sha256(key.encode()).hexdigest()[:16]
-
-    def _files(self) -> list[Path]:
-        return find_files(self.path, self.exclude)
-
-    def _write(self, folder: Path) -> None:
-        documents = read_documents(self._files(), skip_unreadable=self.skip_unreadable)
-        split = split_documents(documents, self.val_fraction)
-        # From the training part alone: the validation text must not shape the vocabulary either.
-        tokenizer = train_tokenizer(split.train, self.vocab_size, self.tokenizer_bytes)
-        folder.mkdir()
-        tokenizer.save(str(folder / "tokenizer.json"))
-        pack(tokenizer, split.validation, folder / "validation.bin", id_dtype(self.vocab_size))
-        pack(tokenizer, split.train, folder / "train.bin", id_dtype(self.vocab_size))
-
-    def parts(self) -> Parts:
-        """Return the packed ids."""
-        dtype = id_dtype(self.vocab_size)
-        return Parts(TokenFile(self.folder / "train.bin", dtype), TokenFile(self.folder / "validation.bin", dtype))
-
-    def tokenizer(self) -> Tokenizer:
-        """Return the learned tokenizer."""
-        return load_tokenizer(self.folder / "tokenizer.json")
-
-
-class TokenData(TokenisedData):
-    """Ids that were tokenised elsewhere.
-
-    Args:
-        path: A ``.npy`` array of ids, or bare numbers.
-        validation_path: The same for validation; None holds out the end of ``path``.
-        dtype: Type of bare numbers; None is the narrowest that holds ``vocab_size`` ids.
-        tokenizer_path: A ``tokenizer.json``, should samples be printed as text.
-        **options: As of TokenisedData.
-    """
-
-    def __init__(
-        self,
-        path: str,
-        *,
-        validation_path: str | None = None,
-        dtype: str | None = None,
-        tokenizer_path: str | None = None,
-        **options: object,
-    ) -> None:
-        super().__init__(**options)  # type: ignore[arg-type]
-        self.path = Path(path).expanduser()
-        self.validation_path = Path(validation_path).expanduser() if validation_path else None
-        self.dtype = dtype or id_dtype(self.vocab_size)
-        self.tokenizer_path = Path(tokenizer_path).expanduser() if tokenizer_path else None
+    def files(self) -> list[Path]:
+        """The files that ``path`` names, sorted; in a folder or glob without hidden and excluded ones."""
+        found: set[Path] = set()
+        for entry in (Path(path).expanduser() for path in self.paths):
+            pattern = entry / "**" / "*" if entry.is_dir() else entry
+            named = [Path(name) for name in glob.glob(str(pattern), recursive=True)]
+            base = next(parent for parent in pattern.parents if not glob.has_magic(str(parent)))
+            files = [
+                file.resolve()
+                for file in named
+                if file.is_file() and (file == entry or self.exclude.isdisjoint(file.relative_to(base).parts))
+            ]
+            if not files:
+                raise ConfigurationError(
+                    f"data.path={entry} names no file to read (looked in {Path.cwd()}); name an existing file, a "
+                    "folder with text or a glob (** crosses folders)"
+                )
+            found.update(files)
+        return sorted(found)
 
     def prepare_data(self) -> None:
-        """Check every id against the vocabulary, unless this machine has done so before."""
-        if self.tokenizer_path:
-            self._check_tokenizer(self.tokenizer_path)
-        for file in filter(None, (self.path, self.validation_path)):
-            if not file.is_file() or not file.stat().st_size:
-                problem = "is empty" if file.is_file() else f"does not exist (looked in {Path.cwd()})"
-                raise CorpusError(f"{file} {problem}; name a file of token ids in data.path")
-            self._check_once(file)
+        """Tokenise the corpus, unless this machine has done so before; a changed corpus is another one."""
+        self._name_files()
+        if not self.path.exists():
+            rank_zero_info(f"Tokenising {len(self.files)} files into {self.path}: once per machine and corpus")
+            self._tokenise(self._texts())
 
-    def _check_tokenizer(self, file: Path) -> None:
-        if not file.is_file():
-            raise CorpusError(f"data.tokenizer_path={file} does not exist; name a tokenizer.json or null")
-        size = load_tokenizer(file).get_vocab_size()
-        if size > self.vocab_size:
-            raise CorpusError(
-                f"{file} has {size} ids, but the model knows vocab_size={self.vocab_size}; set "
-                f"model.config.vocab_size={size} or name the tokenizer that made the ids"
-            )
+    def setup(self, stage: str) -> None:
+        """Open the file, which another process of this machine may have made."""
+        self._name_files()
+        super().setup(stage)
 
-    def _check_once(self, file: Path) -> None:
-        stat = file.stat()
-        key = f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns} {self.dtype} {self.vocab_size}"
-        checked = self.cache_dir / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.checked"
-        if not checked.exists():
-            self._check_ids(file)
-            self.cache_dir.mkdir(parents=True, exist_ok=True)
-            checked.touch()
+    def _name_files(self) -> None:
+        state = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in self.files]
+        key = hashlib.sha256(repr((state, self.vocab_size, self.val_fraction, self.skip_unreadable)).encode())
+        self.path = self.cache_dir / f"{key.hexdigest()[:16]}.bin"
+        self.tokenizer_path = self.path.with_suffix(".json")
 
-    def _check_ids(self, file: Path) -> None:
-        try:
-            ids = TokenFile(file, self.dtype).open()
-        except (TypeError, ValueError) as error:
-            raise CorpusError(f"{file} cannot be read as {self.dtype} ids ({error}); correct data.dtype") from error
-        if ids.dtype.kind not in "iu" or ids.ndim != 1:
-            raise CorpusError(f"{file} holds {ids.dtype} of shape {ids.shape}; store one row of integers")
-        smallest, largest = int(ids.min()), int(ids.max())
-        if smallest < 0 or largest >= self.vocab_size:
-            raise CorpusError(
-                f"{file} holds ids from {smallest} to {largest}, but the model knows 0 to {self.vocab_size - 1}; set "
-                f"model.config.vocab_size to {largest + 1} or more, or data.dtype to the file's type (now {ids.dtype})"
-            )
+    def _texts(self) -> list[str]:
+        """Return the documents, each content once, in a random order that is always the same."""
+        texts: dict[str, None] = {}
+        for file in self.files:
+            try:
+                text = file.read_bytes().decode()
+                problem = None if text.strip() else "is empty; remove it from data.path"
+            except UnicodeDecodeError as error:
+                problem = f"is not UTF-8 text ({error}); convert it"
+            if problem is None:
+                texts[text] = None
+            elif not self.skip_unreadable:
+                raise ConfigurationError(f"{file} {problem}, or leave such files out with data.skip_unreadable=true")
+        order = list(texts)
+        random.Random(0).shuffle(order)
+        return order
 
-    def parts(self) -> Parts:
-        """Return the ids, the end of the only file cut off for validation."""
-        whole = TokenFile(self.path, self.dtype)
-        if self.validation_path:
-            return Parts(whole, TokenFile(self.validation_path, self.dtype))
-        middle = int(len(whole.open()) * (1 - self.val_fraction))
-        return Parts(TokenFile(self.path, self.dtype, stop=middle), TokenFile(self.path, self.dtype, start=middle))
-
-    def tokenizer(self) -> Tokenizer | None:
-        """Return the tokenizer of ``tokenizer_path``."""
-        return load_tokenizer(self.tokenizer_path) if self.tokenizer_path else None
+    def _tokenise(self, texts: list[str]) -> None:
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(
+            vocab_size=self.vocab_size, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet
+        )
+        # From the training part alone: the validation text must not shape the vocabulary either.
+        tokenizer.train_from_iterator(texts[: max(1, int(len(texts) * (1 - self.val_fraction)))], trainer)
+        tokenizer.encode_special_tokens = True  # text that happens to spell the end of text is not one
+        end = tokenizer.token_to_id(END_OF_TEXT)
+        self.cache_dir.mkdir(parents=True, exist_ok=True)
+        made = self.path.with_suffix(f".{os.getpid()}")
+        with made.open("wb") as file:
+            for first in range(0, len(texts), BATCH):
+                for encoding in tokenizer.encode_batch(texts[first : first + BATCH]):
+                    file.write(np.asarray([*encoding.ids, end], dtype=self.dtype).tobytes())
+        tokenizer.save(str(self.tokenizer_path))
+        os.replace(made, self.path)  # last, and in one step, should we be interrupted

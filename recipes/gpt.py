@@ -305,7 +305,7 @@ class GPTModule(LightningModule):
     ) -> None:
         super().__init__()
         checks.number(0, learning_rate=learning_rate, weight_decay=weight_decay, final_lr=final_lr)
-        checks.numbers(2, 0, 1, betas=betas)
+        checks.number(0, 1, betas__0=betas[0], betas__1=betas[1])
         checks.whole(0, warmup_steps=warmup_steps)
         checks.whole(1, loss_chunks=loss_chunks)
         checks.flag(fused=fused)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,41 +22,106 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.checkpoint.hub.folder import LARGEST, HubState, write
-from lightning_parallel.checkpoint.hub.names import Names, from_hub, parts_of, to_hub
 from lightning_parallel.checkpoint.hub.weights import content_of, weights_of
+from lightning_parallel.checkpoint.hub.wrapped import Shape, joined
+from lightning_parallel.checkpoint.stored import StoredTensor, all_of, in_memory
 from recipes import checks
 
 PREFIX = "network."  # of our weights in the module
-BLOCK, LAYER = "blocks.*", "model.layers.*"
 CORRECTION = ".mlp.gate.e_score_correction_bias"
-DENSE = (
-    Names("embed.weight", ("model.embed_tokens.weight",)),
-    Names("norm.weight", ("model.norm.weight",)),
-    Names("head.weight", ("lm_head.weight",)),
-    Names(f"{BLOCK}.attention_norm.weight", (f"{LAYER}.input_layernorm.weight",)),
-    Names(f"{BLOCK}.feed_forward_norm.weight", (f"{LAYER}.post_attention_layernorm.weight",)),
-    Names(f"{BLOCK}.attention.*.weight", (f"{LAYER}.self_attn.*.weight",)),
-    Names(f"{BLOCK}.feed_forward.router.correction", (f"{LAYER}{CORRECTION}",)),
-    Names(f"{BLOCK}.feed_forward.shared.*.weight", (f"{LAYER}.mlp.shared_experts.*.weight",)),
-)
+RENAMES = {
+    "^embed.": "model.embed_tokens.",
+    "^norm.": "model.norm.",
+    "^head.": "lm_head.",
+    "^blocks.": "model.layers.",
+    ".attention_norm.": ".input_layernorm.",
+    ".feed_forward_norm.": ".post_attention_layernorm.",
+    ".attention.": ".self_attn.",
+    ".feed_forward.router.correction": CORRECTION,
+    ".feed_forward.router.": ".mlp.gate.",
+    ".feed_forward.shared.": ".mlp.shared_experts.",
+    ".feed_forward.": ".mlp.",
+}
+"""What stands in names here and there; ^ is where one begins."""
+
+EXPERTS = ".experts."
+PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Our experts are stacked; theirs are matrices of their own, and gate and up are two."""
+MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
 UNLIKE = {"architectures", "model_type", "dtype", "max_position_embeddings", "num_hidden_layers"}
 """What a configuration may say otherwise: it changes nothing of what weights compute, or loading them tells of it."""
 
-
-def _experts(layer: str, router: str, gate: str, up: str, down: str) -> tuple[Names, ...]:
-    return (
-        Names(f"{BLOCK}.feed_forward.router.weight", (f"{layer}.{router}.weight",)),
-        Names(
-            f"{BLOCK}.feed_forward.experts.gate_up_proj",
-            (f"{layer}.experts.#.{gate}.weight", f"{layer}.experts.#.{up}.weight"),
-        ),
-        Names(f"{BLOCK}.feed_forward.experts.down_proj", (f"{layer}.experts.#.{down}.weight",)),
-        Names(f"{BLOCK}.feed_forward.*.weight", (f"{layer}.*.weight",)),
-    )
+Part = tuple[str, Shape, Shape]
+"""A tensor of theirs that is a part of one of ours: its name, its first element in ours, and its shape there."""
 
 
-MIXTRAL = (*DENSE, *_experts(f"{LAYER}.block_sparse_moe", "gate", "w1", "w3", "w2"))
-OTHERS = (*DENSE, *_experts(f"{LAYER}.mlp", "gate", "gate_proj", "up_proj", "down_proj"))
+def parts_of(name: str, shape: Shape, model_type: str) -> list[Part]:
+    """Return the tensors of theirs that make one of ours, ``name``, with its ``shape``."""
+    theirs = f"^{name}"
+    for ours, other in RENAMES.items():
+        theirs = theirs.replace(ours, other)
+    theirs = theirs.removeprefix("^")
+    mixtral = model_type == "mixtral"
+    if mixtral:
+        theirs = theirs.replace(".mlp.", ".block_sparse_moe.")
+    layer, experts, weight = theirs.partition(EXPERTS)
+    if not experts:
+        return [(theirs, (0,) * len(shape), shape)]
+    kinds = PARTS[weight]
+    rows = shape[1] // len(kinds)
+    made: list[Part] = []
+    for expert in range(shape[0]):
+        for number, kind in enumerate(kinds):
+            matrix = f"{layer}{EXPERTS}{expert}.{MIXTRAL[kind] if mixtral else kind}.weight"
+            made.append((matrix, (expert, number * rows, 0), (1, rows, shape[2])))
+    return made
+
+
+def to_hub(state: Mapping[str, Tensor], model_type: str) -> dict[str, Tensor]:
+    """Return our tensors as theirs; a matrix of an expert is cut out when it is used."""
+    made: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        for theirs, offset, shape in parts_of(name, tuple(tensor.shape), model_type):
+            made[theirs] = tensor
+            if EXPERTS in name:
+                read = partial(_matrix, tensor, offset[0], slice(offset[1], offset[1] + shape[1]))
+                made[theirs] = StoredTensor(tensor.dtype, shape[1:], all_of(shape[1:], read))
+    return made
+
+
+def _matrix(stacked: Tensor, expert: int, rows: slice) -> Tensor:
+    found: Tensor = in_memory(stacked[expert : expert + 1, rows])
+    return found[0]
+
+
+def from_hub(weights: Mapping[str, Tensor], shapes: Mapping[str, Shape], model_type: str) -> dict[str, Tensor]:
+    """Return our tensors, as far as theirs are there; each rank reads of them what it uses.
+
+    Raises:
+        ConfigurationError: Some parts of a tensor are missing, or a part has another shape.
+    """
+    made: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        parts = parts_of(name, shape, model_type)
+        missing = [theirs for theirs, _, _ in parts if theirs not in weights]
+        if name in weights:  # written under our own names
+            made[name] = weights[name]
+        if name in weights or len(missing) == len(parts):
+            continue
+        if missing:
+            raise checks.ConfigurationError(f"{name} is made of {len(parts)} tensors, and {missing[0]} is missing")
+        for theirs, _, size in parts:
+            found, needed = tuple(weights[theirs].shape), size[1:] if EXPERTS in name else size
+            if found != needed:
+                raise checks.ConfigurationError(
+                    f"{theirs} has the shape {found}, and the model needs {needed}; build it from the config.json of "
+                    "the same folder"
+                )
+        made[name] = weights[parts[0][0]]
+        if EXPERTS in name:
+            made[name] = joined(name, shape, [(offset, size, weights[theirs]) for theirs, offset, size in parts])
+    return made
 
 
 @dataclass(frozen=True)
@@ -65,13 +131,11 @@ class Form:
     Attributes:
         type: Its ``model_type``.
         architecture: Its class.
-        names: What it calls our weights.
         more: What its configuration says besides the usual.
     """
 
     type: str
     architecture: str
-    names: tuple[Names, ...] = OTHERS
     more: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -94,11 +158,11 @@ def form_of(config: Mapping[str, Any]) -> Form:
         _require(config, name, *(plain if isinstance(plain, tuple) else (plain,)), where="with score=softmax")
     if config["qk_norm"]:
         dense = {"num_experts": config["n_experts"], "mlp_only_layers": list(range(config["dense_layers"]))}
-        return Form("qwen3_moe", "Qwen3MoeForCausalLM", OTHERS, sizes | dense | {"decoder_sparse_step": 1})
+        return Form("qwen3_moe", "Qwen3MoeForCausalLM", sizes | dense | {"decoder_sparse_step": 1})
     for name, plain in (("dense_layers", 0), ("normalised", True)):
         _require(config, name, plain, where="with score=softmax and qk_norm=false")
     mixed = {"num_local_experts": config["n_experts"], "intermediate_size": config["expert_dim"]}
-    return Form("mixtral", "MixtralForCausalLM", MIXTRAL, chosen | mixed | {"sliding_window": None})
+    return Form("mixtral", "MixtralForCausalLM", chosen | mixed | {"sliding_window": None})
 
 
 def _glm(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> Form:
@@ -116,7 +180,7 @@ def _glm(config: Mapping[str, Any], sizes: Mapping[str, Any]) -> Form:
         "use_qk_norm": config["qk_norm"],
         "partial_rotary_factor": 1.0,
     }
-    return Form("glm4_moe", "Glm4MoeForCausalLM", OTHERS, {**sizes, **more})
+    return Form("glm4_moe", "Glm4MoeForCausalLM", {**sizes, **more})
 
 
 def _require(config: Mapping[str, Any], name: str, *allowed: object, where: str) -> None:
@@ -161,11 +225,11 @@ def weights_for(state: HubState, module: torch.nn.Module, config: Mapping[str, A
     """
     _require_same_computation(state, config)
     shapes = {name: tuple(value.shape) for name, value in module.state_dict(keep_vars=True).items()}
-    known = form_of(config).names
-    found = from_hub(state, shapes, known)
+    model_type = form_of(config).type
+    found = from_hub(state, shapes, model_type)
     if config["tied_head"] and "embed.weight" in found:
         found.setdefault("head.weight", found["embed.weight"])
-    used = {part.hub for name, shape in shapes.items() for part in parts_of(name, shape, known)} | shapes.keys()
+    used = {part[0] for name, shape in shapes.items() for part in parts_of(name, shape, model_type)} | shapes.keys()
     unused = {name: value for name, value in state.items() if name not in used and not _changes_nothing(name, value)}
     return {PREFIX + name: value for name, value in found.items()} | unused
 
@@ -201,7 +265,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if form.type == "glm4_moe":
             weights |= _zero_corrections(weights)
         said = configuration(config, weights["embed.weight"].dtype)
-        write(chosen.folder, to_hub(weights, form.names), said, chosen.largest)
+        write(chosen.folder, to_hub(weights, form.type), said, chosen.largest)
     except (ValueError, OSError) as error:
         line.exit(1, f"error: {error}\n")
     print(f"{chosen.folder} written: a {form.architecture} that from_pretrained loads")

@@ -12,6 +12,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from recipes.gpt import GPTModule
+
 matplotlib.use("Agg")  # draws into files, on machines without a display
 from matplotlib import pyplot as plt
 from matplotlib.ticker import MaxNLocator
@@ -29,15 +31,6 @@ def generate(network: nn.Module, ids: Tensor, count: int, *, context: int, tempe
         probabilities = torch.softmax(logits.float() / max(temperature, 1e-4), dim=-1)
         ids = torch.cat((ids, torch.multinomial(probabilities, 1, generator=generator)))
     return ids
-
-
-def write_sample(network: nn.Module, tokenizer: Tokenizer, *, prompt: str, count: int, **options: Any) -> str:
-    """Return ``prompt`` and what the network makes of it."""
-    device = next(network.parameters()).device
-    # An empty prompt starts where a document has just ended, which is id 0 of our own tokenizers.
-    ids = torch.tensor(tokenizer.encode(prompt).ids or [0], device=device)
-    text: str = tokenizer.decode(generate(network.eval(), ids, count, **options).tolist())
-    return text
 
 
 def read_curve(log: Path, name: str) -> tuple[list[int], list[float]]:
@@ -74,12 +67,26 @@ def draw_load(load: Tensor, first_layer: int, picture: Path) -> None:
     plt.close(figure)
 
 
-def print_report(metrics: Mapping[str, float], sample: str | None, files: Mapping[str, Path]) -> None:
-    """Print the end of the story, with the files that there are."""
+def report(
+    folder: Path,
+    model: GPTModule,
+    tokenizer: Tokenizer | None,
+    metrics: Mapping[str, float],
+    *,
+    prompt: str,
+    **sample: Any,
+) -> None:
+    """Print the end of the story: metrics, a sample of text, and where the files are."""
+    if (log := folder / "log" / "metrics.csv").exists():
+        draw_curves(log, folder / "curves.png")
     print(f"\nvalidation loss  {metrics['val_loss']:.4f}")
     print(f"perplexity       {metrics['val_perplexity']:.2f}")
-    if sample is not None:
-        print("sample           " + sample.replace("\n", "\n                 "))
+    if tokenizer is not None:
+        # An empty prompt starts where a document has just ended, which is id 0 of our own tokenizers.
+        ids = torch.tensor(tokenizer.encode(prompt).ids or [0], device=model.device)
+        drawn = generate(model.eval(), ids, context=model.config.context, **sample)
+        print("sample           " + tokenizer.decode(drawn.tolist()).replace("\n", "\n" + " " * 17))
+    files = {"checkpoint": "checkpoints/last.ckpt", "loss curves": "curves.png", "load of experts": "experts.png"}
     for name, file in files.items():
-        if file.exists():
-            print(f"{name:<16} {file}", flush=True)
+        if (folder / file).exists():
+            print(f"{name:<16} {folder / file}", flush=True)

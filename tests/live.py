@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_parallel.techniques.gradients.absent import AbsentTensor
 from lightning_parallel.techniques.tools.absent import Absent
 
 LEFT = attrgetter("grad")
@@ -51,7 +50,7 @@ class LiveBytes(TorchDispatchMode):
     def _follow(self, tensor: Tensor) -> None:
         with torch._C.DisableTorchFunctionSubclass():  # else another rank would be asked for a staged tensor
             own = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-            if not own.is_meta and not isinstance(own, (Absent, AbsentTensor)):  # which have a size, but no memory
+            if not own.is_meta and not isinstance(own, Absent):  # which has a size, but no memory
                 storage = own.untyped_storage()
                 self._live[storage._cdata] = StorageWeakRef(storage)
 

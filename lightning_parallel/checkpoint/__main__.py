@@ -1,4 +1,4 @@
-"""Looks at checkpoints: ``python -m lightning_parallel.checkpoint inspect|verify|consolidate|convert PATH``."""
+"""Inspect and convert checkpoints: ``python -m lightning_parallel.checkpoint COMMAND PATH``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from math import prod
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, Any, cast
 
 import torch
 
@@ -19,17 +18,17 @@ from lightning_parallel.checkpoint.hub.folder import CONFIG, LARGEST, write
 from lightning_parallel.checkpoint.hub.weights import content_of, weights_of
 from lightning_parallel.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from lightning_parallel.checkpoint.sealed import SealedFile, require_readable, require_unchanged
-from lightning_parallel.checkpoint.tensors_file import DTYPES
+from lightning_parallel.checkpoint.torch_folder import INDEX, converted, is_torch_folder
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     line = argparse.ArgumentParser(prog="python -m lightning_parallel.checkpoint", description=__doc__)
     commands = line.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (about, _) in COMMANDS.items():
         command = commands.add_parser(name, help=about, description=about)
         command.add_argument("path", type=Path, help="a checkpoint")
-        if name == "consolidate":
+        if name in ("consolidate", "import"):
             command.add_argument("output", type=Path, help="the file to write")
         if name == "convert":
             command.add_argument("output", type=Path, help="the folder to write")
@@ -40,20 +39,20 @@ def parser() -> argparse.ArgumentParser:
 
 
 def inspect(line: argparse.Namespace) -> None:
-    """Prints what a sharded checkpoint holds; its files are not read."""
+    """Print what a sharded checkpoint holds; its files are not read."""
     manifest = _manifest_of(line.path)
     axes = " x ".join(f"{axis} {size}" for axis, size in manifest.layout.items() if size > 1) or "one process"
     print(f"{line.path}: step {manifest.step}, written by {axes}, {len(manifest.files)} files")
     print(f"written with {', '.join(f'{library} {version}' for library, version in manifest.versions.items())}")
     held: Counter[str] = Counter()
     for name, table in manifest.tensors.items():
-        held[name.split("/")[0]] += prod(table.shape) * DTYPES[table.dtype].itemsize
+        held[name.split("/")[0]] += table.nbytes
     for part in manifest.holds:
         print(f"  {part:<30} {held[part]:>18,} bytes of tensors" if part in held else f"  {part}")
 
 
 def verify(line: argparse.Namespace) -> None:
-    """Reads all of a checkpoint, and says whether it is as it was written."""
+    """Read all of a checkpoint, and say whether it is as it was written."""
     if line.path.is_dir():
         folder.require_whole(line.path, folder.faults(line.path, _manifest_of(line.path)))
     else:
@@ -63,28 +62,36 @@ def verify(line: argparse.Namespace) -> None:
 
 
 def consolidate(line: argparse.Namespace) -> None:
-    """Makes one plain file of a sharded checkpoint, which everybody can read; it is whole in memory meanwhile."""
+    """Make one plain file of a sharded checkpoint, which everybody can read; it is whole in memory meanwhile."""
     manifest = _manifest_of(line.path)
     folder.require_whole(line.path, folder.faults(line.path, manifest))
-    if line.output.exists():
-        raise Damaged(f"{line.output} is there already; choose another name")
-    made = commit.beside(line.output, commit.UNFINISHED)
-    try:
-        with SealedFile(made) as file:
-            torch.save(folder.read(line.path, manifest, lambda name: False), cast(IO[bytes], file))
-        commit.commit(made, line.output)
-    finally:
-        made.unlink(missing_ok=True)
-    print(f"{line.output} written")
+    _write(line.output, folder.read(line.path, manifest, lambda name: False))
+
+
+def import_(line: argparse.Namespace) -> None:
+    """Make one plain file of a folder of torch.distributed.checkpoint; this may run code of the folder."""
+    if not is_torch_folder(line.path):
+        raise Damaged(f"{line.path} is no folder of torch.distributed.checkpoint: it has no {INDEX}")
+    _write(line.output, converted(line.path))
 
 
 def convert(line: argparse.Namespace) -> None:
-    """Makes a Hugging Face folder of a checkpoint whose module wraps one of its models; of a full or sharded one."""
+    """Make a Hugging Face folder of a checkpoint whose module wraps one of its models; of a full or sharded one."""
     config = line.config / CONFIG if line.config.is_dir() else line.config
     with reading(line.path):
         weights = weights_of(content_of(line.path), line.prefix)
     write(line.output, weights, json.loads(config.read_text()), line.largest)
     print(f"{line.output} written: {shortened(sorted(weights))}")
+
+
+def _write(output: Path, content: Any) -> None:
+    if output.exists():
+        raise Damaged(f"{output} is there already; choose another name")
+    with commit.writing(output) as made:
+        with SealedFile(made) as file:
+            torch.save(content, cast(IO[bytes], file))
+        commit.commit(made, output)
+    print(f"{output} written")
 
 
 def _manifest_of(path: Path) -> Manifest:
@@ -98,11 +105,15 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.Namespace], None]]] = {
     "verify": ("read all of a checkpoint and say whether it is as it was written", verify),
     "convert": ("make a Hugging Face folder of a checkpoint, which from_pretrained loads", convert),
     "consolidate": ("make one plain file of a sharded checkpoint", consolidate),
+    "import": (
+        "make one plain file of a folder of torch.distributed.checkpoint that you trust: it may run code",
+        import_,
+    ),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command; a checkpoint that is damaged ends it with a message and the exit code 1."""
+    """Run the command; a checkpoint that is damaged ends it with a message and the exit code 1."""
     line = parser().parse_args(arguments)
     try:
         COMMANDS[line.command][1](line)

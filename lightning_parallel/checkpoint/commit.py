@@ -1,84 +1,151 @@
-"""A folder or a file takes its name in one step, whatever had the name before: at no moment is there neither.
+"""Replace, remove and link files and folders atomically: at no moment is there neither the old nor the new one.
 
-Whatever is being made or removed has a name that begins with a dot and says by whom; what a process left that died is
-swept away by the next one that saves beside it.
+What is being written or removed has a name that begins with a dot. Its writer holds a lock on a file beside it as long
+as it lives: so another process knows what a killed one has left, also where it does not see its pid (in containers).
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import re
 import secrets
 import shutil
 import socket
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 UNFINISHED, REMOVED = "unfinished", "removed"
-_MADE_BY = re.compile(rf"\.(?P<name>.*)\.(?P<what>{UNFINISHED}|{REMOVED})-(?P<host>.+)-(?P<process>\d+)-[0-9a-f]{{8}}")
-_RENAME_EXCHANGE = 2
-_AT_FDCWD = -100
+_HOST = re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname())[:60]
+_TEMPORARY = re.compile(
+    rf"\.(?P<name>.*)\.(?P<kind>{UNFINISHED}|{REMOVED})-(?P<host>.+)-\d+-[0-9a-f]{{8}}(?P<lock>\.lock)?"
+)
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
-def beside(target: Path, what: str) -> Path:
-    """A new name beside the target, for a part of its life in which nobody may take it for a checkpoint."""
-    return target.with_name(f".{target.name}.{what}-{_host()}-{os.getpid()}-{secrets.token_hex(4)}")
+def temporary_name(target: Path, kind: str) -> Path:
+    """Return a new hidden name beside `target` that no reader takes for a checkpoint."""
+    return target.with_name(f".{target.name}.{kind}-{_HOST}-{os.getpid()}-{secrets.token_hex(4)}")
 
 
-def is_passing(path: Path) -> bool:
-    """Whether a path has a name of `beside`."""
-    return _MADE_BY.fullmatch(path.name) is not None
+def is_temporary(path: Path) -> bool:
+    """Return whether a path has a name of `temporary_name`."""
+    return _TEMPORARY.fullmatch(path.name) is not None
 
 
-def _host() -> str:
-    return re.sub(r"[^A-Za-z0-9.]", "_", socket.gethostname())[:60]
+@contextmanager
+def writing(target: Path) -> Iterator[Path]:
+    """Give a name under which a file or folder is written before it is committed; remove what is left there at the end.
 
-
-def begin(target: Path) -> Path:
-    """Makes the folder in which a checkpoint is written, and sweeps away what the dead have left."""
+    What killed processes have left in the folder is removed first.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     sweep(target.parent)
-    made = beside(target, UNFINISHED)
-    made.mkdir()
-    return made
+    unfinished = temporary_name(target, UNFINISHED)
+    lock = _lock_of(unfinished)
+    with _hold(lock):
+        try:
+            yield unfinished
+        finally:
+            _delete(unfinished)
+            lock.unlink(missing_ok=True)
 
 
-def commit(made: Path, target: Path) -> None:
-    """Gives what was made, and is on the disk, the name of the target; removes what had it before."""
-    if made.is_dir():
-        sync_folder(made)
+def _hold(lock: Path) -> IO[bytes]:
+    while True:
+        held = open(lock, "wb")  # noqa: SIM115
+        with suppress(OSError):  # a file system without locks, which `_is_held` sees too
+            fcntl.flock(held, fcntl.LOCK_EX)
+        if os.fstat(held.fileno()).st_nlink:
+            return held
+        held.close()  # another process swept it away before it was locked
+
+
+def commit(written: Path, target: Path) -> None:
+    """Give what was written, and is on the disk, the name of the target; remove what had it before."""
+    if written.is_dir():
+        sync_folder(written)
+    old: Path | None = written  # after an exchange the old one has the new one's name
     if not os.path.lexists(target):
-        os.rename(made, target)
-        sync_folder(target.parent)
-        return
-    old = _exchanged(made, target)
+        os.rename(written, target)
+        old = None
+    elif not target.is_dir() and not written.is_dir():
+        os.replace(written, target)
+        old = None
+    elif not _exchange(written, target):
+        # A file system that cannot exchange two names: for a moment the old one has another.
+        old = temporary_name(target, REMOVED)
+        os.rename(target, old)
+        os.rename(written, target)
     sync_folder(target.parent)
-    _delete(old)
+    if old is not None:
+        _delete(old)
 
 
-def _exchanged(made: Path, target: Path) -> Path:
-    """Puts one in the place of the other; returns where the old one is now."""
-    if not target.is_dir() and not made.is_dir():
-        os.replace(made, target)
-        return made
+def _exchange(one: Path, other: Path) -> bool:
     libc = ctypes.CDLL(None, use_errno=True)
-    arguments = (_AT_FDCWD, os.fsencode(made), _AT_FDCWD, os.fsencode(target), _RENAME_EXCHANGE)
-    with suppress(AttributeError):  # an old libc
-        if libc.renameat2(*arguments) == 0:
-            return made
-    old = beside(target, REMOVED)  # a file system that cannot exchange: for a moment the old one has another name
-    os.rename(target, old)
-    os.rename(made, target)
-    return old
+    try:
+        return bool(libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)
+    except AttributeError:  # an old libc
+        return False
 
 
 def remove(target: Path) -> None:
-    """Removes a checkpoint: from the first moment on nobody takes what is left of it for one."""
+    """Remove a checkpoint; from the first moment on no reader takes what is left of it for one."""
     if os.path.lexists(target):
-        gone = beside(target, REMOVED)
-        os.rename(target, gone)
-        _delete(gone)
+        removed = temporary_name(target, REMOVED)
+        os.rename(target, removed)
+        _delete(removed)
+
+
+def link(target: Path, name: Path) -> None:
+    """Make `name` a link to a checkpoint beside it, also where `name` exists."""
+    with writing(name) as made:
+        os.symlink(os.path.relpath(target, name.parent), made)
+        commit(made, name)
+
+
+def sweep(folder: Path) -> None:
+    """Remove from a folder what killed processes of this host were writing or removing."""
+    for path in folder.iterdir():
+        found = _TEMPORARY.fullmatch(path.name)
+        if found and (found["kind"] == REMOVED or (found["host"] == _HOST and not _is_held(_lock_of(path)))):
+            _delete(path)
+
+
+def finish(written: Path) -> Path:
+    """Give a complete checkpoint its name if its writer was killed before it could.
+
+    Returns:
+        Where the checkpoint is now: where it was if its name is taken, or its writer lives.
+    """
+    found = _TEMPORARY.fullmatch(written.name)
+    if not found or found["kind"] != UNFINISHED or found["host"] != _HOST or _is_held(_lock_of(written)):
+        return written
+    target = written.with_name(found["name"])
+    if os.path.lexists(target):
+        return written
+    commit(written, target)
+    return target
+
+
+def _lock_of(path: Path) -> Path:
+    return path if path.suffix == ".lock" else path.with_name(f"{path.name}.lock")
+
+
+def _is_held(lock: Path) -> bool:
+    """Return whether the writer of what a lock stands for may live."""
+    try:
+        with open(lock, "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:  # another process holds it, or the file system has no locks
+        return True
+    return False
 
 
 def _delete(path: Path) -> None:
@@ -88,51 +155,8 @@ def _delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def link(target: Path, name: Path) -> None:
-    """Makes `name` a link to a checkpoint beside it, in one step."""
-    made = beside(name, UNFINISHED)
-    os.symlink(os.path.relpath(target, name.parent), made)
-    commit(made, name)
-
-
-def sweep(folder: Path) -> None:
-    """Removes what processes of this host that have died left in a folder."""
-    for path in folder.iterdir():
-        if _left_by_the_dead(path) is not None:
-            _delete(path)
-
-
-def finish(made: Path) -> Path:
-    """Gives a checkpoint that is whole its name, if the process that made it died before it could.
-
-    Returns:
-        Where it is now: where it was, if there is something under its name, or the process may be alive.
-    """
-    left = _left_by_the_dead(made)
-    if left is None or left["what"] != UNFINISHED or os.path.lexists(target := made.with_name(left["name"])):
-        return made
-    commit(made, target)
-    return target
-
-
-def _left_by_the_dead(path: Path) -> re.Match[str] | None:
-    """What a name of `beside` says, if a process of this host gave it that has died."""
-    made_by = _MADE_BY.fullmatch(path.name)
-    return made_by if made_by and made_by["host"] == _host() and not _lives(int(made_by["process"])) else None
-
-
-def _lives(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
-
-
 def sync_folder(folder: Path) -> None:
-    """Has the names in a folder on the disk."""
+    """Flush the names in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

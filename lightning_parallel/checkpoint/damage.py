@@ -1,4 +1,4 @@
-"""What is said of a checkpoint that cannot be read."""
+"""Errors of checkpoints that cannot be read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Damaged(ValueError):  # noqa: N818
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turns every exception inside into one that names the file, whatever values the file holds.
+    """Turn every exception inside into one that names the file, whatever values the file holds.
 
     Errors of the file system pass: their class says more, and they are no damage.
 
@@ -36,8 +36,6 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def shortened(names: Sequence[str]) -> str:
-    """Tells which tensors are meant: the first of them, and how many more."""
-    if not names:
-        return "no tensors"
+    """Name the first tensors, and how many more there are."""
     more = f" and {len(names) - 2} more" if len(names) > 2 else ""
-    return ", ".join(names[:2]) + more
+    return ", ".join(names[:2]) + more if names else "no tensors"

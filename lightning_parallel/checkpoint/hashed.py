@@ -22,7 +22,7 @@ CHUNK = 16 * 2**20
 
 @dataclass(frozen=True)
 class Content:
-    """What a file holds: so many bytes, with this SHA-256."""
+    """Size and SHA-256 of a file."""
 
     size: int
     sha256: str
@@ -38,41 +38,38 @@ class HashedFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._failure: OSError | None = None
-        self._file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb")
+        self._file = open(path, "xb")  # noqa: SIM115
         self._digest, self._size = hashlib.sha256(), 0
         self._hasher = ThreadPoolExecutor(1)
 
     def write(self, data: Any) -> int:
-        """Appends bytes, or a buffer of them."""
+        """Append bytes, or a buffer of them."""
         view = memoryview(data).cast("B")
         for start in range(0, len(view), CHUNK):
-            part = view[start : start + CHUNK]
-            if len(part) < 2**16:  # handing it over would take longer
-                self._digest.update(part)
-                self._put(part)
-            else:
-                hashing = self._hasher.submit(self._digest.update, part)
-                self._put(part)
-                hashing.result()
+            chunk = view[start : start + CHUNK]
+            hashing = self._hasher.submit(self._digest.update, chunk) if len(chunk) >= 2**16 else None
+            try:
+                self._file.write(chunk)
+            except OSError as error:
+                self._failure = error
+                raise
+            finally:
+                if hashing is not None:
+                    hashing.result()
+            if hashing is None:  # another thread would take longer
+                self._digest.update(chunk)
         self._size += len(view)
         return len(view)
 
-    def _put(self, part: memoryview) -> None:
-        try:
-            self._file.write(part)
-        except OSError as error:
-            self._failure = error
-            raise
-
     def flush(self) -> None:
-        """Nothing: all is flushed at the end."""
+        """Do nothing; all is flushed at the end."""
 
     def end(self) -> None:
-        """Writes what comes last."""
+        """Write what comes last."""
 
     @property
     def content(self) -> Content:
-        """What has been written so far."""
+        """Size and hash of what has been written so far."""
         return Content(self._size, self._digest.hexdigest())
 
     def __enter__(self) -> Self:
@@ -90,20 +87,17 @@ class HashedFile:
             self._hasher.shutdown()
             with suppress(OSError):  # of what could not be written before
                 self._file.close()
-        if self._failure is not None:  # torch's writer of archives hides it behind an error of its own
-            raise self._explained(self._failure) from None
-
-    def _explained(self, failure: OSError) -> OSError:
-        free = shutil.disk_usage(self._path.parent).free
-        return OSError(
-            failure.errno,
-            f"{failure.strerror}, after {self._size:,} bytes of {self._path}, where {free:,} are free; make room there,"
-            " or pass another dirpath to ModelCheckpoint",
-        )
+        if (failed := self._failure) is not None:  # torch's writer of archives hides it behind an error of its own
+            free = shutil.disk_usage(self._path.parent).free
+            raise OSError(
+                failed.errno,
+                f"{failed.strerror}, after {self._size:,} bytes of {self._path}, where {free:,} are free; make room "
+                "there, or pass another dirpath to ModelCheckpoint",
+            ) from None
 
 
-def open_plain(path: Path) -> int:
-    """A descriptor of a regular file that is no link.
+def open_plain(path: Path) -> IO[bytes]:
+    """Open a regular file that is no link, to read.
 
     Raises:
         Damaged: it is something else, or is not there.
@@ -117,14 +111,14 @@ def open_plain(path: Path) -> int:
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise Damaged(f"{path} is no regular file")
-    return descriptor
+    return os.fdopen(descriptor, "rb")
 
 
 def sha256_of(file: IO[bytes], size: int) -> str:
-    """Hashes the first `size` bytes of an open file."""
+    """Hash the first `size` bytes of an open file."""
     digest = hashlib.sha256()
     file.seek(0)
-    while part := file.read(min(CHUNK, size)):
-        digest.update(part)
-        size -= len(part)
+    while chunk := file.read(min(CHUNK, size)):
+        digest.update(chunk)
+        size -= len(chunk)
     return digest.hexdigest()

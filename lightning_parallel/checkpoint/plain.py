@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import math
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,21 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 MARK = "!"
-"""The key of JSON objects that stand for something else than a dictionary with names."""
+"""The key of JSON objects that stand for something else than a dictionary with names: {"!": "tuple", "v": [1, 2]}."""
 
-FACTORIES = {"int": int, "float": float, "str": str, "list": list, "dict": dict, "set": set}
 TENSORS: tuple[type, ...] = (Tensor, nn.Parameter, DTensor)
+FACTORIES = {"int": int, "float": float, "str": str, "list": list, "dict": dict, "set": set}
+
+SEQUENCES: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
+MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter", defaultdict: "default"}
+OTHERS: dict[type, tuple[str, Callable[[Any], Any]]] = {
+    float: ("float", repr),  # nan and inf
+    complex: ("complex", lambda value: [repr(value.real), repr(value.imag)]),
+    bytes: ("bytes", lambda value: base64.b64encode(value).decode()),
+    torch.Size: ("size", list),
+    torch.dtype: ("dtype", lambda value: str(value).removeprefix("torch.")),
+    torch.device: ("device", str),
+}
 
 
 class NotPlain(TypeError):  # noqa: N818
@@ -35,7 +46,7 @@ class NotPlain(TypeError):  # noqa: N818
 
 
 def encoded(value: Any, kinds: Collection[type] = TENSORS) -> tuple[Any, dict[str, Tensor]]:
-    """The value as JSON takes it, and its tensors under the names by which that calls them.
+    """Return the value as JSON takes it, and its tensors by the names that stand for them there.
 
     Args:
         value: nested as you like.
@@ -48,26 +59,8 @@ def encoded(value: Any, kinds: Collection[type] = TENSORS) -> tuple[Any, dict[st
     return encoder.encode(value, ()), encoder.tensors
 
 
-def decoded(tree: Any, tensor: Callable[[str], Tensor]) -> Any:
-    """Takes `encoded` back; `tensor` finds a tensor by its name."""
-    if isinstance(tree, list):
-        return [decoded(item, tensor) for item in tree]
-    if not isinstance(tree, dict):
-        return tree
-    if MARK not in tree:
-        return {key: decoded(item, tensor) for key, item in tree.items()}
-    kind: Any = tree[MARK]
-    content: Any = tree.get("v")
-    if kind in ("tensor", "array", "scalar"):
-        found = tensor(content)
-        return found if kind == "tensor" else found.numpy() if kind == "array" else found.numpy()[()]
-    if kind not in _DECODE:
-        raise ValueError(f"a value of the kind {kind!r}, which this version does not know")
-    return _DECODE[kind](content, lambda item: decoded(item, tensor))
-
-
 def joined(path: tuple[Any, ...]) -> str:
-    """The name of a tensor to which these keys lead."""
+    """Return the name of a tensor to which these keys lead."""
     return "/".join(str(key).replace("~", "~0").replace("/", "~1") for key in path)
 
 
@@ -78,120 +71,94 @@ class _Encoder:
 
     def encode(self, value: Any, path: tuple[Any, ...]) -> Any:
         kind = type(value)
-        if _is_json(value):
+        if kind in (bool, int, str, type(None)) or (kind is float and math.isfinite(value)):
             return value
         if kind is list:
             return [self.encode(item, (*path, index)) for index, item in enumerate(value)]
         if kind is dict and all(type(key) is str for key in value) and MARK not in value:
             return {key: self.encode(item, (*path, key)) for key, item in value.items()}
+        name, content = self._marked(value, kind, path)
+        return {MARK: name, "v": content}
+
+    def _marked(self, value: Any, kind: type, path: tuple[Any, ...]) -> tuple[str, Any]:
         if isinstance(value, (Tensor, np.ndarray, np.generic)):
-            return self._values(value, path)
-        return self._marked(value, path)
-
-    def _values(self, value: Any, path: tuple[Any, ...]) -> Any:
-        if isinstance(value, Tensor):
-            return {MARK: "tensor", "v": self._set_apart(value, path)}
-        return {MARK: "array" if type(value) is np.ndarray else "scalar", "v": self._array(value, path)}
-
-    def _marked(self, value: Any, path: tuple[Any, ...]) -> Any:
-        kind = type(value)
+            name = "tensor" if isinstance(value, Tensor) else "array" if kind is np.ndarray else "scalar"
+            return name, self._set_apart(value, path)
         if isinstance(value, Path):
-            return {MARK: "path", "v": str(value)}
-        if kind not in _ENCODE:
-            raise NotPlain(path, value)
-        name, content = _ENCODE[kind](value)
-        if kind is defaultdict:
-            content[0] = self._factory(value, path)
-        return {MARK: name, "v": self._content(name, content, path)}
-
-    def _content(self, name: str, content: Any, path: tuple[Any, ...]) -> Any:
-        """The content of a marked value: of containers their items, encoded."""
-        if name in ("tuple", "set", "frozenset"):
-            return [self.encode(item, (*path, index)) for index, item in enumerate(content)]
-        if name in ("dict", "ordered", "counter"):
-            return list(self._pairs(content, path))
-        return [content[0], list(self._pairs(content[1], path))] if name == "default" else content
-
-    def _pairs(self, value: dict[Any, Any], path: tuple[Any, ...]) -> Iterator[list[Any]]:
-        for key, item in value.items():
-            yield [self.encode(key, (*path, key)), self.encode(item, (*path, key))]
-
-    def _factory(self, value: defaultdict[Any, Any], path: tuple[Any, ...]) -> str | None:
-        if value.default_factory is None:
-            return None
-        for name, known in FACTORIES.items():
-            if value.default_factory is known:
-                return name
+            return "path", str(value)
+        if kind in SEQUENCES:
+            items = value if kind is tuple else sorted(value, key=repr)
+            return SEQUENCES[kind], [self.encode(item, (*path, index)) for index, item in enumerate(items)]
+        if kind in MAPPINGS:
+            pairs = [[self.encode(key, (*path, key)), self.encode(item, (*path, key))] for key, item in value.items()]
+            return MAPPINGS[kind], [self._factory(value, path), pairs] if kind is defaultdict else pairs
+        if kind in OTHERS:
+            name, write = OTHERS[kind]
+            return name, write(value)
         raise NotPlain(path, value)
 
-    def _array(self, value: Any, path: tuple[Any, ...]) -> str:
+    def _factory(self, value: defaultdict[Any, Any], path: tuple[Any, ...]) -> str | None:
+        names = [name for name, known in FACTORIES.items() if value.default_factory is known]
+        if value.default_factory is not None and not names:
+            raise NotPlain(path, value)
+        return names[0] if names else None
+
+    def _set_apart(self, value: Any, path: tuple[Any, ...]) -> str:
         try:
-            return self._set_apart(torch.from_numpy(np.array(value)), path)
+            tensor = value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
         except (TypeError, ValueError):
             raise NotPlain(path, value) from None
-
-    def _set_apart(self, value: Tensor, path: tuple[Any, ...]) -> str:
-        if type(value) not in self._kinds or value.layout != torch.strided or value.is_quantized:
+        if type(tensor) not in self._kinds or tensor.layout != torch.strided or tensor.is_quantized:
             raise NotPlain(path, value)
         name = joined(path)
         while name in self.tensors:  # the keys 0 and "0" in one dictionary
             name += "~"
-        self.tensors[name] = value.detach()
+        self.tensors[name] = tensor.detach()
         return name
 
 
-def _is_json(value: Any) -> bool:
-    return type(value) in (bool, int, str, type(None)) or (type(value) is float and math.isfinite(value))
+def decoded(tree: Any, tensor: Callable[[str], Tensor]) -> Any:
+    """Undo `encoded`; `tensor` finds a tensor by its name."""
+    if isinstance(tree, list):
+        return [decoded(item, tensor) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if MARK not in tree:
+        return {key: decoded(item, tensor) for key, item in tree.items()}
+    kind, content = tree[MARK], tree.get("v")
+    if kind in ("tensor", "array", "scalar"):
+        found = tensor(str(content))
+        return found if kind == "tensor" else found.numpy() if kind == "array" else found.numpy()[()]
+    if kind not in _DECODE:
+        raise ValueError(f"a value of the kind {kind!r}, which this version does not know")
+    return _DECODE[kind](decoded(content, tensor))
 
 
-_ENCODE: dict[type, Callable[[Any], tuple[str, Any]]] = {
-    float: lambda value: ("float", repr(value)),
-    complex: lambda value: ("complex", [repr(value.real), repr(value.imag)]),
-    bytes: lambda value: ("bytes", base64.b64encode(value).decode()),
-    tuple: lambda value: ("tuple", value),
-    set: lambda value: ("set", sorted(value, key=repr)),
-    frozenset: lambda value: ("frozenset", sorted(value, key=repr)),
-    dict: lambda value: ("dict", value),
-    OrderedDict: lambda value: ("ordered", value),
-    Counter: lambda value: ("counter", value),
-    defaultdict: lambda value: ("default", ["", value]),
-    torch.Size: lambda value: ("size", list(value)),
-    torch.dtype: lambda value: ("dtype", str(value).removeprefix("torch.")),
-    torch.device: lambda value: ("device", str(value)),
-}
-
-Decode = Callable[[Any], Any]
-
-
-def _pairs(content: Any, decode: Decode) -> dict[Any, Any]:
-    return {decode(key): decode(item) for key, item in content}
-
-
-def _default(content: Any, decode: Decode) -> defaultdict[Any, Any]:
-    factory, pairs = content
-    return defaultdict(None if factory is None else FACTORIES[factory], _pairs(pairs, decode))
-
-
-def _dtype(content: Any, decode: Decode) -> torch.dtype:
+def _dtype(content: Any) -> torch.dtype:
     found = vars(torch).get(content)
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{content!r} is no dtype of torch {torch.__version__}")
     return found
 
 
-_DECODE: dict[str, Callable[[Any, Decode], Any]] = {
-    "float": lambda content, decode: float(content),
-    "complex": lambda content, decode: complex(float(content[0]), float(content[1])),
-    "bytes": lambda content, decode: base64.b64decode(content),
-    "path": lambda content, decode: Path(content),
-    "tuple": lambda content, decode: tuple(map(decode, content)),
-    "set": lambda content, decode: set(map(decode, content)),
-    "frozenset": lambda content, decode: frozenset(map(decode, content)),
-    "dict": _pairs,
-    "ordered": lambda content, decode: OrderedDict(_pairs(content, decode)),
-    "counter": lambda content, decode: Counter(_pairs(content, decode)),
+def _default(content: Any) -> defaultdict[Any, Any]:
+    factory, pairs = content
+    return defaultdict(None if factory is None else FACTORIES[factory], pairs)
+
+
+_DECODE: dict[str, Callable[[Any], Any]] = {
+    "float": float,
+    "complex": lambda content: complex(*map(float, content)),
+    "bytes": base64.b64decode,
+    "path": Path,
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "dict": dict,
+    "ordered": OrderedDict,
+    "counter": lambda content: Counter(dict(content)),
     "default": _default,
-    "size": lambda content, decode: torch.Size(content),
+    "size": torch.Size,
     "dtype": _dtype,
-    "device": lambda content, decode: torch.device(content),
+    "device": torch.device,
 }

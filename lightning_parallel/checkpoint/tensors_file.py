@@ -24,6 +24,8 @@ DTYPES: dict[str, torch.dtype] = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "BOOL": torch.bool,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -32,19 +34,17 @@ DTYPES: dict[str, torch.dtype] = {
     "U32": torch.uint32,
     "U16": torch.uint16,
     "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
 }
 MAX_HEADER = 100 * 2**20  # as safetensors itself
 
 
 def name_of(dtype: torch.dtype) -> str | None:
-    """The name of a dtype in such a file; None where it has none."""
+    """Return the name of a dtype in such a file; None where it has none."""
     return next((name for name, known in DTYPES.items() if known == dtype), None)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Content:
-    """Writes tensors of any device, one at a time, those with the longest elements first: so all are aligned."""
+    """Write tensors of any device, one at a time, those with the longest elements first: so all are aligned."""
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -54,8 +54,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Content:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with HashedFile(path) as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
+        file.write(len(text).to_bytes(8, "little") + text)
         for _, tensor in ordered:
             if tensor.numel():
                 file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
@@ -64,7 +63,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Content:
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor in a file: its bytes lie from `start` to `stop`."""
+    """One tensor in a file; its bytes lie from `start` to `stop`."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -73,7 +72,7 @@ class Entry:
 
 
 class TensorsFile:
-    """A file of tensors, mapped into memory: what is not looked at is not read.
+    """A file of tensors, mapped into memory: what is not used is not read.
 
     Args:
         path: of a file that has been verified, or may be anything.
@@ -83,20 +82,15 @@ class TensorsFile:
     """
 
     def __init__(self, path: Path) -> None:
-        descriptor = open_plain(path)
-        try:
-            size = os.fstat(descriptor).st_size
-            if size < 8:
-                raise Damaged(f"{path} has {size} bytes and no header")
-            self._map = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
-        finally:
-            os.close(descriptor)
-        length = int.from_bytes(self._map[:8], "little")
-        if length > min(size - 8, MAX_HEADER):
-            raise Damaged(f"{path} has {size} bytes, fewer than its header announces")
-        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)[8 + length :]
+        with open_plain(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, MAX_HEADER):
+                raise Damaged(f"{path} has {size} bytes, fewer than its header announces")
+            mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+        self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)[8 + length :]
         with reading(path):
-            header = json.loads(self._map[8 : 8 + length])
+            header = json.loads(mapped[8 : 8 + length])
             self.entries = {name: self._entry(name, it) for name, it in header.items() if name != "__metadata__"}
 
     def _entry(self, name: str, content: Any) -> Entry:
@@ -108,9 +102,11 @@ class TensorsFile:
         return Entry(dtype, shape, start, stop)
 
     def tensor(self, name: str) -> Tensor:
-        """A tensor whose memory is the file's; what is written to it does not reach the file."""
+        """Return a tensor whose memory is the file's; what is written to it does not reach the file."""
         entry = self.entries[name]
-        part = self._bytes[entry.start : entry.stop]
-        if part.numel() and part.data_ptr() % entry.dtype.itemsize:  # another writer's
-            part = part.clone()
-        return part.view(entry.dtype).view(entry.shape) if part.numel() else torch.empty(entry.shape, dtype=entry.dtype)
+        values = self._bytes[entry.start : entry.stop]
+        if not values.numel():
+            return torch.empty(entry.shape, dtype=entry.dtype)
+        if values.data_ptr() % entry.dtype.itemsize:  # another program does not align them
+            values = values.clone()
+        return values.view(entry.dtype).view(entry.shape)

@@ -8,55 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_parallel.collectives.made_of import Made, MadeOf
+from lightning_parallel.collectives.made_of import MadeOf
 from lightning_parallel.collectives.spans import Runs, Span, bounds, indices, joined, places, without
 
 T = TypeVar("T")
 
 KEPT = 1000
 """How many forms of a division are remembered: lengths of sequences may change with every batch."""
-
-
-class SequenceAttention(Protocol):
-    """Attention of queries, keys and values of which each rank has the same positions."""
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        elements: Elements,
-        *,
-        mask: Tensor | None,
-        made: Made,
-        has_rows: bool,
-        is_causal: bool,
-        scale: float | None,
-        dropout: float,
-    ) -> Any:
-        """What `torch.nn.functional.scaled_dot_product_attention` gives for this rank's queries and everybody's keys.
-
-        Args:
-            query: of this rank's positions, (..., heads, own, width).
-            key: of these positions, with as many heads or a divisor of them.
-            value: the same.
-            elements: which positions each rank has.
-            mask: booleans or summands of scores, this rank's rows of it with all columns; broadcast as torch does.
-            made: what was made of the mask before, by other layers.
-            has_rows: whether queries differ in the mask: a rank that has one of them cannot see that.
-            is_causal: whether queries meet earlier positions and their own only.
-            scale: of scores; None for one over the root of the width.
-            dropout: of weights.
-
-        Returns:
-            This rank's rows, or NotImplemented.
-        """
 
 
 class Ranks:
@@ -68,7 +32,6 @@ class Ranks:
         sequence_dim: the dimension of a hidden state, (batch, sequence, features), that runs along the sequence, where
             these ranks keep their parts of it between the layers that they divide; None where they keep the whole.
         regathers: whether backward gathers the inputs of products again, to keep only parts of them.
-        overlaps: whether products overlap with the collectives of a split sequence.
         averages: tells whether a tensor is a parameter whose gradients are averaged over these ranks when a step ends.
             What a rank computed a summand of then counts `count` times; otherwise it is summed where it is used. None
             where no parameter is.
@@ -80,11 +43,10 @@ class Ranks:
         name: str,
         sequence_dim: int | None = None,
         regathers: bool = False,
-        overlaps: bool = False,
         averages: Callable[[Tensor], bool] | None = None,
     ) -> None:
         self.group, self.name, self.sequence_dim = group, name, sequence_dim
-        self.regathers, self.overlaps, self.averages = regathers, overlaps, averages
+        self.regathers, self.averages = regathers, averages
         self.rank, self.count = group.rank(), group.size()
         self.reduces_later = False
         """Whether a backward pass that runs now is the one after which gradients are reduced, not one of the user's."""
@@ -105,7 +67,7 @@ class Ranks:
         """The same while a compiler reads a graph; None before and after."""
         self.draws_in_graph = 0
         """How often a graph draws for elements of these ranks, while a compiler reads it; 0 before and after."""
-        self.attention: SequenceAttention | None = None
+        self.attention: Callable[..., Any] | None = None
         """What is called where these ranks have divided queries, keys and values along the sequence, by their owner."""
         self.forms: dict[Any, Any] = {}
         """What tensors that they have divided look like, by the table of rules."""

@@ -16,8 +16,6 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as traceable
 from torch import Tensor
 
-from lightning_parallel.collectives import messages
-
 T = TypeVar("T")
 
 # torch 2.13 gave these two new names and deprecated the old ones, which are all that torch 2.11 has.
@@ -69,10 +67,12 @@ class Pending:
 
     def wait(self) -> None:
         """Waits for the collective and completes its result."""
-        if self._work is not None:
-            self._work.wait()
-        if self._finish is not None:
-            self._finish()
+        work, finish = self._work, self._finish
+        self._work = self._finish = None
+        if work is not None:
+            work.wait()
+        if finish is not None:
+            finish()
 
 
 def all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Pending:
@@ -95,23 +95,10 @@ def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Pendi
 
     `shard` may be this rank's part of `output`. Conjugate of `reduce_scatter`.
     """
-    if uses_exchange(group):
-        return _all_gather_by_exchange(output, shard, group)
-    return Pending(_all_gather(output.view(-1), shard.view(-1), group=group, async_op=True))
-
-
-def all_gather_rows(flat: Tensor, chunk: int, group: dist.ProcessGroup) -> Pending:
-    """Starts to fill a flat tensor, of which rank k has the elements [k chunk, (k + 1) chunk), where it lies.
-
-    Where ranks do not send to each other (`uses_exchange`), all parts are of the same size.
-    """
-    if not uses_exchange(group):
-        own = flat[group.rank() * chunk : (group.rank() + 1) * chunk]
-        return Pending(_all_gather(flat, own, group=group, async_op=True))
-    parts = {rank: flat[rank * chunk : (rank + 1) * chunk] for rank in range(group.size()) if rank * chunk < len(flat)}
-    own_part = parts.pop(group.rank(), None)
-    sent = {} if own_part is None else dict.fromkeys(_peers(group), own_part)
-    return Pending(_SendsAndReceives(sent, parts, group))
+    room = room_for(output, group)
+    # As bytes: backends do not know every dtype.
+    work = _all_gather(*map(_as_bytes, (room, sendable(shard, group))), group=group, async_op=True)
+    return filled(work, [(room, output)])
 
 
 def reduce_scatter(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> Pending:
@@ -119,9 +106,13 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> 
 
     Conjugate of `all_gather`.
     """
-    if uses_exchange(group):
-        return _reduce_scatter_by_exchange(output, tensor, group)
-    return Pending(_reduce_scatter(output.view(-1), tensor.view(-1), group=group, async_op=True))
+    room = room_for(output, group)
+    work = _reduce_scatter(room.view(-1), sendable(tensor, group).view(-1), group=group, async_op=True)
+    return filled(work, [(room, output)])
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 # The next three make a new tensor of another one. What `torch.compile` traces goes through torch's traceable forms,
@@ -188,53 +179,54 @@ def part_of_total(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     return scattered(parts.movedim(dim, 0), group)
 
 
-# Gloo's own reduce_scatter is an all_reduce on every rank, and its all_gather copies twice: for 12 MB on two ranks
-# 17 ms and 13 ms of CPU time. By all_to_all they are 7.5 ms and 7.7 ms, sent from rank to rank 4.0 ms and 2.8 ms.
-
-
-def _all_gather_by_exchange(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Pending:
-    rows, own = output.view(group.size(), -1), group.rank()
-    if rows[own].data_ptr() != shard.data_ptr():
-        rows[own].copy_(shard.reshape(-1))
-    peers = _peers(group)
-    return Pending(_SendsAndReceives(dict.fromkeys(peers, rows[own]), {rank: rows[rank] for rank in peers}, group))
-
-
-def _reduce_scatter_by_exchange(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> Pending:
-    rows, own, peers = tensor.view(group.size(), -1), group.rank(), _peers(group)
-    received = rows.new_empty(len(peers), rows.shape[1])
-    parts = dict(zip(peers, received, strict=True))
-    exchange = _SendsAndReceives({rank: rows[rank] for rank in peers}, parts, group)
-
-    def add() -> None:
-        others = received[0] if len(peers) == 1 else received.sum(dim=0)
-        torch.add(rows[own], others, out=output.view(-1))
-
-    return Pending(exchange, add if peers else lambda: output.view(-1).copy_(rows[own]))
-
-
-def _peers(group: dist.ProcessGroup) -> list[int]:
-    return [rank for rank in range(group.size()) if rank != group.rank()]
-
-
 def exchange(sent: Mapping[int, Tensor], received: Mapping[int, Tensor], group: dist.ProcessGroup) -> Pending:
     """Starts to send a tensor to each of some ranks of the group, and to fill tensors with what some ranks send.
 
     Between two ranks messages arrive in the order in which they were sent; both must know of each. Tensors are
-    contiguous and not empty, and stay as they are until they were waited for.
+    contiguous, and stay as they are until they were waited for; empty ones do not travel.
 
     Args:
         sent: by the rank that gets it.
         received: by the rank that sends it.
         group: in which these are ranks; not this one.
     """
-    if not sent and not received:
+    rooms = {rank: room_for(tensor, group) for rank, tensor in received.items() if tensor.numel()}
+    messages = [dist.P2POp(dist.irecv, room, group=group, group_peer=rank) for rank, room in rooms.items()]
+    for rank, tensor in sent.items():
+        if tensor.numel():
+            messages.append(dist.P2POp(dist.isend, sendable(tensor, group), group=group, group_peer=rank))
+    if not messages:
         return Pending(None)
-    if uses_exchange(group):
-        return Pending(_SendsAndReceives(sent, received, group))
-    receives = [dist.P2POp(dist.irecv, tensor, group=group, group_peer=rank) for rank, tensor in received.items()]
-    sends = [dist.P2POp(dist.isend, tensor, group=group, group_peer=rank) for rank, tensor in sent.items()]
-    return Pending(All(dist.batch_isend_irecv(receives + sends)))
+    return filled(All(dist.batch_isend_irecv(messages)), [(room, received[rank]) for rank, room in rooms.items()])
+
+
+def is_gloo(group: dist.ProcessGroup) -> bool:
+    """Whether messages reach the memory of the host alone, and find each other by tags."""
+    return group.name() == "gloo"  # `dist.get_backend` takes several times as long to find it
+
+
+# Over gloo what lies on a device goes through the host, so that ranks can share one GPU, which NCCL refuses.
+
+
+def sendable(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The tensor, where the group can read it."""
+    return tensor.cpu() if is_gloo(group) else tensor
+
+
+def room_for(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Memory that the group can write: the tensor itself, or as much on the host."""
+    return torch.empty_like(tensor, device="cpu") if is_gloo(group) and not tensor.is_cpu else tensor
+
+
+def filled(work: Waitable, rooms: Sequence[tuple[Tensor, Tensor]]) -> Pending:
+    """What fills each tensor from its room when the work is over."""
+
+    def fill() -> None:
+        for room, tensor in rooms:
+            if room is not tensor:
+                tensor.detach().copy_(room)
+
+    return Pending(work, fill)
 
 
 class All:
@@ -247,25 +239,6 @@ class All:
         """Returns when all are over."""
         for work in self._works:
             work.wait()
-
-
-class _SendsAndReceives:
-    """Sends a tensor to each of some ranks and receives one from each."""
-
-    def __init__(self, sent: Mapping[int, Tensor], received: Mapping[int, Tensor], group: dist.ProcessGroup) -> None:
-        # The group's own calls: `dist.isend` and `irecv` spend as long on finding them as on sending a small tensor.
-        self._works: list[Waitable] = [messages.receive(tensor, rank, group) for rank, tensor in received.items()]
-        self._works += messages.send(sent, group)
-
-    def wait(self) -> None:
-        """Returns when everything has come and gone."""
-        for work in self._works:
-            work.wait()
-
-
-def uses_exchange(group: dist.ProcessGroup) -> bool:
-    """Whether gathering and scattering over this group go from rank to rank."""
-    return group.name() == "gloo"  # `dist.get_backend` takes several times as long to find it
 
 
 def broadcast_tensors(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_parallel.collectives import messages
-from lightning_parallel.collectives.functional import Waitable, exchange, uses_exchange
+from lightning_parallel.collectives.functional import Pending, exchange, filled, is_gloo, room_for, sendable
 
 T = TypeVar("T")
 
@@ -42,34 +41,31 @@ class Lane:
         are waited for, once those of more than `IN_FLIGHT` tags are kept. So ranks must meet their messages in an order
         that allows every send to wait for its receiver.
         """
-        tensor = tensor.detach().contiguous()
-        if tensor.numel():
-            self._sending.setdefault((to, tag), []).append((self._send(tensor, to, tag), tensor))
-        if uses_exchange(self.group):
+        if not tensor.numel():
+            return
+        tensor = sendable(tensor.detach().contiguous(), self.group)
+        work = dist.isend(tensor, group=self.group, group_dst=to, tag=tag)
+        assert work is not None  # this rank is in the group
+        self._sending.setdefault((to, tag), []).append((work, tensor))
+        if is_gloo(self.group):
             while len(self._sending) > IN_FLIGHT:
                 self._wait_for_oldest()
             return
-        self._sending = {key: left for key, sent in self._sending.items() if (left := _not_sent(sent))}
+        left = {key: [each for each in sent if not each[0].is_completed()] for key, sent in self._sending.items()}
+        self._sending = {key: sent for key, sent in left.items() if sent}
 
     def _wait_for_oldest(self) -> None:
         for work, _ in self._sending.pop(next(iter(self._sending))):
             work.wait()
 
-    def _send(self, tensor: Tensor, to: int, tag: int) -> dist.Work:
-        if uses_exchange(self.group):
-            return messages.send({to: tensor}, self.group, tag)[0]
-        work = dist.isend(tensor, group=self.group, group_dst=to, tag=tag)
-        assert work is not None  # this rank is in the group
-        return work
-
     def receive(self, tensor: Tensor, source: int, tag: int = 0) -> Arriving:
         """Starts to fill a tensor with what a rank sends."""
-        return Arriving(self._receive(tensor, source, tag) if tensor.numel() else None, tensor)
-
-    def _receive(self, tensor: Tensor, source: int, tag: int) -> Waitable | None:
-        if uses_exchange(self.group):
-            return messages.receive(tensor, source, self.group, tag)
-        return dist.irecv(tensor, group=self.group, group_src=source, tag=tag)
+        if not tensor.numel():
+            return Arriving(Pending(None), tensor)
+        room = room_for(tensor, self.group)
+        work = dist.irecv(room, group=self.group, group_src=source, tag=tag)
+        assert work is not None  # this rank is in the group
+        return Arriving(filled(work, [(room, tensor)]), tensor)
 
     def send_object(self, value: Any, to: int, tag: int = 0) -> None:
         """Starts to send anything that can be pickled."""
@@ -97,21 +93,15 @@ class Lane:
             self._wait_for_oldest()
 
 
-def _not_sent(sent: Sequence[tuple[dist.Work, Tensor]]) -> list[tuple[dist.Work, Tensor]]:
-    return [(work, tensor) for work, tensor in sent if not work.is_completed()]
-
-
 class Arriving:
-    """A tensor under way."""
+    """A tensor under way, which is filled when it is waited for."""
 
-    def __init__(self, work: Waitable | None, tensor: Tensor) -> None:
-        self._work, self._tensor = work, tensor
+    def __init__(self, pending: Pending, tensor: Tensor) -> None:
+        self._pending, self._tensor = pending, tensor
 
     def wait(self) -> Tensor:
         """The tensor, once it is there."""
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
+        self._pending.wait()
         return self._tensor
 
 

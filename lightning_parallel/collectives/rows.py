@@ -3,49 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Function
 
-from lightning_parallel.collectives.functional import Pending, exchange, uses_exchange
-
-
-def start_exchange(
-    rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
-) -> tuple[Tensor, Pending]:
-    """Starts to send each rank of a group its rows, and to receive theirs.
-
-    Args:
-        rows: those for rank 0, then those for rank 1, ..., (sum of sent, ...); they stay as they are until arrival.
-        sent: how many go to each rank, this one included.
-        received: how many come from each.
-        group: of the ranks.
-
-    Returns:
-        What comes, from rank 0, rank 1, ..., (sum of received, ...), and when it is there.
-    """
-    rows = rows.contiguous()
-    arriving = rows.new_empty(sum(received), *rows.shape[1:])
-    if not uses_exchange(group):
-        work = dist.all_to_all_single(arriving, rows, list(received), list(sent), group=group, async_op=True)
-        return arriving, Pending(work)
-    outgoing, incoming = torch.split(rows, list(sent)), torch.split(arriving, list(received))
-    own, others = group.rank(), [rank for rank in range(group.size()) if rank != group.rank()]
-    pending = exchange(
-        {rank: outgoing[rank] for rank in others if outgoing[rank].numel()},
-        {rank: incoming[rank] for rank in others if incoming[rank].numel()},
-        group,
-    )
-    incoming[own].copy_(outgoing[own])
-    return arriving, pending
+from lightning_parallel.collectives.functional import filled, room_for, sendable
 
 
 def exchanged(rows: Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """What `start_exchange` returns, once it is there."""
-    arriving, pending = start_exchange(rows, sent, received, group)
-    pending.wait()
+    """Sends each rank of a group its rows, and returns theirs: from rank 0, rank 1, ..., [sum of received, ...].
+
+    Args:
+        rows: those for rank 0, then those for rank 1, ..., [sum of sent, ...].
+        sent: how many go to each rank, this one included.
+        received: how many come from each.
+        group: of the ranks. Collective over it.
+    """
+    arriving = rows.new_empty(sum(received), *rows.shape[1:])
+    room = room_for(arriving, group)
+    work = dist.all_to_all_single(
+        room, sendable(rows.contiguous(), group), list(received), list(sent), group=group, async_op=True
+    )
+    assert work is not None  # this rank is in the group
+    filled(work, [(room, arriving)]).wait()
     return arriving
+
+
+class _AllToAll(Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return exchanged(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return all_to_all(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    """`exchanged`, whose gradients take the way back; differentiable any number of times. Collective over the group."""
+    arrived: Tensor = _AllToAll.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
+    return arrived
 
 
 def told(row: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -31,14 +31,20 @@ HEADS_OF_KEYS = ("num_key_value_heads", "n_kv_heads", "num_kv_heads", "kv_heads"
 
 
 def styles_in_blocks(model: nn.Module, plan: ParallelPlan) -> dict[str, str]:
-    """The styles of modules in the plan's blocks, and in lists of layers that it does not name, by pattern."""
+    """Return the styles of modules in the plan's blocks, and in lists of layers that it does not name, by pattern."""
     blocks = dict(plan.find_blocks(model))
     for name, part in model.named_modules():
-        inside = any(name == own or name.startswith(f"{own}.") or own == "" for own in blocks)
-        alike = len({type(child) for child in part.children()}) == 1 and len(list(part.children())) > 1
-        if isinstance(part, nn.ModuleList) and alike and not inside and not _holds(name, blocks):
+        inside = any(own in ("", name) or name.startswith(f"{own}.") for own in blocks)
+        around = any(own.startswith(f"{name}.") for own in blocks)
+        one_class = len(part._modules) > 1 and len({type(child) for child in part.children()}) == 1
+        if isinstance(part, nn.ModuleList) and one_class and not inside and not around:
             blocks.update((f"{name}.{own}", child) for own, child in part.named_children())
-    modules, found = dict(model.named_modules()), {name: _found_in(block, name) for name, block in blocks.items()}
+    found: dict[str, dict[str, str]] = {}  # of each block, by what names have beyond its own
+    for name, block in blocks.items():
+        own: dict[str, str] = {}
+        _visit(block, name, own)
+        found[name] = {each.removeprefix(name): style for each, style in own.items()}
+    modules = dict(model.named_modules())
     styles: dict[str, str] = {}
     for name, own in found.items():
         kin = [other for other in found if starred(other) == starred(name)]
@@ -47,17 +53,6 @@ def styles_in_blocks(model: nn.Module, plan: ParallelPlan) -> dict[str, str]:
             # Within a block numbers stay: in a Sequential they are the way in and the way out.
             styles[(starred(name) if alike else name) + each] = style
     return styles
-
-
-def _found_in(block: nn.Module, name: str) -> dict[str, str]:
-    """The styles of modules of a block, by what their names have beyond its own."""
-    found: dict[str, str] = {}
-    _visit(block, name, found)
-    return {own.removeprefix(name): style for own, style in found.items()}
-
-
-def _holds(name: str, blocks: Any) -> bool:
-    return any(own.startswith(f"{name}.") for own in blocks)
 
 
 def _visit(module: nn.Module, prefix: str, found: dict[str, str]) -> list[LinearMap]:
@@ -153,28 +148,22 @@ def number(owner: Any, *names: str) -> int | None:
 
 
 def _feed_forward(maps: Sequence[LinearMap]) -> dict[str, str]:
-    """Maps into some width, the next one out of it again, and those that lead into the same width beside them."""
+    """Find the maps out of a width, and those into it: one before, and all that are beside it, as gates."""
     styles: dict[str, str] = {}
-    left: list[LinearMap] = []
     roles = (INTO_HEADS, QUERIES_KEYS_VALUES)
     of_heads = {_holder(each) for each in maps if any(_role(each.name, role) for role in roles)}
-    maps = [each for each in maps if _holder(each) not in of_heads]  # the way out of heads lies further out
-    for each in maps:
-        into = [other for other in left if _leads_back(other, each)]
-        if into:
-            styles |= {other.name: _into_width(other, each) for other in into} | {each.name: "rowwise"}
-            left = []
-        else:
-            left.append(each)
-    for each in left:
-        for out in maps:
-            if styles.get(out.name) == "rowwise" and _leads_back(each, out) and each.outputs != each.inputs:
-                styles.setdefault(each.name, _into_width(each, out))
+    left = [each for each in maps if _holder(each) not in of_heads]  # the way out of heads lies further out
+    for number, out in enumerate(left):
+        into = [each for each in left if each is not out and each.name not in styles and _leads_back(each, out)]
+        if out.name not in styles and any(each in left[:number] for each in into):
+            beside = [each for each in into if each in left[:number] or each.outputs != each.inputs]
+            styles |= {each.name: "colwise" if each.outputs == out.inputs else "colwise 1:1" for each in beside}
+            styles[out.name] = "rowwise"
     return styles
 
 
 def _leads_back(into: LinearMap, out: LinearMap) -> bool:
-    """Whether one map leads into the width from which the other leads back."""
+    """Return whether one map leads into the width from which the other leads back; two into it are fused."""
     if out.outputs != into.inputs or into.outputs not in (out.inputs, 2 * out.inputs):
         return False
     return _holder(into) == _holder(out) or into.inputs != into.outputs  # square maps lead from anywhere to anywhere
@@ -182,7 +171,3 @@ def _leads_back(into: LinearMap, out: LinearMap) -> bool:
 
 def _holder(each: LinearMap) -> str:
     return each.name.rpartition(".")[0]
-
-
-def _into_width(into: LinearMap, out: LinearMap) -> str:
-    return "colwise" if into.outputs == out.inputs else "colwise 1:1"

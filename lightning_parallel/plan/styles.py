@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from lightning_parallel.plan.linear_maps import linear_maps
+from lightning_parallel.plan.metadata import plans, within
 from lightning_parallel.plan.plan import ParallelPlan, matching, starred
 from lightning_parallel.plan.regions import fused_style, styles_in_blocks
 
@@ -50,16 +51,12 @@ def _alone(model: nn.Module) -> dict[str, str]:
 
 def _from_metadata(model: nn.Module) -> dict[str, str]:
     styles: dict[str, str] = {}
-    for name, part in model.named_modules():
-        own = getattr(part, "_tp_plan", None)
-        config = getattr(part, "config", None)
-        if not isinstance(own, Mapping) or not own:
-            continue
-        named = dict(part.named_modules())
-        for pattern, text in own.items():
-            style = _upgraded(pattern, text, own, config)
-            if style is not None and any(starred(child) == pattern for child in named):
-                styles.setdefault(f"{name}.{pattern}" if name else pattern, style)
+    for name, part, plan in plans(model, "tp"):
+        named = {starred(child) for child, _ in part.named_modules()}
+        for pattern, text in plan.items():
+            style = _upgraded(pattern, text, plan, getattr(part, "config", None))
+            if style is not None and pattern in named:
+                styles.setdefault(within(name, pattern), style)
     return styles if any(style.startswith("rowwise") for style in styles.values()) else {}
 
 
@@ -80,39 +77,33 @@ def _upgraded(pattern: str, text: str, plan: Mapping[str, str], config: Any) -> 
 
 
 def _vocabulary(model: nn.Module, plan: ParallelPlan, styles: Mapping[str, str]) -> dict[str, str]:
-    """The output head over a vocabulary, and the embedding of that vocabulary."""
+    """Return the style of output heads over a vocabulary, and of the embeddings of that vocabulary."""
     embeddings = dict(_embeddings(model))
-    sizes = {(module.num_embeddings, module.embedding_dim) for module in embeddings.values()}
+    shapes = {(each.num_embeddings, each.embedding_dim) for each in embeddings.values()}
     in_blocks = {id(part) for block in plan.find_blocks(model).values() for part in block.modules()}
-    heads = {
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and module._parameters.get("weight") is not None  # else it is computed, as by parametrizations
-        and tuple(module.weight.shape) in sizes
-        and id(module) not in in_blocks
-        and styles.get(starred(name), GATHERED) == GATHERED
-    }
-    weights = {id(model.get_submodule(name)._parameters["weight"]): name for name in heads}
-    shapes = {model.get_submodule(name)._parameters["weight"].shape for name in heads}  # type: ignore[union-attr]
+    heads: dict[str, nn.Parameter] = {}
+    for name, module in model.named_modules():
+        weight = module._parameters.get("weight")  # None where it is computed, as by parametrizations
+        outside = id(module) not in in_blocks and styles.get(starred(name), GATHERED) == GATHERED
+        if isinstance(module, nn.Linear) and weight is not None and tuple(weight.shape) in shapes and outside:
+            heads[name] = weight
+    sizes = {weight.shape for weight in heads.values()}
     chosen = {
         name
-        for name, module in embeddings.items()
-        if id(module.weight) in weights or (module.weight.shape in shapes and module.num_embeddings > 1)
+        for name, each in embeddings.items()
+        if any(each.weight is weight for weight in heads.values())
+        or (each.weight.shape in sizes and each.num_embeddings > 1)
     }
-    found = (*sorted(chosen), *sorted(heads))  # alike on all ranks
+    found = (*sorted(chosen), *sorted(heads))  # in one order on all ranks
     siblings = {name: {other for other, _ in matching(model, starred(name))} for name in found}
     # An nn.Sequential has its embedding and its head among other layers.
     return {starred(name) if siblings[name] <= {*found} else name: "vocabulary" for name in found}
 
 
 def _embeddings(model: nn.Module) -> Iterator[tuple[str, nn.Embedding]]:
-    """The modules that look up rows of their weight one by one."""
+    """Find the modules that look up rows of their weight one by one."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and not (
-            module.sparse
-            or module.scale_grad_by_freq
-            or module.max_norm is not None
-            or module._parameters.get("weight") is None
-        ):
+        if not isinstance(module, nn.Embedding) or module._parameters.get("weight") is None:
+            continue
+        if not (module.sparse or module.scale_grad_by_freq or module.max_norm is not None):
             yield name, module

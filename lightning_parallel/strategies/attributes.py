@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from enum import Enum
 from functools import cache
 from types import ModuleType
@@ -36,7 +36,7 @@ class Attributes:
         self._before = {name: _Snapshot(value, DEPTH) for name, value in self._users()}
 
     def _users(self) -> Iterator[tuple[str, Any]]:
-        others = _lightnings_own()
+        others = _names_of_lightning()
         for name, value in self._attributes.items():
             if name not in others and not name.startswith("_lightning_parallel"):
                 yield name, value
@@ -56,18 +56,15 @@ class Attributes:
         others = [name for name in self._before if name not in now]
         for name, value in now.items():
             before = self._before.get(name)
-            if before is not None and before.value is value and not isinstance(value, (list, deque)):
-                if not before.is_changed():
-                    continue
-                change = Change(value) if before.is_array else None
-            elif before is None or before.value is not value:
+            if before is None or before.value is not value:
                 if before is not None and _is(before.value, value):
                     continue
-                change = Change(value)
+                change: Change | None = Change(value)
             else:
-                change = before.list_change()
+                change = before.list_change() if isinstance(value, (list, deque)) else None
                 if change is None and not before.is_changed():
                     continue
+                change = Change(value) if before.is_array else change
             if change is not None and _can_be_sent(change.value):
                 found[name] = change
             else:
@@ -98,20 +95,16 @@ class Change:
             name: of the attribute.
             device: for tensors that were on the device of the rank that packed them.
         """
-        value, attributes = _unpacked(self.value, device), vars(module)
+        value = map_kind(_Packed, lambda each: each.tensor if each.on_host else each.tensor.to(device), self.value)
         if self.appends:
-            attributes[name].extend(value)
+            vars(module)[name].extend(value)
         else:
-            attributes[name] = value
+            vars(module)[name] = value
 
 
 class _Packed:
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.on_host = tensor.detach().cpu(), tensor.device.type == "cpu"
-
-
-def _unpacked(value: Any, device: torch.device) -> Any:
-    return map_kind(_Packed, lambda each: each.tensor if each.on_host else each.tensor.to(device), value)
 
 
 class _Snapshot:
@@ -126,23 +119,22 @@ class _Snapshot:
     def __init__(self, value: Any, depth: int, copies: bool = True) -> None:
         self.value, self.is_array = value, isinstance(value, np.ndarray) or type(value) is Tensor
         self._version, self._copy = _version(value), None  # type: int, Any
-        self.entries: dict[Any, Any] | None = None
-        self._inner: dict[Any, _Snapshot] = {}
-        if self.is_array:
-            self._copy = value.copy() if isinstance(value, np.ndarray) else None
-            if copies and type(value) is Tensor and not value.is_meta and value.numel() <= SMALL:
-                self._copy = value.detach().clone()
+        self.entries = None if self.is_array or isinstance(value, PLAIN) or not depth else _entries(value)
+        self._inner: list[_Snapshot] = []
+        if isinstance(value, np.ndarray):
+            self._copy = value.copy()
+        elif self.is_array and copies and not value.is_meta and value.numel() <= SMALL:
+            self._copy = value.detach().clone()
+        if self.entries is None:
             return
-        if isinstance(value, PLAIN) or not depth:
-            return
-        entries = _entries(value)
-        if entries is None or (len(entries) > LARGE and depth < DEPTH):
-            return
-        self.entries = entries
-        if len(entries) <= LARGE:
-            copies = not isinstance(value, (list, deque)) or len(entries) <= FEW
-            found = ((key, _Snapshot(each, depth - 1, copies)) for key, each in entries.items() if not _is_plain(each))
-            self._inner = {key: each for key, each in found if each.is_array or each.entries is not None}
+        if len(self.entries) <= LARGE:
+            copies = not isinstance(value, (list, deque)) or len(self.entries) <= FEW
+            found = [
+                _Snapshot(each, depth - 1, copies) for each in self.entries.values() if not isinstance(each, PLAIN)
+            ]
+            self._inner = [each for each in found if each.is_array or each.entries is not None]
+        elif depth < DEPTH:
+            self.entries = None
 
     def is_changed(self) -> bool:
         """Whether the value, or something in it, is not as it was."""
@@ -152,67 +144,51 @@ class _Snapshot:
         if self.entries is None:
             return _version(value) != self._version
         now = _entries(value) or {}
-        if len(now) != len(self.entries) or any(key not in now for key in self.entries):
-            return True
-        return not all(_is(each, now[key]) for key, each in self.entries.items()) or self._is_changed_within()
-
-    def _is_changed_within(self) -> bool:
-        return any(each.is_changed() for each in self._inner.values())
+        same = now.keys() == self.entries.keys() and all(_is(each, now[key]) for key, each in self.entries.items())
+        return not same or any(each.is_changed() for each in self._inner)
 
     def list_change(self) -> Change | None:
         """The change of a list whose items are as they were but for some at its end; None for no such change."""
-        before, now = list((self.entries or {}).values()), list(self.value)
-        if self.entries is None or self._is_changed_within():
+        if self.entries is None or any(each.is_changed() for each in self._inner):
             return None
-        if len(now) > len(before) and all(map(_is, before, now)):
-            return Change(now[len(before) :], appends=True)
-        return None if len(now) == len(before) and all(map(_is, before, now)) else Change(self.value)
+        before, now = list(self.entries.values()), list(self.value)
+        if len(now) < len(before) or not all(map(_is, before, now)):
+            return Change(self.value)
+        return Change(now[len(before) :], appends=True) if len(now) > len(before) else None
 
     def undo(self) -> None:
         """Put the value back as it was."""
-        value = self.value
-        for each in self._inner.values():
+        for each in self._inner:
             each.undo()
-        if self.entries is not None and self.is_changed():
-            _refill(value, self.entries)
-        elif self._copy is not None and self.is_changed():
-            with torch.no_grad():
-                value[...] = self._copy
-
-
-def _is_container(value: Any) -> bool:
-    return isinstance(value, (list, deque, dict, set))
+        if not self.is_changed():
+            return
+        if self.entries is None:
+            if self._copy is not None:
+                with torch.no_grad():
+                    self.value[...] = self._copy
+            return
+        table = self.value if isinstance(self.value, (list, deque, dict, set)) else vars(self.value)
+        table.clear()
+        if isinstance(table, (list, deque)):
+            table.extend(self.entries.values())
+        else:
+            table.update(self.entries)
 
 
 def _entries(value: Any) -> dict[Any, Any] | None:
     """The entries of a container by key or place, or the attributes of a plain object, as a meter; None of others."""
     if isinstance(value, (list, deque)):
         return dict(enumerate(value))
-    if isinstance(value, set):
-        return dict.fromkeys(value)
-    if isinstance(value, dict):
-        return dict(value)
+    if isinstance(value, (dict, set)):
+        return dict(value) if isinstance(value, dict) else dict.fromkeys(value)
     if isinstance(value, (nn.Module, Tensor, type, ModuleType, Enum)) or callable(value):
         return None
     attributes = getattr(value, "__dict__", None)
     return dict(attributes) if isinstance(attributes, dict) else None
 
 
-def _refill(value: Any, entries: Mapping[Any, Any]) -> None:
-    table = value if _is_container(value) else vars(value)
-    table.clear()
-    if isinstance(value, (list, deque)):
-        value.extend(entries.values())
-    else:
-        table.update(entries)
-
-
 def _is(one: Any, other: Any) -> bool:
     return one is other or (isinstance(one, PLAIN) and type(one) is type(other) and bool(one == other))
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, PLAIN)
 
 
 def _version(value: Any) -> int:
@@ -232,5 +208,5 @@ def _can_be_sent(value: Any) -> bool:
 
 
 @cache
-def _lightnings_own() -> frozenset[str]:
+def _names_of_lightning() -> frozenset[str]:
     return frozenset(vars(LightningModule())) | {"log", "training"}

@@ -7,43 +7,43 @@ import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
-from torch.nn import SyncBatchNorm
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from lightning_parallel.checkpoint.hub.folder import is_hub_folder
 from lightning_parallel.plan.find import check_plan, find_plan
 from lightning_parallel.plan.plan import ParallelPlan, require_plan
+from lightning_parallel.strategies import lightning_internals as internals
 from lightning_parallel.strategies import refusals
 from lightning_parallel.strategies.build.born_sharded import is_born
-from lightning_parallel.strategies.checkpoint import auto
+from lightning_parallel.strategies.checkpoint.auto import newest_checkpoint
 from lightning_parallel.strategies.checkpoint.resumption import Resumption
+from lightning_parallel.strategies.checkpoint.sharded import Source
 from lightning_parallel.strategies.data.batches import Batches
 from lightning_parallel.strategies.data.loaders import compared, divide
 from lightning_parallel.strategies.data.randomness import seed_per_data_rank
 from lightning_parallel.strategies.lightning_package import LightningModule, Trainer, TrainerFn
-from lightning_parallel.strategies.logged.logging import ObservedStep, StepLog
-from lightning_parallel.strategies.logged.microbatch_step import MicrobatchStep
-from lightning_parallel.strategies.logged.probing import ProbingRun, silent
+from lightning_parallel.strategies.logged.logging import StepLog
 from lightning_parallel.strategies.model import between_steps, start_table
 from lightning_parallel.strategies.model.between_steps import BetweenSteps
 from lightning_parallel.strategies.model.buffers import Buffers
-from lightning_parallel.strategies.model.building import Building
-from lightning_parallel.strategies.model.divided_model import DividedModel, no_sample, readers_of
-from lightning_parallel.strategies.model.nonfinite import NonFinite
+from lightning_parallel.strategies.model.divided_model import DividedModel, no_sample
 from lightning_parallel.strategies.model.postponed import Postponed
-from lightning_parallel.strategies.precision import adapt_precision, convert_before_loading, restore_precision, scale_of
+from lightning_parallel.strategies.precision import MeshPrecision, NonFinite, convert_before_loading
 from lightning_parallel.strategies.rank_strategy import RankStrategy
 from lightning_parallel.strategies.ranks.agreement import gather_objects
-from lightning_parallel.strategies.run.callback import MeshCallback
-from lightning_parallel.strategies.run.patches import TrainerPatches
-from lightning_parallel.strategies.trainer import lightnings
+from lightning_parallel.strategies.refusals import refuse
+from lightning_parallel.strategies.step_runner import StepRunner
+from lightning_parallel.strategies.trainer.callback import MeshCallback
 from lightning_parallel.strategies.trainer.optimizers import StoredOptimizers
+from lightning_parallel.strategies.trainer.patches import TrainerPatches
 from lightning_parallel.techniques.division import Sample
 from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer
-from lightning_parallel.techniques.step import BatchContext, BatchRecords, Step, StepFn
+from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.technique import Technique
 from lightning_parallel.techniques.tools.global_shard import GlobalShard
 from lightning_parallel.techniques.tools.shards import gathered
@@ -70,33 +70,30 @@ class MeshStrategy(RankStrategy):
         self, techniques: Sequence[Technique] = (), plan: ParallelPlan | None = None, **lightning: Any
     ) -> None:
         super().__init__(techniques, **lightning)
-        refusals.refuse_combinations(self.techniques)
+        refuse(refusals.technique_faults(self.techniques))
         self._given_plan = None if plan is None else require_plan(plan, "plan=")
         self._plan: ParallelPlan | None = None
         self._begin()
 
     def _begin(self) -> None:
         self._ready = self._over = False
-        #: of the step that runs, or that raised
-        self._batch: BatchContext | None = None
-        #: of the step that ran last
-        self._latest = BatchContext()
+        #: runs steps, once the model is divided
+        self._runner: StepRunner | None = None
         #: the division of the model, where it waits for the first batch
         self._postponed: Postponed | None = None
-        self._probes = True
         self._step = Step()
         self._stored = StoredOptimizers(self, self._store)
         self._log: StepLog | None = None
-        self._building = Building(self.techniques)
         self._divided: DividedModel | None = None
         self._between: BetweenSteps | None = None
         self._reduces_each = False
         self._batches: Batches | None = None
         self._callback: MeshCallback | None = None
         self._buffers: Buffers | None = None
-        self._adopted: TrainerPatches | None = None
+        self._patches: TrainerPatches | None = None
         self._resumption = Resumption()
-        self._detached = ExitStack()
+        #: gives back what the run changed of trainer, module, plugins and optimizers, the latest change first
+        self._give_back = ExitStack()
 
     # ---------------------------------------------------------------- before the model
 
@@ -105,14 +102,25 @@ class MeshStrategy(RankStrategy):
         self._begin()
         super().setup_environment()
         mesh, trainer = self._mesh(), self._module().trainer
+        self._divided = DividedModel(self._module(), mesh, self._host_group(), self.techniques)
         if mesh.shares_samples:
-            self._detached.callback(lightnings.switch_worlds(trainer, mesh.users, mesh.everybody))
-        auto.offer(self._checkpoints, trainer, self._host_group())
+            self._give_back.callback(internals.switch_worlds(trainer, mesh.users, mesh.everybody))
+        if self._checkpoints.resume == "auto" and trainer.state.fn == TrainerFn.FITTING:
+            internals.choose_checkpoint(trainer, self._checkpoint_to_resume)
+
+    def _checkpoint_to_resume(self, named: Any) -> Any:
+        """The checkpoint that the user names, else the newest valid one, else weights of the hub that the user names.
+
+        So a run that begins with weights of the hub and is started again goes on.
+        """
+        if named is not None and ("://" in str(named) or not is_hub_folder(Path(named))):
+            return named
+        return newest_checkpoint(self._module().trainer, self._host_group()) or named
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
         """`configure_model` makes parameters that are sharded over all ranks, with the values of one process."""
-        with self._building.sharded(self._mesh(), self._host_group()):
+        with self._whole.sharded():
             yield
 
     # ---------------------------------------------------------------- the model
@@ -127,19 +135,17 @@ class MeshStrategy(RankStrategy):
         """
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        self._adopt_trainer(trainer)
         module, fitting = self._module(), trainer.state.fn == TrainerFn.FITTING
         if fitting and self._layer_sync is not None:
             self._layer_sync.apply(module)
-        self._adoption.normalise_over(self._mesh().data.get_group())
+        self._patch_trainer(trainer)
         self.precision_plugin.convert_module(module)
-        refusals.refuse_module(module, self._mesh(), self.techniques)
+        refuse(refusals.module_faults(module, self._mesh(), self.techniques))
         if self.is_distributed:
             assert self._batches is not None
-            readers = readers_of(self._mesh(), self.techniques)
             pipelined = self._mesh().sizes["pp"] > 1
-            self._log = StepLog(module, readers, self._host_group(), self._batches, pipelined)
-            self._detached.callback(self._log.close)
+            self._log = StepLog(module, self._whole.readers, self._host_group(), self._batches, pipelined)
+            self._give_back.callback(self._log.close)
         if self._mesh().sizes["pp"] == 1:
             self._divide_model(no_sample)
         else:
@@ -159,20 +165,27 @@ class MeshStrategy(RankStrategy):
         module, trainer = self._module(), self._module().trainer
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._parallelize(module, sample)
+        self._give_back.callback(self._close_step)
         sharded = self._whole.in_parts or self._whole.steps_parts(self._step)
-        refusals.refuse_callbacks(self._callbacks(), self._whole.in_parts)
+        refuse(refusals.callback_faults(self._callbacks(), self._whole.in_parts))
         if fitting:
             needed = 0 if self._checkpoints.in_parts else self._whole.bytes_of_parameters()
             refusals.refuse_checkpoints(self._callbacks(), needed, self._host_group())
         self._let_hooks_see_wholes(module)
-        self._nonfinite = NonFinite(self._policy, module, sharded, self._host_group(), self._mesh().world)
-        reduced, holding = partial(self._stored.reduced, self._step), self._whole.ranks_holding()
-        world, local, plugin = self._mesh().world, self._whole.local, self.precision_plugin
-        adapt_precision(plugin, world, sharded, holding, reduced, self._nonfinite, local)
+        nonfinite = NonFinite(self._policy, module, sharded, self._host_group(), self._mesh().world)
+        reduced = partial(self._stored.reduced, self._step)
+        precision = MeshPrecision(self.precision_plugin, self._whole, sharded, reduced, nonfinite)
+        self._give_back.callback(precision.close)
+        # Lightning calls it within the hook `optimizer_step`
+        self._step_optimizer = self._mesh().as_library(self._stored.step)
+        observed = self._batches, self._log, self._between
+        self._runner = StepRunner(self, self._whole, self._step, *observed, nonfinite)
         if self.is_distributed:
             self._buffers = Buffers(module, self._whole.readers, self._host_group())
         postponed, self._postponed = self._postponed, None
-        self._whole.begin()
+        if self._whole.tree is not None:
+            self._give_back.callback(self._whole.tree.close)
+        self._whole.pipeline.attach(module)  # from now on hooks find all parameters, as on one device
         if fitting and postponed is None:
             self.setup_optimizers(trainer)
         elif fitting:
@@ -180,7 +193,7 @@ class MeshStrategy(RankStrategy):
         if postponed is None:
             self.setup_precision_plugin()
         self._stored.reach_wrappers()
-        self._resumption.recall(self._step)
+        self._step.recall(self._resumption.findings)
         for optimizer, state in [] if postponed is None else postponed.states():
             self._whole.load_optimizer_state(self._stored.of(optimizer), state)
         self._ready = True
@@ -188,10 +201,10 @@ class MeshStrategy(RankStrategy):
     def _let_hooks_see_wholes(self, module: LightningModule) -> None:
         if self._whole.in_parts:
             self._between = BetweenSteps(module)
-            self._detached.callback(self._between.enter_step)
-            averages = lightnings.averages_of(self._callbacks())
+            self._give_back.callback(self._between.enter_step)
+            averages = internals.averages_of(self._callbacks())
             between_steps.shard_averages(module, [average.module for average in averages])
-        overrides = (lightnings.somebody_overrides(it, module, self._callbacks()) for it in AROUND_BACKWARD)
+        overrides = (internals.somebody_overrides(it, module, self._callbacks()) for it in AROUND_BACKWARD)
         self._reduces_each = any(gather_objects(any(overrides), self._host_group()))
 
     @contextmanager
@@ -208,34 +221,33 @@ class MeshStrategy(RankStrategy):
             gradients: whether gradients are gathered too.
             writable: whether what is written to them is kept. All ranks must write the same.
         """
-        if self._batch is not None:
+        if self._in_step:
             raise RuntimeError("full_parameters() is called in a step; call it in a hook, such as on_train_batch_end")
         of = self._module() if module is None else module
         with between_steps.full_parameters(of.modules(), gradients, writable):
             yield
 
     def _divide_early(self, why: str) -> None:
-        if self._postponed is None:
-            return
-        self._postponed.divide_early(why)
-        if self._callback is not None and not self._adoption.begun:
-            self._callback.show_whole()
+        if self._postponed is not None:
+            self._postponed.divide_early(why)
 
-    def _adopt_trainer(self, trainer: Trainer) -> None:
-        adopted = self._adopted = TrainerPatches(trainer)
-        adopted.save_checkpoints_by(self._saves())
+    def _patch_trainer(self, trainer: Trainer) -> None:
+        patches = self._patches = TrainerPatches(trainer, self._give_back)
+        patches.save_checkpoints_by(self._saves())
+        patches.normalise_over(self._mesh().data.get_group())
         if not self.is_distributed:
-            adopted.ignore_sync_dist_warning()
+            patches.ignore_sync_dist_warning()
             return
-        signals, acts = lambda: adopted.signals, (self._others_come, self._unite_buffers, self._unite_metrics)
+        signals, acts = lambda: patches.signals, (self._others_come, self._unite_buffers, self._unite_metrics)
         self._batches = Batches(self._readers(), self._host_group(), signals, self._saves(), self._stored.settings)
         early = partial(self._divide_early, "a validation comes first; Trainer(num_sanity_val_steps=0) runs none then")
-        self._callback = MeshCallback(self._batches, *acts, self._shown, early)
-        adopted.call_first(self._callback)
-        adopted.show_full_to_loggers(
-            lambda: self._batch is not None and sys.exc_info()[0] is None, lambda *given: self._whole.full(*given)
+        self._callback = MeshCallback(self._batches, *acts, early)
+        patches.call_first(self._callback)
+        self._give_back.callback(self._callback.close, trainer)
+        patches.show_full_to_loggers(
+            lambda: self._in_step and sys.exc_info()[0] is None, lambda *given: self._whole.full(*given)
         )
-        adopted.keep_ranks_together(self.broadcast, self._batches, self._host_group())
+        patches.keep_ranks_together(self.broadcast, self._batches, self._host_group())
 
     def _parallelize(self, module: LightningModule, sample: Callable[[], Sample]) -> None:
         plan = find_plan(module, self._given_plan)
@@ -244,16 +256,11 @@ class MeshStrategy(RankStrategy):
             log.info("Parallel plan from %s: %r", plan.source, plan)
         if self._batches is not None:
             self._batches.batch_dims = plan.batch_dims
-        divided = self._divided = DividedModel(module, self._mesh(), self._host_group())
-        self._building.divide(divided, plan, sample, self.root_device, self._host_group())
-        self.model, self._plan, self._step = divided.model, plan, divided.step()
+        self._whole.divide(plan, sample, self.root_device)
+        self.model, self._plan, self._step = self._whole.model, plan, self._whole.step()
 
     def model_to_device(self) -> None:
         """Nothing: `setup` moves what this rank keeps."""
-
-    def _shown(self) -> AbstractContextManager[None]:
-        """Inside, the module's tree is whole, as it is anyway before the model is divided."""
-        return nullcontext() if self._divided is None else self._divided.whole()
 
     @property
     def _whole(self) -> DividedModel:
@@ -271,26 +278,32 @@ class MeshStrategy(RankStrategy):
 
     def _take_optimizers(self, with_states: bool) -> None:
         self._whole.follow_in(self.optimizers, with_states)
-        refusals.refuse_old_parameters(self.optimizers, self._whole, self._host_group())
-        self._stored.take(self._whole.steppable())
+        if self._whole.in_parts:
+            faults = refusals.faults_of_old_parameters(self.optimizers, self._whole.known())
+            refuse(faults, self._host_group())
+        # where all ranks compute alike, optimizers may step whatever they have
+        alike = self._mesh().sizes["pp"] == 1 and self._mesh().loss.size() == 1
+        self._stored.take(None if alike else self._whole.known())
 
     def _store(self, optimizers: Sequence[Optimizer]) -> list[StoredOptimizer]:
         local = self._whole.local if self._whole.pipeline.ranks > 1 else nullcontext
         with local():
             elsewhere, shards = self._whole.stand_ins(), self._whole.steps_parts(self._step)
-            refusals.refuse_optimizers(optimizers, self._mesh(), shards, self._callbacks())
+            refuse(refusals.optimizer_faults(optimizers, self._mesh(), shards, self._callbacks()))
             options = shards, elsewhere, not self._module().automatic_optimization, local
             return [StoredOptimizer(each, self._step, self._mean_loss, *options) for each in optimizers]
 
     def _mean_loss(self, loss: Any) -> Any:
         """The loss of the whole batch, for optimizers that decide by it how far to go, as LBFGS does."""
         log = self._log if isinstance(loss, Tensor) else None
-        return loss if log is None else super().reduce(log.counted(loss) * self._latest.weight, self._whole.readers)
+        if log is None or self._runner is None:
+            return loss
+        return super().reduce(log.counted(loss) * self._runner.latest.weight, self._whole.readers)
 
     @property
-    def _adoption(self) -> TrainerPatches:
-        assert self._adopted is not None
-        return self._adopted
+    def _in_step(self) -> bool:
+        """Whether the user's step runs on the divided model, or has raised."""
+        return self._runner is not None and self._runner.batch is not None
 
     # ---------------------------------------------------------------- data
 
@@ -298,17 +311,17 @@ class MeshStrategy(RankStrategy):
         """Divides a loader: each rank reads its part, in the user's own order."""
         if self._batches is not None:
             self._batches.register(dataloader)
-        if self._adopted is not None and self._adopted.divides_data:
+        if self._patches is not None and self._patches.divides_data:
             progress: Any = self._module().trainer.fit_loop.epoch_loop.batch_progress
             dataloader = divide(dataloader, self._readers(), lambda: int(progress.current.processed))
-        elif self._adopted is not None:
+        elif self._patches is not None:
             dataloader = compared(dataloader, self._readers())
         return dataloader
 
     def barrier(self, name: str | None = None) -> None:
         """See `RankStrategy.barrier`."""
-        if name == "run-stage" and self._adopted is not None:  # Lightning has just installed its signal handlers
-            self._adopted.begin(self.is_distributed)
+        if name == "run-stage" and self._patches is not None:  # Lightning has just installed its signal handlers
+            self._patches.begin(self.is_distributed)
             self._resumption.begin(self._module().trainer, self._readers().rank, self._host_group())
         super().barrier(name)
 
@@ -337,13 +350,17 @@ class MeshStrategy(RankStrategy):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's own, on this rank's part of the batch."""
-        self._saves().count_step()
-        self._stored.take()
-        module = self._module()
-        run = module.training_step if module.automatic_optimization else self._stored.in_step(module)
-        output = self._run(self.precision_plugin.train_step_context(), run, args, kwargs)
-        if self._log is not None and (output is None or not module.automatic_optimization):
-            self._log.settle()  # there is no backward to wait for
+        module, log, runner, saver = self.lightning_module, self._log, self._runner, self._saver
+        assert module is not None
+        assert runner is not None
+        assert saver is not None
+        saver.steps_since_read += 1
+        if log is None and saver.failed:  # ranks tell each other of that with their batches
+            saver.wait()
+        step = module.training_step if module.automatic_optimization else self._stored.in_step(module)
+        output = runner.run(self.precision_plugin.train_step_context(), step, args, kwargs)
+        if log is not None and (output is None or not module.automatic_optimization):
+            log.settle()  # there is no backward to wait for
         return output
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -361,96 +378,20 @@ class MeshStrategy(RankStrategy):
     def _evaluate(self, context: AbstractContextManager[None], name: str, args: Any, kwargs: Any) -> Any:
         if self._postponed is not None:
             self._postponed.divide_at_step(name, args)
-        output = self._run(context, getattr(self._module(), name), args, kwargs)
+        assert self._runner is not None
+        output = self._runner.run(context, getattr(self._module(), name), args, kwargs)
         if self._log is not None:
             self._log.settle()
         return output
 
-    def _run(self, context: AbstractContextManager[None], run: Callable[..., T], args: Any, kwargs: Any) -> T:
-        self._adoption.stepped = True
-        if self._batches is None and self._saves().failed:
-            self._saves().wait()
-        whole, log = self._whole, self._log
-        with self._in_step():
-            batch, run = whole.batch(args[0]), whole.mesh.as_user(run)
-            self._batch = BatchContext()
-            if log is None or self._batches is None:
-                self._step.begin_batch(self._batch)
-                with context:
-                    output = whole.outputs(self._step.forward(whole.run(run), batch, *args[1:], **kwargs))
-            else:
-                observed, self._batch = self._begin_batch(run, log, self._batches)
-                with context, log.step(self._batch):
-                    self._step.begin_batch(self._batch)
-                    steps = self._probing(whole.run(observed), self._batch)
-                    output = whole.outputs(self._step.forward(steps, batch, *args[1:], **kwargs))
-                log.reduce_step(self._batch, output)
-        self._latest, self._batch = self._batch, None  # not where it raised
-        return output
-
-    def _begin_batch(self, run: Callable[..., T], log: StepLog, batches: Batches) -> tuple[StepFn[T], BatchContext]:
-        """The user's step, whose logs are taken, and what is known of the batch."""
-        module, pipeline = self._module(), self._whole.pipeline
-        in_pipeline = pipeline.ranks > 1
-        observed = (
-            MicrobatchStep(run, module, log, pipeline.rank, batches.batch_dims)
-            if in_pipeline
-            else ObservedStep(run, log)
-        )
-        context = BatchContext(
-            index=module.trainer.fit_loop.total_batch_idx if in_pipeline else 0,
-            weight=batches.weight,
-            samples=batches.fewest_samples if self._meets_in_forward else None,
-            scale=scale_of(self.precision_plugin),
-            alone=log.alone,
-            records=observed if isinstance(observed, MicrobatchStep) else BatchRecords(),
-            silent=partial(silent, module, observed, self.root_device),
-        )
-        return observed, context
-
-    def _probing(self, steps: StepFn[T], batch: BatchContext) -> StepFn[T]:
-        """The step, which measures its loss in the first batch of training; a pipeline does so by itself."""
-        module, batches = self._module(), self._batches
-        if not (self._probes and module.trainer.training) or batches is None or self._log is None:
-            return steps
-        self._probes, samples = False, batches.fewest_samples or 1
-        alone = self._readers().ranks == 1 or self._whole.pipeline.ranks > 1
-        synced = any(isinstance(each, SyncBatchNorm) for each in module.modules()) or self._whole.compares_samples
-        if alone or synced or samples < 2 or not module.automatic_optimization:
-            return steps
-        self.has_gathered = False
-        return ProbingRun(
-            steps, module, samples, batches.batch_dims, batch.silent, lambda: self.has_gathered, self._log
-        )
-
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Lightning's backward inside the techniques' step."""
-        module, plugin = self._module(), self.precision_plugin
-        scaled = plugin.pre_backward(closure_loss, module)
-        differentiate = self._mesh().as_library(self._differentiate)  # a manual backward comes from the user's step
-        differentiate(closure_loss, scaled, lambda loss: plugin.backward(loss, module, optimizer, *args, **kwargs))
-        return plugin.post_backward(scaled, module)
-
-    @contextmanager
-    def _in_step(self) -> Iterator[None]:
-        with self._whole.local(), nullcontext() if self._between is None else self._between.in_step():
-            yield
-
-    def _differentiate(self, loss: Tensor, scaled: Tensor, backward: Callable[[Tensor], None]) -> None:
-        """Runs the backward pass of a loss, which a plugin has scaled, by the weight of this rank's samples."""
-        batch, log = self._batch or self._latest, self._log
-        scaled, weight = self._nonfinite.seen(loss, scaled), batch.weight
-        around = nullcontext() if log is None else log.around_backward(batch, loss, self._stored.look_at_loss)
-        self._whole.gradients_changed()
-        with self._in_step(), around:
-            self._step.backward(
-                lambda: backward(scaled if weight == 1.0 or self._step.applies_sample_weight else scaled * weight)
-            )
+        assert self._runner is not None
+        return self._runner.differentiate(closure_loss, optimizer, self._stored.look_at_loss, args, kwargs)
 
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Lightning's, of an optimizer that a hook may have put in the place of another."""
-        step = self._mesh().as_library(self._stored.step)  # Lightning calls this within the hook `optimizer_step`
-        return step(optimizer, super().optimizer_step, *args, **kwargs)
+        return self._step_optimizer(optimizer, super().optimizer_step, *args, **kwargs)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """See `RankStrategy.reduce`; the values of a step that is being logged wait for each other."""
@@ -493,7 +434,8 @@ class MeshStrategy(RankStrategy):
             keep = self.is_global_zero
             checkpoint.update(tree_map_only(GlobalShard, lambda each: gathered(each, keep), checkpoint))
         self._resumption.keep(checkpoint, self._module().trainer, self._step, self._host_group())
-        self._saves().save(checkpoint, filepath, self._whole.source(), storage_options, waits=not self._ready)
+        source = Source(self._mesh().sizes, self._whole.tied)
+        self._saves().save(checkpoint, filepath, source, storage_options, waits=not self._ready)
         self._resumption.wrote = True
 
     def _can_save(self, what: str) -> bool:
@@ -504,7 +446,7 @@ class MeshStrategy(RankStrategy):
         if not self._others_come(what):
             return False
         analyzes = self._postponed is not None and self._postponed.analyzes
-        refusals.refuse_saving_in_a_step(analyzes or (self._ready and self._batch is not None), self._mesh())
+        refuse(refusals.faults_of_saving(analyzes or (self._ready and self._in_step), self._mesh()))
         if sys.exc_info()[0] is None:
             self._divide_early("a checkpoint is saved before it; save after the first batch")
         return self._postponed is None
@@ -519,7 +461,7 @@ class MeshStrategy(RankStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads into the whole model, or its shards; one that the user built on meta waits until it has values."""
         convert_before_loading(self.precision_plugin, self._module())
-        self._building.load(self._module(), checkpoint["state_dict"], strict, self._readers().rank == 0)
+        self._whole.load(checkpoint["state_dict"], strict, self._readers().rank == 0)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Each rank takes its part of the states of one device."""
@@ -546,23 +488,13 @@ class MeshStrategy(RankStrategy):
             self._lightning_module, self.optimizers = None, []
         super().teardown()
         self._lightning_module = module
-        if self._adopted is not None and not failing:
-            self._adopted.require_begun()
+        if self._patches is not None and not failing:
+            self._patches.require_begun(self._runner is not None and self._runner.ran)
 
     def _detach(self, module: LightningModule) -> None:
-        if self._divided is not None:
-            self._divided.end()
-        self._detached.close()
-        if self._ready and self._batch is not None:
-            module.state_dict()  # a step failed: the hooks of `fully_shard` put the shards back
-        self._step.close()
-        if self._callback is not None:
-            self._callback.close(module.trainer)
-        if self._adopted is not None:
-            self._adopted.close()
-        restore_precision(self.precision_plugin)
+        self._give_back.close()
         if self._postponed is not None and sys.exc_info()[0] is None:
-            self._building.make_whole(module, self._host_group())
+            self._whole.make_undivided()
         divided, together = self._divided, self._ready and not self._is_alone
         if divided is not None and (not divided.in_parts or (together and divided.make_whole(self.num_processes))):
             divided.leave()
@@ -570,17 +502,23 @@ class MeshStrategy(RankStrategy):
             self._layer_sync.revert(module)
         self.model, self._ready, self._over, self._postponed = module, False, True, None
 
+    def _close_step(self) -> None:
+        if self._in_step:
+            self._module().state_dict()  # a step failed: the hooks of `fully_shard` put the shards back
+        self._step.close()
+        self._stored.close()
+
     def _unite_buffers(self) -> None:
         if self._buffers is not None:
             with self._whole.local():
                 self._buffers.unite()
 
     def _unite_metrics(self) -> None:
-        if self._divided is None or self._log is None:  # there was no batch
+        if not self._ready or self._log is None:  # there was no batch
             return
         with self._whole.local():
             self._whole.pipeline.share_metrics(self._module(), self._log.metrics.last_stage)
 
     def _begun(self) -> dict[str, int] | None:
         """Within a step of a pipeline, messages may be under way that nobody takes any more."""
-        return None if self._batch is not None and self._whole.pipeline.ranks > 1 else super()._begun()
+        return None if self._in_step and self._whole.tree is not None else super()._begun()

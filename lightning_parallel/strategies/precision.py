@@ -1,69 +1,43 @@
-"""Precision on a mesh: whatever plugin Lightning chose clips and scales over all ranks."""
+"""Gradients between the backward pass and the optimizer's step: scaled, clipped, and looked at whether they are finite.
+
+Lightning's precision plugins do that on one rank. `MeshPrecision` lets the user's plugin do it over the mesh, and
+`NonFinite` keeps optimizers from stepping by a loss or gradient that is nan or infinite, as Megatron-LM and torchtitan
+do; Lightning trains on, and saves what comes of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_parallel.strategies.lightning_package import DoublePrecision, MixedPrecision, Precision
-from lightning_parallel.strategies.model.nonfinite import NonFinite
+from lightning_parallel.collectives.functional import by_kind, within_reach
+from lightning_parallel.strategies.lightning_package import DoublePrecision, LightningModule, MixedPrecision, Precision
+from lightning_parallel.strategies.model.divided_model import DividedModel
+from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.techniques.gradients.clipping import clip_by_norm, clip_by_value
 from lightning_parallel.techniques.tools.shards import local as local_part
 from lightning_parallel.techniques.tools.staged import Staged
 
+log = logging.getLogger(__name__)
 
-def adapt_precision(
-    plugin: Precision,
-    world: dist.ProcessGroup,
-    sharded: bool,
-    ranks_holding: Callable[[Tensor], int],
-    reduced: Callable[[Iterable[Tensor]], list[Any]],
-    nonfinite: NonFinite,
-    local: Callable[[], AbstractContextManager[None]],
-) -> None:
-    """Makes a precision plugin clip by the norm over the mesh, and skip a step everywhere if one rank must.
-
-    Args:
-        plugin: the user's, or the one Lightning chose; kept, so that its own behaviour stays.
-        world: all ranks.
-        sharded: whether gradients may be sharded.
-        ranks_holding: how many ranks hold a parameter, or a part of it.
-        reduced: see `StoredOptimizers.reduced`.
-        nonfinite: looks at gradients after hooks and clipping.
-        local: makes a context in which parameters of a pipeline are what this rank has of them.
-    """
-    scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
-    if scaler is not None:
-        vars(plugin)["scaler"] = MeshGradScaler.like(scaler, reduced, world, local)
-
-    def by_norm(optimizer: Optimizer, clip_val: float) -> None:
-        with local():
-            found = reduced(_held(plugin.main_params(optimizer)))
-            clip_by_norm(found, clip_val, world if sharded else None, ranks_holding)
-
-    def by_value(optimizer: Optimizer, clip_val: float) -> None:
-        with local():
-            clip_by_value(reduced(_held(plugin.main_params(optimizer))), clip_val)
-
-    def after_closure(model: Any, optimizer: Any) -> None:
-        with local():
-            parameters = reduced(_held(_parameters(optimizer)))
-        type(plugin)._after_closure(plugin, model, optimizer)
-        with local():
-            nonfinite.before_step(optimizer, parameters, None if scaler is None else scale_of(plugin))
-
-    vars(plugin).update(clip_grad_by_norm=by_norm, clip_grad_by_value=by_value, _after_closure=after_closure)
+Policy = Literal["stop", "skip", "continue"]
+LOSS = "the loss"
+LEAST_SCALE = 1.0
+"""At this scale of a loss, or less, it is not the scale that makes gradients overflow; DeepSpeed goes no lower."""
 
 
 def convert_before_loading(plugin: Precision, module: nn.Module) -> None:
-    """Makes a module double that will be so, before a checkpoint is read: its values would lose half of their digits.
+    """Make a module double that will be so, before a checkpoint is read: its values would lose half of their digits.
 
     Lightning converts modules after that. Of half precision nothing is lost so.
     """
@@ -71,61 +45,208 @@ def convert_before_loading(plugin: Precision, module: nn.Module) -> None:
         plugin.convert_module(module)
 
 
-def restore_precision(plugin: Precision) -> None:
-    """Takes `adapt_precision` back; a scaler keeps its scale."""
-    for name in ("clip_grad_by_norm", "clip_grad_by_value", "_after_closure"):
-        vars(plugin).pop(name, None)
+def scale_of(plugin: Precision) -> float:
+    """The factor by which the plugin will multiply a loss before backward."""
+    scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
+    return 1.0 if scaler is None else float(scaler.get_scale())
+
+
+class MeshPrecision:
+    """Lets a precision plugin clip by the norm over the mesh, and skip a step everywhere if one rank must.
+
+    The plugin is the user's, or the one that Lightning chose, so it keeps its class and its own behaviour. A gradient
+    scaler stays after `close`: the plugin keeps its scale.
+
+    Args:
+        plugin: of the run.
+        divided: the model.
+        sharded: whether gradients may be sharded.
+        reduced: see `StoredOptimizers.reduced`.
+        nonfinite: looks at gradients after hooks and clipping.
+    """
+
+    def __init__(
+        self,
+        plugin: Precision,
+        divided: DividedModel,
+        sharded: bool,
+        reduced: Callable[[Iterable[Tensor]], list[Any]],
+        nonfinite: NonFinite,
+    ) -> None:
+        world = divided.mesh.world
+        self._plugin, self._reduced, self._nonfinite = plugin, reduced, nonfinite
+        self._world, self._holding = world if sharded else None, divided.ranks_holding()
+        self._pipelined = divided.tree is not None
+        #: makes a context in which parameters of a pipeline are what this rank has of them
+        self._local: Callable[[], AbstractContextManager[None]] = divided.local if self._pipelined else nullcontext
+        scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
+        if scaler is not None:
+            vars(plugin)["scaler"] = MeshGradScaler.like(scaler, self, world)
+        vars(plugin).update(
+            clip_grad_by_norm=self._clip_by_norm, clip_grad_by_value=self._clip_by_value, _after_closure=self._step
+        )
+
+    def close(self) -> None:
+        """Give the plugin its own methods back."""
+        for name in ("clip_grad_by_norm", "clip_grad_by_value", "_after_closure"):
+            vars(self._plugin).pop(name, None)
+
+    def reduced(self, optimizer: Optimizer) -> list[Any]:
+        """The parameters that an optimizer is about to step, as ranks have them, with final gradients."""
+        parameters: list[Any] = []
+        for group in optimizer.param_groups:
+            parameters += group["params"]
+        if self._pipelined:
+            parameters = [parameter for parameter in parameters if not isinstance(parameter, Staged)]
+        return self._reduced(parameters)
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        with self._local():
+            clip_by_norm(self.reduced(optimizer), clip_val, self._world, self._holding)
+
+    def _clip_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        with self._local():
+            clip_by_value(self.reduced(optimizer), clip_val)
+
+    def _step(self, model: Any, optimizer: Any) -> None:
+        """The closure has run: hooks and clipping follow, then the optimizer steps."""
+        plugin = self._plugin
+        with self._local():
+            parameters = self.reduced(optimizer)
+        type(plugin)._after_closure(plugin, model, optimizer)
+        with self._local():
+            scales = isinstance(plugin, MixedPrecision) and plugin.scaler is not None
+            self._nonfinite.before_step(optimizer, parameters, scale_of(plugin) if scales else None)
 
 
 class MeshGradScaler(torch.amp.GradScaler):
     """A gradient scaler for which an overflow on any rank is an overflow on all."""
 
-    _reduced: Callable[[Iterable[Tensor]], list[Any]]
+    _precision: MeshPrecision
     _world: dist.ProcessGroup
-    _local: Callable[[], AbstractContextManager[None]]
 
     @classmethod
-    def like(
-        cls,
-        scaler: torch.amp.GradScaler,
-        reduced: Callable[[Iterable[Tensor]], list[Any]],
-        world: dist.ProcessGroup,
-        local: Callable[[], AbstractContextManager[None]],
-    ) -> MeshGradScaler:
-        """Make a mesh scaler with the settings and the scale of this one; for the rest see `adapt_precision`."""
+    def like(cls, scaler: torch.amp.GradScaler, precision: MeshPrecision, world: dist.ProcessGroup) -> MeshGradScaler:
+        """Make a mesh scaler with the settings and the scale of this one."""
         mesh_scaler = cls.__new__(cls)
-        vars(mesh_scaler).update(vars(scaler), _reduced=reduced, _world=world, _local=local)
+        vars(mesh_scaler).update(vars(scaler), _precision=precision, _world=world)
         return mesh_scaler
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        with self._local():
-            held = self._reduced(_held(_parameters(optimizer)))
-            gradients = [local_part(p.grad) for p in held if p.grad is not None]
-            shown: Any = SimpleNamespace(param_groups=[{"params": [_with_gradient(g) for g in gradients]}])
+        with self._precision._local():
+            held, bearers = self._precision.reduced(optimizer), list[Tensor]()
+            for gradient in [local_part(each.grad) for each in held if each.grad is not None]:
+                bearers.append(gradient.detach())
+                bearers[-1].grad = gradient
+            shown: Any = SimpleNamespace(param_groups=[{"params": bearers}])
             found = super()._unscale_grads_(shown, inv_scale, found_inf, allow_fp16)
         overflow = sum((value.to(found_inf.device) for value in found.values()), torch.zeros_like(found_inf))
         dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=self._world)
         return {found_inf.device: overflow}
 
 
-def _held(parameters: Iterable[Any]) -> list[Any]:
-    """Parameters without those of other stages; the tree is local."""
-    return [parameter for parameter in parameters if not isinstance(parameter, Staged)]
+class NonFinite:
+    """Looks at losses and gradients before each step of an optimizer, after what the user's hooks did to gradients.
 
+    | policy     | a loss or a gradient is not finite on some rank                          |
+    |------------|--------------------------------------------------------------------------|
+    | "stop"     | FloatingPointError on all ranks, which names step, rank and parameter    |
+    | "skip"     | a warning that names them; gradients are dropped, the optimizer moves on |
+    | "continue" | nobody looks                                                             |
 
-def _parameters(optimizer: Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    A gradient scaler (precision="16-mixed") leaves such steps out by itself, and lowers its scale: nobody looks until
+    it scales no more (`LEAST_SCALE`).
 
+    Args:
+        policy: one of these.
+        module: names parameters.
+        divided: whether ranks have different gradients; where all have the same, they decide alike without a message.
+        group: all ranks, for small messages of the host.
+        world: all ranks, for messages of the device.
+    """
 
-def _with_gradient(gradient: Tensor) -> Tensor:
-    bearer = gradient.detach()
-    bearer.grad = gradient
-    return bearer
+    def __init__(
+        self,
+        policy: Policy,
+        module: LightningModule,
+        divided: bool,
+        group: dist.ProcessGroup,
+        world: dist.ProcessGroup,
+    ) -> None:
+        self._policy, self._module, self._group, self._world = policy, module, group, world
+        self._agrees = group.size() > 1 and (divided or policy == "skip")
+        self._losses: Tensor | None = None
 
+    def seen(self, loss: Tensor, scaled: Tensor) -> Tensor:
+        """What goes backward for a loss: where it is not finite, no gradient of it will be, whatever its graph makes.
 
-def scale_of(plugin: Precision) -> float:
-    """The factor by which the plugin will multiply a loss before backward."""
-    scaler = plugin.scaler if isinstance(plugin, MixedPrecision) else None
-    return 1.0 if scaler is None else float(scaler.get_scale())
+        Args:
+            loss: as the step returned it.
+            scaled: what a plugin made of it.
+        """
+        if self._policy == "continue" or not loss.requires_grad:
+            return scaled
+        value = loss.detach()
+        self._losses = value if self._losses is None else self._losses + value
+        return scaled * (value - value + 1)  # 1 or nan, without a device having to wait, or a hook to be called
+
+    def before_step(self, optimizer: Optimizer, parameters: Sequence[nn.Parameter], scale: float | None) -> None:
+        """Look at the gradients, reduced and clipped, by which the optimizer is about to step. Collective.
+
+        Args:
+            optimizer: that steps.
+            parameters: its, as ranks have them.
+            scale: by which a scaler multiplied the loss; it will leave the step out, and lower its scale. None: none.
+
+        Raises:
+            FloatingPointError: on all ranks; something is not finite, and the policy is to stop.
+        """
+        losses, self._losses = self._losses, None
+        if self._policy == "continue" or (scale is not None and scale > LEAST_SCALE):
+            return
+        held, values = list[nn.Parameter](), list[Tensor]()
+        for parameter in parameters:
+            value: Any = parameter.grad
+            if value is not None:
+                # not `to_local`, which costs ten calls each, in every step, for a history that gradients do not have
+                value = value._local_tensor if isinstance(value, DTensor) else value
+                held.append(parameter)
+                values.append(value.coalesce().values() if value.is_sparse else value)
+        fine = torch.zeros(())  # the sum of norms: finite if gradients are, unless a norm is too large for its dtype
+        for same in by_kind(values):
+            norm = torch.stack(torch._foreach_norm(same)).sum()
+            fine = norm + fine.to(norm.device)
+        if self._agrees:
+            fine = within_reach(fine.isfinite().int(), self._world)
+            dist.all_reduce(fine, op=dist.ReduceOp.MIN, group=self._world)
+        if bool(fine) if self._agrees else math.isfinite(fine.item()):
+            return
+        said = gather_objects(self._finding(losses, held, values), self._group)
+        if any(said):  # else norms were too large for their dtype, and gradients were not
+            self._decide(optimizer, said)
+
+    def _finding(self, losses: Tensor | None, held: Sequence[nn.Parameter], values: Sequence[Tensor]) -> str:
+        if losses is not None and not losses.isfinite():
+            return f"{LOSS} is {losses.item()}"
+        bad = [parameter for parameter, value in zip(held, values, strict=True) if not value.isfinite().all()]
+        if not bad:
+            return ""
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self._module.named_parameters()}
+        first = names.get(bad[0], f"a parameter of shape {list(bad[0].shape)}")
+        others = f", the first of {len(bad)}," if len(bad) > 1 else ""
+        return f"the gradient of {first}{others} is not finite"
+
+    def _decide(self, optimizer: Optimizer, said: Sequence[str]) -> None:
+        causes = [finding for finding in said if finding.startswith(LOSS)] or [finding for finding in said if finding]
+        told = "; ".join(f"rank {rank}: {finding}" for rank, finding in enumerate(said) if finding in causes)
+        step = f"in step {self._module.trainer.global_step}, {told}"
+        if self._policy == "stop":
+            raise FloatingPointError(
+                f"{step}. The optimizer has not stepped. Trainer(detect_anomaly=True) names the operation that made "
+                "it; nonfinite='skip', an argument of the strategy, leaves such steps out, 'continue' trains on"
+            )
+        if self._group.rank() == 0:
+            log.warning("%s; the step is left out, for nonfinite='skip'", step)
+        optimizer.zero_grad(set_to_none=True)

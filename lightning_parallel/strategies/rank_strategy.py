@@ -16,12 +16,13 @@ from lightning_parallel.arguments import one_of
 from lightning_parallel.collectives.functional import begun_in, hang_up, within_reach
 from lightning_parallel.collectives.samples import rows_of_all
 from lightning_parallel.mesh import Axis, ParallelMesh, resolve_sizes
+from lightning_parallel.strategies import lightning_internals as internals
 from lightning_parallel.strategies.checkpoint.files import AtomicCheckpointIO
 from lightning_parallel.strategies.checkpoint.loader import load
 from lightning_parallel.strategies.checkpoint.options import CheckpointOptions, Form, Resume
 from lightning_parallel.strategies.checkpoint.saver import Saver
 from lightning_parallel.strategies.data.randomness import RandomState
-from lightning_parallel.strategies.data.shares import Readers
+from lightning_parallel.strategies.data.sharding import DataSharding
 from lightning_parallel.strategies.lightning_package import (
     Accelerator,
     Callback,
@@ -37,14 +38,19 @@ from lightning_parallel.strategies.lightning_package import (
     rank_zero,
 )
 from lightning_parallel.strategies.logged.sums import reduce_tensor
-from lightning_parallel.strategies.model.nonfinite import Policy
+from lightning_parallel.strategies.precision import Policy
 from lightning_parallel.strategies.ranks.agreement import gather_objects
-from lightning_parallel.strategies.ranks.failures import Failure, Failures, add_note, one_line, tell_torchrun
-from lightning_parallel.strategies.ranks.launchers import Launcher, backend_for, end_children, make_launcher
+from lightning_parallel.strategies.ranks.failures import Failure, Failures, add_note, one_line, report_to_torchrun
+from lightning_parallel.strategies.ranks.launchers import (
+    Launcher,
+    backend_for,
+    die_with,
+    end_children,
+    launcher_of,
+    make_launcher,
+)
 from lightning_parallel.strategies.ranks.roll_call import wait_for_all
-from lightning_parallel.strategies.ranks.signals import die_with_launcher, launcher_of, outlive_launcher
 from lightning_parallel.strategies.ranks.watchdog import Watchdog
-from lightning_parallel.strategies.trainer import lightnings
 from lightning_parallel.techniques.technique import Technique
 
 T = TypeVar("T")
@@ -108,8 +114,6 @@ class RankStrategy(StrategyOfPackage):
         self.techniques = tuple(sorted(techniques, key=lambda technique: technique.order))
         #: whether the user's code has gathered tensors of other ranks
         self.has_gathered = False
-        self._meets_in_forward = any(technique.traits.meets_in_forward for technique in self.techniques)
-        self._divides_batches = any(technique.traits.divides_batches for technique in self.techniques)
         self.num_nodes = 1
         self._backend, self._timeout = process_group_backend, timeout
         self._policy, self._start_method = nonfinite, start_method
@@ -154,7 +158,7 @@ class RankStrategy(StrategyOfPackage):
     @property
     def is_distributed(self) -> bool:
         """Whether there are other ranks; Lightning asks before it reduces what is logged."""
-        return self.num_nodes * self.num_processes > 1
+        return self.num_nodes * len(self.parallel_devices or ()) > 1
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -192,7 +196,7 @@ class RankStrategy(StrategyOfPackage):
         """Joins the process group and builds the mesh."""
         super().setup_environment()
         if (launcher := self._launched_by) is not None:
-            die_with_launcher(launcher)
+            die_with(launcher)
         self.set_world_ranks()
         self._require_world_size()
         device = self.root_device
@@ -211,7 +215,7 @@ class RankStrategy(StrategyOfPackage):
             )
         self._saver = Saver(self._checkpoints, self.checkpoint_io, self._host_group(), self._saving)
         if self.is_distributed:
-            self._failures = Failures(self.global_rank, dist.get_world_size())
+            self._failures = Failures(self.global_rank, dist.get_world_size(), self._begun)
             self._watchdog = self._new_watchdog()
         self.share_randomness()  # not reset to its seed: one device draws on from where the user's script stands
 
@@ -301,7 +305,7 @@ class RankStrategy(StrategyOfPackage):
         Raises:
             RuntimeError: they are not, and the run goes on: the user's code handles an exception on some ranks only.
         """
-        if self._failures is None or self._failures.all_come(what, self._begun):
+        if self._failures is None or self._failures.all_come(what):
             return self.mesh is not None  # a process that only launched ranks holds nothing
         if not self._failures.alone and self._module().trainer.state.status != TrainerStatus.INTERRUPTED:
             raise RuntimeError(
@@ -324,9 +328,9 @@ class RankStrategy(StrategyOfPackage):
         report, behind = ("", "") if self._watchdog is None else (self._watchdog.stop(), self._hang_summary())
         add_note(exception, report)
         add_note(exception, "" if self._saver is None else self._saver.said_of_read(exception))
-        lightnings.take_patches_back()
+        internals.take_patches_back()
         mine = Failure(self.global_rank, one_line(exception))
-        first = mine if self._failures is None else self._failures.end(exception, self._begun)
+        first = mine if self._failures is None else self._failures.end(exception)
         if self._is_alone:
             hang_up(kept=self._saving)  # which a save may need that is under way
             if isinstance(self._launcher, Launcher):
@@ -337,7 +341,7 @@ class RankStrategy(StrategyOfPackage):
             add_note(exception, str(first))
         add_note(exception, behind)  # last: torchrun and launchers end with it
         if first.rank == self.global_rank:
-            tell_torchrun(exception)
+            report_to_torchrun(exception)
 
     def _hang_summary(self) -> str:
         """Of a rank that hangs: who is behind, in one line."""
@@ -349,7 +353,7 @@ class RankStrategy(StrategyOfPackage):
             self._watchdog.stop()
         super().teardown()
         if self._launched_by is not None:
-            outlive_launcher()
+            die_with(None)
 
     @property
     def _launched_by(self) -> int | None:
@@ -365,15 +369,15 @@ class RankStrategy(StrategyOfPackage):
     # ---------------------------------------------------------------- what is there
 
     def _callbacks(self) -> list[Callback]:
-        return lightnings.callbacks_of(self._module().trainer)
+        return internals.callbacks_of(self._module().trainer)
 
     def _module(self) -> LightningModule:
         assert self.lightning_module is not None
         return self.lightning_module
 
-    def _readers(self) -> Readers:
+    def _readers(self) -> DataSharding:
         data = self._mesh().data
-        return Readers(data.size(), data.get_local_rank(), self._mesh().world_size // data.size())
+        return DataSharding(data.size(), data.get_local_rank(), self._mesh().world_size // data.size())
 
     def _host_group(self) -> dist.ProcessGroup:
         assert self._control is not None

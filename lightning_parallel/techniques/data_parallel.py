@@ -1,7 +1,6 @@
 """Data parallel: every rank holds the whole model and sees other samples; gradients are averaged.
 
 Source: S. Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, VLDB 2020.
-PowerSGD: T. Vogels et al., NeurIPS 2019.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ class DataParallel(Technique):
 
     Args:
         size: number of replicas; "auto" takes the ranks that no other technique claims.
-        compression: what gradients travel as: "bf16" or "fp16" (half the bytes), "powersgd" (rank-1 approximation with
-            error feedback after ten exact steps), or None for their own dtype.
+        compression: what gradients are sent and summed as: "bf16" or "fp16" (half the bytes), or None for their dtype.
         bucket_mb: MiB of gradients in one message.
 
     Raises:
@@ -44,7 +42,7 @@ class DataParallel(Technique):
     phase: ClassVar[Phase] = Phase.SHARD
 
     def __post_init__(self) -> None:
-        one_of("DataParallel", "compression", self.compression, (None, "bf16", "fp16", "powersgd"))
+        one_of("DataParallel", "compression", self.compression, (None, "bf16", "fp16"))
         number = isinstance(self.bucket_mb, (int, float)) and not isinstance(self.bucket_mb, bool)
         if not number or not 0 < self.bucket_mb < math.inf:
             raise ValueError(f"DataParallel(bucket_mb={self.bucket_mb!r}): bucket_mb is a number greater than 0")

@@ -83,10 +83,6 @@ def test_imports_respect_the_floors(file: Path) -> None:
     assert not list(faults(file))
 
 
-STILL_IN_CIRCLES = {("hooks", "model"), ("hooks", "trainer"), ("trainer", "hooks"), ("model", "logged")}
-"""Imports of one folder of strategies/ by another that are to be removed."""
-
-
 def test_folders_of_strategies_import_each_other_one_way() -> None:
     imported: dict[str, set[str]] = defaultdict(set)
     for file in (each for each in FILES if dotted(each)[1:2] == ("strategies",)):
@@ -94,8 +90,6 @@ def test_folders_of_strategies_import_each_other_one_way() -> None:
         for _, name in imports(file):
             if own and name[:2] == (PACKAGE, "strategies") and name[2:3] not in ((), own):
                 imported[own[0]].add(name[2])
-    for folder, other in STILL_IN_CIRCLES:
-        imported[folder].discard(other)
     assert list(TopologicalSorter(imported).static_order())  # raises CycleError, which names the folders
 
 
@@ -121,10 +115,10 @@ def test_nobody_asks_who(pattern: str, remedy: str) -> None:
 
 def test_private_fields_of_loops_and_loaders_are_known_in_one_place() -> None:
     private = r"\._(combined_loader|mode|iterator|spec|predictions|data_fetcher|accelerator_connector)\b"
-    strategies = (file for file in FILES if "strategies" in file.parts and file.name != "lightnings.py")
+    strategies = (file for file in FILES if "strategies" in file.parts and file.name != "lightning_internals.py")
     own = r"(gradient|shard|made)\._spec"  # a DTensor's
     found = [file.name for file in strategies if re.search(private, re.sub(own, "", file.read_text()))]
-    assert not found, "read them through strategies/trainer/lightnings.py"
+    assert not found, "read them through strategies/lightning_internals.py"
 
 
 MUTABLE = {

@@ -33,13 +33,15 @@ def content(step: int) -> dict[str, Any]:
 def save(target: Path, step: int) -> None:
     values, tensors = encoded(content(step))
     shares, boxes = divided(tensors)
-    made, files = commit.begin(target), {}
-    for rank in range(RANKS):
-        own = folder.share_of(rank, shares, lambda name, offset, _, rank=rank: boxes[rank][name][offset])
-        files |= folder.write_share(made, rank, own)
-    head = Manifest(step, {"tp": RANKS}, {}, shares.tensors, shares.same, {}, ("state_dict", "global_step", "note"))
-    folder.finish(made, values, head, files)
-    commit.commit(made, target)
+    files: dict[str, Any] = {}
+    with commit.writing(target) as made:
+        made.mkdir()
+        for rank in range(RANKS):
+            own = folder.share_of(rank, shares, lambda name, offset, _, rank=rank: boxes[rank][name][offset])
+            files |= folder.write_share(made, rank, own)
+        head = Manifest(step, {"tp": RANKS}, {}, shares.tensors, shares.same, {}, ("state_dict", "global_step", "note"))
+        folder.finish(made, values, head, files)
+        commit.commit(made, target)
 
 
 def divided(tensors: dict[str, Tensor]) -> tuple[Shares, list[dict[str, dict[tuple[int, ...], Tensor]]]]:

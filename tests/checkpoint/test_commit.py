@@ -1,6 +1,8 @@
 """Killed anywhere while it saves, a process leaves the checkpoint before or the new one, whole."""
 
 import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -101,30 +103,50 @@ def test_a_link_is_put_in_one_step(tmp_path: Path) -> None:
     assert is_step(load(tmp_path / "last.ckpt"), 2)
 
 
-def test_what_the_living_make_is_left_alone(tmp_path: Path) -> None:
-    made = commit.begin(tmp_path / "a.ckpt")
-    other = tmp_path / made.name.replace(f"-{os.getpid()}-", "-999999999-")
-    other.mkdir()
-    elsewhere = tmp_path / made.name.replace(commit.UNFINISHED, f"{commit.UNFINISHED}-another").replace(
-        f"-{os.getpid()}-", "-999999999-"
-    )
-    elsewhere.mkdir()
-    commit.sweep(tmp_path)
-    assert made.exists()
-    assert elsewhere.exists()
-    assert not other.exists()
+def test_only_what_the_dead_left_is_swept(tmp_path: Path) -> None:
+    with commit.writing(tmp_path / "a.ckpt") as living:
+        living.mkdir()
+        dead, removed = (
+            commit.temporary_name(living.parent / "a.ckpt", kind) for kind in (commit.UNFINISHED, "removed")
+        )
+        of_another_host = tmp_path / dead.name.replace(commit.UNFINISHED, f"{commit.UNFINISHED}-another")
+        for path in (dead, removed, of_another_host):
+            path.mkdir()
+        commit.sweep(tmp_path)
+        left = {path.name for path in tmp_path.iterdir()}
+        assert left == {living.name, f"{living.name}.lock", of_another_host.name}
+    assert [path.name for path in tmp_path.iterdir()] == [of_another_host.name]
+
+
+@pytest.mark.skipif(
+    shutil.which("unshare") is None
+    or subprocess.run(["unshare", "--fork", "--pid", "true"], check=False).returncode != 0,
+    reason="needs another pid namespace",
+)
+def test_what_a_process_of_another_container_writes_is_not_swept(tmp_path: Path) -> None:
+    """It sees the same folder and host name, and not the pid."""
+    program = "import sys; from pathlib import Path; from lightning_parallel.checkpoint import commit; "
+    program += "commit.sweep(Path(sys.argv[1]))"
+    with commit.writing(tmp_path / "a.ckpt") as living:
+        living.mkdir()
+        subprocess.run(["unshare", "--fork", "--pid", sys.executable, "-c", program, tmp_path], check=True)
+        assert living.is_dir()
 
 
 def test_what_is_whole_and_left_by_the_dead_gets_its_name(tmp_path: Path) -> None:
     target = tmp_path / "a.ckpt"
-    living = commit.begin(target)
-    dead = living.rename(tmp_path / living.name.replace(f"-{os.getpid()}-", "-999999999-"))
-    removed = tmp_path / dead.name.replace(commit.UNFINISHED, commit.REMOVED)
-    removed.mkdir()
-    (again := commit.beside(target, commit.UNFINISHED)).mkdir()
-    assert commit.finish(again) == again
+    dead, removed, other = (
+        commit.temporary_name(target, kind) for kind in (commit.UNFINISHED, commit.REMOVED, commit.UNFINISHED)
+    )
+    for path in (dead, removed, other):
+        path.mkdir()
+    with commit.writing(tmp_path / "b.ckpt") as living:
+        living.mkdir()
+        assert commit.finish(living) == living
+    assert not dead.exists()  # `writing` swept
+    dead.mkdir()
     assert commit.finish(removed) == removed
     assert commit.finish(dead) == target
     assert target.is_dir()
-    other = again.rename(tmp_path / again.name.replace(f"-{os.getpid()}-", "-999999999-"))
+    other.mkdir()
     assert commit.finish(other) == other  # another has the name

@@ -2,12 +2,10 @@
 
 import os
 import sys
-from pathlib import Path
 
 import pytest
 
 from lightning_parallel.__main__ import EXTRA, main, recipes
-from lightning_parallel.ring import main as show_ring
 from lightning_parallel.schedule import main as show
 from tests.package.test_import import NEEDED, ROOT, imported_at_once
 
@@ -20,18 +18,6 @@ def test_schedule_is_the_command_of_that_name(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == shown
 
 
-def test_ring_is_the_command_of_that_name(capsys: pytest.CaptureFixture[str]) -> None:
-    show_ring(["--ranks", "2"])
-    shown = capsys.readouterr().out
-    main(["ring", "--ranks", "2"])
-    assert capsys.readouterr().out == shown
-
-
-def test_it_draws(tmp_path: Path) -> None:
-    main(["ring", "--ranks", "2", "--png", str(tmp_path / "out.png")])
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_train_takes_hydras_overrides(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning-parallel"])
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -39,7 +25,7 @@ def test_train_takes_hydras_overrides(monkeypatch: pytest.MonkeyPatch, capsys: p
     main(["train", "--cfg", "job", "seed=3", "strategy=pipeline_parallel"])
     shown = capsys.readouterr().out
     assert "seed: 3\n" in shown
-    assert "_target_: lightning_parallel.PipelineParallelStrategy\n" in shown
+    assert "_target_: lightning_parallel.PipelineParallel\n" in shown
     assert sys.argv[0] == str(ROOT / "recipes" / "train.py"), "what launched processes run"
 
 
@@ -81,4 +67,3 @@ def test_help_tells_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert "lightning-parallel train experiment=gpt-124m" in shown
     assert "lightning-parallel schedule zbv" in shown
-    assert "lightning-parallel ring --ranks 4" in shown

@@ -1,13 +1,12 @@
 """A run from its first step to its predictions, with a stop on the way, on one of several places.
 
-The places are the host, a pretended device whose messages go through the host, and one GPU that all ranks share.
+The places are the host and one GPU that all ranks share.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,11 +16,10 @@ from lightning.pytorch import LightningModule, Trainer
 
 from tests.curves import Curve, Recorder, compare, compare_series, whole
 from tests.models import build, loaders
-from tests.pretended import Device, pretended_device
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.trainers import PoolEnvironment, trainer
 
-Place = Literal["host", "pretended", "gpu"]
+Place = Literal["host", "gpu"]
 Make = Callable[..., Any]
 RUN: dict[str, Any] = {"precision": "64-true", "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
 
@@ -32,34 +30,29 @@ class Journey:
 
     Attributes:
         predicted: the sums of this rank's predictions and of their squares.
-        copied: how many tensors messages took to the host, where the device is a pretended one.
     """
 
     first: Curve
     second: Curve
     validated: dict[str, float]
     predicted: tuple[float, float]
-    copied: int
 
 
 def journey(
     make: Make | None, readers: int, place: Place, column: str = "gpt", run: Mapping[str, Any] = RUN, **model: Any
 ) -> Journey:
     """Fits for an epoch, goes on from its checkpoint in a new model, validates and predicts."""
-    with around(place) as device:
-        data = loaders(column, 8 // readers)
-        file = Path(os.environ["RANKS_SCRATCH"]) / "stopped.ckpt"
-        on_the_way = made(make, place, run, max_epochs=1)
-        first = curve(on_the_way, drawn_on_the_host(build(column, **model)), data)
-        on_the_way.save_checkpoint(file)
-        going_on = made(make, place, run, max_epochs=2)
-        module = drawn_on_the_host(build(column, seed=1, **model))
-        second = curve(going_on, module, data, ckpt_path=file)
-        (metrics,) = going_on.validate(module, data.val, verbose=False)
-        predictions = torch.cat([part.double().cpu().flatten() for part in going_on.predict(module, data.val) or []])
-    return Journey(
-        first, second, metrics, (predictions.sum().item(), predictions.square().sum().item()), device.to_host
-    )
+    data = loaders(column, 8 // readers)
+    file = Path(os.environ["RANKS_SCRATCH"]) / "stopped.ckpt"
+    on_the_way = made(make, place, run, max_epochs=1)
+    first = curve(on_the_way, drawn_on_the_host(build(column, **model)), data)
+    on_the_way.save_checkpoint(file)
+    going_on = made(make, place, run, max_epochs=2)
+    module = drawn_on_the_host(build(column, seed=1, **model))
+    second = curve(going_on, module, data, ckpt_path=file)
+    (metrics,) = going_on.validate(module, data.val, verbose=False)
+    predictions = torch.cat([part.double().cpu().flatten() for part in going_on.predict(module, data.val) or []])
+    return Journey(first, second, metrics, (predictions.sum().item(), predictions.square().sum().item()))
 
 
 def drawn_on_the_host(module: LightningModule) -> LightningModule:
@@ -72,10 +65,6 @@ def drawn_on_the_host(module: LightningModule) -> LightningModule:
 
     module.configure_model = configure_model
     return module
-
-
-def around(place: Place) -> AbstractContextManager[Device]:
-    return pretended_device() if place == "pretended" else nullcontext(Device())
 
 
 def made(make: Make | None, place: Place, run: Mapping[str, Any], **more: Any) -> Trainer:

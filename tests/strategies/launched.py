@@ -1,9 +1,16 @@
-"""A user's script, run as real processes by `test_launched.py`: python launched.py START_METHOD EVENT RANK STRATEGY."""
+"""A user's script, run as real processes by `test_launched.py`: launched.py START_METHOD EVENT RANK STRATEGY RANKS DIR.
+
+Events take place in batch 3 on one rank; "dies first" before rank 1 joins, once rank 0 has come.
+"""
 
 import os
 import signal
 import sys
 import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -11,8 +18,12 @@ from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from torch.utils.data import DataLoader
 
 from lightning_parallel import PipelineParallelStrategy, TensorParallelStrategy, ZeroStrategy
+from lightning_parallel.strategies import rank_strategy
 
 STRATEGIES = {"zero": ZeroStrategy, "tensor": TensorParallelStrategy, "pipeline": PipelineParallelStrategy}
+HANGS = "sleeps", "leaves out"
+TIMEOUT, JOINING = timedelta(seconds=10), timedelta(seconds=120)
+"""Of collectives of a run that hangs; and of processes that import, one after the other."""
 
 
 def interrupted() -> bool:
@@ -20,8 +31,7 @@ def interrupted() -> bool:
     return signal.getsignal(signal.SIGINT) is signal.SIG_DFL
 
 
-EVENTS = {
-    "nothing": lambda: None,
+EVENTS: dict[str, Any] = {
     "raise": lambda: (_ for _ in ()).throw(RuntimeError("the user's code failed here")),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "terminate": lambda: os.kill(os.getpid(), signal.SIGTERM),
@@ -48,33 +58,62 @@ class Regression(LightningModule):
         self.scale, self.shift = torch.nn.Parameter(torch.ones(8)), torch.nn.Parameter(torch.zeros(8))
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        if batch_idx == 3 and self.global_rank == self.rank:
+        if batch_idx == 3 and self.event in HANGS:
+            self.hang()
+        elif batch_idx == 3 and self.global_rank == self.rank:
             print(f"event at {time.time()}", flush=True)
-            EVENTS[self.event]()
-        time.sleep(0.05)
+            EVENTS.get(self.event, lambda: None)()
+        if self.event not in HANGS:
+            time.sleep(0.05)
         for layer in self.layers:
             batch = layer(batch)
         batch = self.scale * batch + self.shift
         return batch.square().mean()
 
+    def hang(self) -> None:
+        if self.event == "sleeps" and self.global_rank == self.rank:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # ends at once when it is told to
+            time.sleep(600)
+        if self.event == "leaves out" and self.global_rank != self.rank:
+            torch.distributed.barrier()
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters())
 
 
+def die_first(comes: Path) -> None:
+    """Rank 1 ends once rank 0 has come."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        comes.touch()
+        return
+    while not comes.exists():
+        time.sleep(0.01)
+    print(f"event at {time.time()}", flush=True)
+    EVENTS["kill"]()
+
+
 def main() -> None:
-    start_method, event, rank, strategy, folder = sys.argv[1:]
+    warnings.simplefilter("ignore")
+    start_method, event, rank, strategy, ranks, folder = sys.argv[1:]
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    options: dict[str, Any] = {} if start_method == "torchrun" else {"start_method": start_method}
+    if event in HANGS:
+        wait_for_all, options["timeout"] = rank_strategy.wait_for_all, TIMEOUT
+        rank_strategy.wait_for_all = lambda environment, _: wait_for_all(environment, JOINING)
     trainer = Trainer(
         accelerator="cpu",
-        devices=2,
-        strategy=STRATEGIES[strategy](start_method=start_method),
+        devices=int(ranks),
+        strategy=STRATEGIES[strategy](**options),
         max_steps=30,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[OnExceptionCheckpoint(folder)],
+        enable_checkpointing=event not in HANGS,
+        callbacks=[] if event in HANGS else [OnExceptionCheckpoint(folder)],
     )
+    if event == "dies first":
+        die_first(Path(folder) / "comes")
     module = Regression(event, int(rank))
     trainer.fit(module, DataLoader(torch.randn(400, 8), batch_size=2))
     weight = module.layers[0].up.weight

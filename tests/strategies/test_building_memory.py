@@ -22,7 +22,7 @@ from lightning_parallel import (
     Zero,
     ZeroStrategy,
 )
-from lightning_parallel.strategies.model.building import Building
+from lightning_parallel.strategies.model.divided_model import DividedModel
 from tests.live import LiveBytes
 from tests.ranks import run_on_ranks
 from tests.trainers import trainer
@@ -53,21 +53,21 @@ class Deep(LightningModule):
 
 
 def built(make_strategy: Any, data_ranks: int) -> None:
-    live, divide, parts = LiveBytes(), Building.divide, list[int]()
+    live, divide, parts = LiveBytes(), DividedModel.divide, list[int]()
     module = Deep(live)
 
-    def measured(self: Building, *args: Any) -> None:
+    def measured(self: DividedModel, *args: Any) -> None:
         with live:
             divide(self, *args)
         held: list[Any] = list(module.parameters())
         parts.append(sum(4 * (p._local_tensor if isinstance(p, DTensor) else p).numel() for p in held))
 
-    Building.divide = measured  # type: ignore[method-assign]
+    DividedModel.divide = measured  # type: ignore[method-assign]
     try:
         run = trainer(make_strategy(), max_steps=1)
         run.fit(module, DataLoader(torch.ones(4, WIDTH), 4 // data_ranks))
     finally:
-        Building.divide = divide  # type: ignore[method-assign]
+        DividedModel.divide = divide  # type: ignore[method-assign]
     full = sum(4 * parameter.numel() for parameter in module.parameters())
     (part,) = parts
     assert part < 0.6 * full

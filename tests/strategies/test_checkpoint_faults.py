@@ -276,8 +276,7 @@ def test_a_run_goes_on_by_itself_from_the_newest_valid_checkpoint(form: str, tmp
 def goes_on_from_one_without_a_name(where: Path) -> None:
     """It was whole when its process was killed, and had not its name yet; the next save sweeps such names away."""
     assert goes_on(where, "sharded", 1) == 4
-    left = commit.beside(where / "step=4.ckpt", commit.UNFINISHED).name.replace(f"-{os.getpid()}-", "-999999999-")
-    (where / "step=4.ckpt").rename(where / left)
+    (where / "step=4.ckpt").rename(commit.temporary_name(where / "step=4.ckpt", commit.UNFINISHED))
     assert goes_on(where, "sharded", 2, f"Going on from {where / 'step=4.ckpt'}, step 4.") == 8
     assert valid_in(where) == {f"step={step}.ckpt" for step in range(1, 9)}
 

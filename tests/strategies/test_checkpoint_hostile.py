@@ -19,9 +19,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_parallel import HybridStrategy
 from lightning_parallel.checkpoint import commit
-from lightning_parallel.checkpoint.foreign import INDEX, REST
 from lightning_parallel.checkpoint.hashed import Content
 from lightning_parallel.checkpoint.manifest import MANIFEST, VALUES, read_manifest, write_manifest
+from lightning_parallel.checkpoint.torch_folder import INDEX
 from lightning_parallel.strategies.checkpoint.files import AtomicCheckpointIO
 from tests.ranks import run_on_ranks
 from tests.strategies.test_checkpoint_faults import FORMS, LogOf, goes_on
@@ -138,8 +138,6 @@ def neighbours(where: Path) -> None:
     for name, index in (("index.ckpt", b"I1\n."), ("rest.ckpt", b"\x80\x02K\x01.")):
         (where / name).mkdir()
         (where / name / INDEX).write_bytes(index)
-        torch.save({"global_step": [9]}, where / name / REST)
-    torch.save(Path("code"), where / "rest.ckpt" / REST)
     (where / "values.ckpt").mkdir()
     (where / "values.ckpt" / MANIFEST).write_text(json.dumps([]))
     assert goes_on(where, "full", 2, "step=4.ckpt, step 4. Skipped: ") == 8

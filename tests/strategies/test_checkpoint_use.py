@@ -16,10 +16,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from lightning_parallel.strategies.checkpoint.files import AtomicCheckpointIO
-from lightning_parallel.strategies.data_parallel import DataParallelStrategy
-from lightning_parallel.strategies.pipeline_parallel import PipelineParallelStrategy
-from lightning_parallel.strategies.tensor_parallel import TensorParallelStrategy
-from lightning_parallel.strategies.zero import ZeroStrategy
+from lightning_parallel.strategies.named import (
+    DataParallelStrategy,
+    PipelineParallelStrategy,
+    TensorParallelStrategy,
+    ZeroStrategy,
+)
 from tests.checkpoint.folders import load
 from tests.models import Plain, loaders
 from tests.ranks import RanksFailed, run_on_ranks
@@ -169,26 +171,12 @@ def not_strict(make: Callable[[], Any], path: Path) -> None:
         trainer(make()).validate(Grown(), tokens(), ckpt_path=path, verbose=False)
 
 
-def best_and_last(make: Callable[[], Any], path: Path) -> None:
-    best = ModelCheckpoint(path.parent / "best", monitor="val_loss", save_top_k=2, save_last=True, mode="max")
-    often = ModelCheckpoint(path.parent / "often", "{step}", every_n_train_steps=3, save_top_k=-1)
-    run = fitted(make, Tied(), max_epochs=4, callbacks=[best, often], enable_checkpointing=True)
-    files = {file.name for file in (path.parent / "best").iterdir()}
-    assert len(files) == 3
-    assert "last.ckpt" in files
-    assert {file.stem for file in (path.parent / "often").iterdir()} == {"step=3", "step=6"}
-    (result,) = run.test(Tied(), tokens(), ckpt_path="best", verbose=False)
-    assert result["test_loss"] == pytest.approx(best.best_model_score.item(), rel=1e-5)
-    (result,) = run.validate(Tied(), tokens(), ckpt_path="last", verbose=False)
-    assert result["val_loss"] < best.best_model_score
-
-
-@covering(keep=1, use=(edited, metrics_go_on, not_strict, best_and_last), layout=LAYOUTS)
+@covering(keep=1, use=(edited, metrics_go_on, not_strict), layout=LAYOUTS)
 def test_use_of_sharded_ones(use: Callable[..., None], layout: str, tmp_path: Path) -> None:
     run_on_ranks(2, use, partial(LAYOUTS[layout], checkpoint="sharded"), tmp_path / "file.ckpt")
 
 
-@covering(keep=1, use=(edited, read_by_anyone, metrics_go_on, not_strict, best_and_last), layout=LAYOUTS)
+@covering(keep=1, use=(edited, read_by_anyone, metrics_go_on, not_strict), layout=LAYOUTS)
 def test_use(use: Callable[..., None], layout: str, tmp_path: Path) -> None:
     run_on_ranks(2, use, LAYOUTS[layout], tmp_path / "file.ckpt")
 

@@ -11,11 +11,8 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.strategies import Strategy
 
-from lightning_parallel.strategies.checkpoint.resumption import FINDINGS, RANDOMNESS
-from lightning_parallel.strategies.checkpoint.whole import POSITIONS
-from lightning_parallel.strategies.data_parallel import DataParallelStrategy
-from lightning_parallel.strategies.hybrid import HybridStrategy
-from lightning_parallel.strategies.zero import ZeroStrategy
+from lightning_parallel.strategies.checkpoint.resumption import FINDINGS, POSITIONS, RANDOMNESS
+from lightning_parallel.strategies.named import DataParallelStrategy, HybridStrategy, ZeroStrategy
 from tests.curves import Curve, Recorder, compare_weights
 from tests.models import build, loaders
 from tests.ranks import run_on_ranks

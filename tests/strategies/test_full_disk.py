@@ -20,7 +20,7 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_parallel import ZeroStrategy
-from lightning_parallel.strategies.checkpoint.background import Background
+from lightning_parallel.strategies.checkpoint.saver import Background
 from tests.ranks import run_on_ranks
 from tests.strategies.test_checkpoint_faults import valid_in
 from tests.strategies.test_checkpoint_use import Tied, fitted

@@ -21,7 +21,6 @@ from lightning_parallel import DataParallelStrategy
 from lightning_parallel.strategies import rank_strategy
 from lightning_parallel.strategies.ranks import failures, roll_call
 from tests.ranks import POOL, free_port
-from tests.strategies.joining import nothing
 from tests.tiers import sampled
 
 pytestmark = pytest.mark.launched
@@ -44,6 +43,10 @@ def fitted(before: Callable[[], Any], within: float) -> None:
     )
     before()
     trainer.fit(BoringModel())
+
+
+def nothing() -> None:
+    pass
 
 
 def stops_in_a_step() -> None:

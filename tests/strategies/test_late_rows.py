@@ -41,7 +41,7 @@ HOOKS = (
     "a callback",
 )
 ALWAYS = ("on_validation_epoch_start", "on_save_checkpoint")  # in steps of their own
-FIRST = 3  # the first step is not behind any, and the second one is watched
+FIRST = 2  # the first step is not behind any
 
 
 class Reader(Plain):

@@ -1,6 +1,7 @@
 """Real processes, started as a user's script starts them: they end together, soon, with the cause on screen."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.strategies.launched import HANGS
+
 SCRIPT = Path(__file__).with_name("launched.py")
 ROOT = SCRIPT.parents[2]
 
@@ -19,7 +22,7 @@ pytestmark = pytest.mark.launched
 
 
 AT_ONCE = 2
-HANGS = 400  # seconds, after which a run is given up: who waits for a rank that has gone waits for half an hour
+TOO_LONG = 400  # seconds, after which a run is given up: who waits for a rank that has gone waits for half an hour
 
 
 class Launch(NamedTuple):
@@ -29,6 +32,12 @@ class Launch(NamedTuple):
     event: str = "nothing"
     rank: int = 0
     strategy: str = "zero"
+    ranks: int = 2
+
+    def command(self) -> tuple[str, ...]:
+        """What runs the script: Python, or torchrun, which keeps the store where ranks meet."""
+        run = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks))
+        return (sys.executable, "-W", "ignore", *(run if self.start_method == "torchrun" else ()), str(SCRIPT))
 
 
 AS_PROCESS_1 = ("unshare", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc")
@@ -47,12 +56,12 @@ class Ended(NamedTuple):
 
 
 def launch(run: Launch, folder: Path) -> Ended:
-    command = [*WITHIN.get(run, ()), sys.executable, "-W", "ignore", str(SCRIPT), *map(str, run), str(folder)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RUN_MARK": str(folder)}
+    command = [*WITHIN.get(run, ()), *run.command(), *map(str, run), str(folder)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "RUN_MARK": str(folder)}
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=HANGS, check=False, start_new_session=True
+        command, env=environment, capture_output=True, text=True, timeout=TOO_LONG, check=False, start_new_session=True
     )
-    assert "event at " in done.stdout, done.stdout + done.stderr
+    assert "event at " in done.stdout or run.event in HANGS, done.stdout + done.stderr
     return Ended(folder, done.returncode, done.stdout + done.stderr)
 
 
@@ -90,17 +99,51 @@ def left_behind(folder: Path) -> list[str]:
 
 
 def require_nobody_left(folder: Path) -> None:
-    deadline = time.monotonic() + HANGS
+    deadline = time.monotonic() + TOO_LONG
     while left_behind(folder) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert left_behind(folder) == []
 
 
-@pytest.mark.exhaustive
-@after(Launch("spawn"), Launch("popen"), Launch("fork"))
+@after(
+    Launch("torchrun"),
+    *(pytest.param(Launch(how), marks=pytest.mark.exhaustive) for how in ("spawn", "popen", "fork")),
+)
 def test_every_way_to_start_gives_the_whole_model_back(ended):
     assert ended.code == 0, ended.output
     assert "finished with Parameter (8, 8)" in ended.output
+
+
+@pytest.mark.exhaustive
+@after(Launch("torchrun", "dies first", 1), Launch("popen", "dies first", 1))
+def test_one_that_is_killed_before_it_joins_is_named_by_who_started_it(ended, run):
+    """Which ends the others, before they can tell; nobody waits for the timeout of half an hour."""
+    words = r"PID \d+ terminated with code -9" if run.start_method == "popen" else r"rank +: 1 [^/]*exitcode +: -9 "
+    assert ended.code != 0
+    assert re.search(words, ended.output), ended.output
+    require_nobody_left(ended.folder)
+
+
+SLEEPS = r"is in hang \(launched.py:\d+\) of step 3, at .*launched.py:\d+ in hang; the others wait in "
+LEAVES_OUT = r"waits in .* of step 3, at .*; the others wait in barrier \(distributed_c10d.py:\d+\) of step 3"
+
+
+@pytest.mark.exhaustive
+@after(
+    Launch("fork", "leaves out", 1, ranks=3),
+    Launch("popen", "leaves out", 2, ranks=3),
+    Launch("torchrun", "leaves out", 2, ranks=3),
+    Launch("popen", "sleeps", 0),  # it launched the other
+    Launch("popen", "sleeps", 1, ranks=3),
+    Launch("spawn", "sleeps", 1),
+    Launch("torchrun", "sleeps", 1),
+)
+def test_of_a_hang_the_launcher_says_in_the_end_who_is_behind(ended, run):
+    """In the last line but for rules and torchrun's own."""
+    assert ended.code != 0
+    last = [line for line in ended.output.splitlines() if line.strip() and not set(line) <= {"=", "-"}][-1]
+    words = SLEEPS if run.event == "sleeps" else LEAVES_OUT
+    assert re.search(rf"rank {run.rank} is behind: it {words}", last), ended.output
 
 
 @after(

@@ -22,13 +22,14 @@ from lightning_parallel import (
     TensorParallelStrategy,
     ZeroStrategy,
 )
+from lightning_parallel.strategies import lightning_internals as internals
 from lightning_parallel.strategies.checkpoint.files import AtomicCheckpointIO
 from lightning_parallel.strategies.data.loaders import divide
-from lightning_parallel.strategies.data.randomness import state_of_reader
-from lightning_parallel.strategies.data.shares import Readers
+from lightning_parallel.strategies.data.randomness import state_of_data_rank
+from lightning_parallel.strategies.data.sharding import DataSharding
 from lightning_parallel.strategies.ranks import launchers
-from lightning_parallel.strategies.trainer import lightnings
 from tests.heard import heard
+from tests.models import build, loaders
 from tests.ranks import run_on_ranks
 from tests.trainers import trainer
 
@@ -58,7 +59,7 @@ def run_and_look(hook: str) -> None:
     except ValueError:
         assert hook
     assert ([loop.inference_mode for loop in loops], list(warnings.filters), run.callbacks) == before
-    assert lightnings.divides_data(run)
+    assert internals.divides_data(run)
     assert not any("reset" in vars(loop) for loop in loops)
 
 
@@ -91,6 +92,16 @@ def fit_and_validate() -> list[str]:
 
 def test_a_run_that_is_over_holds_no_parameters_of_which_the_next_one_would_tell() -> None:
     assert run_on_ranks(2, fit_and_validate) == [[], []]
+
+
+def zero_grad_after_a_pipeline() -> list[bool]:
+    run = trainer(PipelineParallelStrategy(2), max_epochs=1)
+    run.fit(build("gpt2", n_layer=2), *loaders("gpt2", 8, samples=8, val_samples=8))
+    return ["zero_grad" in vars(each) for each in run.optimizers]
+
+
+def test_optimizers_of_a_pipeline_have_their_own_zero_grad_again() -> None:
+    assert run_on_ranks(2, zero_grad_after_a_pipeline) == [[False], [False]]
 
 
 def test_a_single_device_gives_back_too() -> None:
@@ -192,7 +203,7 @@ class Numbers:
 def test_loaders_are_divided_once() -> None:
     combined = CombinedLoader([DataLoader(torch.arange(8.0)), Numbers()])
     for _ in range(2):  # Lightning puts divided loaders into a CombinedLoader of the user's, and asks again
-        combined.flattened = [divide(loader, Readers(2, 1), lambda: 0) for loader in combined.flattened]
+        combined.flattened = [divide(loader, DataSharding(2, 1), lambda: 0) for loader in combined.flattened]
     assert [[float(batch) for batch in loader] for loader in combined.flattened] == [[1, 3, 5, 7], [1, 3, 5, 7]]
 
 
@@ -219,7 +230,7 @@ OF_READERS = {
 @pytest.mark.parametrize("case", OF_READERS)
 def test_devices_of_a_reader_draw_alike_and_those_of_others_apart(case: str) -> None:
     said, wanted = OF_READERS[case]
-    assert [state_of_reader(reader, said) for reader in range(len(wanted))] == wanted
+    assert [state_of_data_rank(reader, said) for reader in range(len(wanted))] == wanted
 
 
 class Layer(nn.Module):

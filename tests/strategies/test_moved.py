@@ -95,6 +95,8 @@ def test_what_was_taken_while_configure_model_built_is_read_in_steps_and_hooks(l
 class Halves(torch.optim.SGD):
     """Scales the gradients of the parameters that it keeps in a list of its own."""
 
+    steps_each_parameter = True
+
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.1, momentum=0.9)
         self.halved = self.param_groups[0]["params"][::2]

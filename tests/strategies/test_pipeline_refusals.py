@@ -183,7 +183,7 @@ def zbv_with(technique: Any) -> Any:
     ("make", "strategy", "said"),
     [
         (Manual, PP2, "Manual optimizes manually"),
-        (OneDirection, PP2, "LBFGS lets the step of a parameter depend on other parameters"),
+        (OneDirection, PP2, "LBFGS is not known to step each parameter by itself"),
         (Contrasts, PP2, r"the loss of 4 samples is .* 2 and 2 of them together make .*: samples interact"),
         (Decorrelates, PP2, r"together make .*: samples interact, .*microbatches=1"),
         (Reduces, PP2, r"Only `self.log\(..., reduce_fx=\{min,max,mean,sum\}\)` are supported"),

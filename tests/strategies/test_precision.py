@@ -12,8 +12,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_parallel.strategies.data_parallel import DataParallelStrategy
-from lightning_parallel.strategies.zero import ZeroStrategy
+from lightning_parallel.strategies.named import DataParallelStrategy, ZeroStrategy
 from tests.curves import check_parity, compare, train
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.tiers import covering

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_parallel import DataParallel, HybridStrategy, PipelineParallel
-from lightning_parallel.strategies.data.shares import is_compared
+from lightning_parallel.strategies.data.sharding import is_compared
 from lightning_parallel.strategies.ranks import sync
 from tests.models import build, points
 from tests.ranks import ranks

@@ -133,7 +133,7 @@ def streamed(batch_size: int, workers: int, kind: type[IterableDataset]) -> Data
 
 def read(
     strategy: Any, make_loader: Any, workers: int, folder: Path, stops: list[int], resume: str | None = None
-) -> list[tuple[int, int, list[int]]]:
+) -> tuple[list[tuple[int, int, list[int]]], Tensor]:
     """Two epochs in global batches of four samples."""
     seed_everything(3 if resume is None else 4, verbose=False)
     warnings.filterwarnings("ignore", ".*os.fork.*")
@@ -142,12 +142,12 @@ def read(
     made = make_loader(4 // size, workers)
     ckpt_path = None if resume is None else folder / resume
     trainer(strategy(), max_epochs=2, callbacks=callbacks).fit(module, made, ckpt_path=ckpt_path, weights_only=True)
-    return module.saw
+    return module.saw, module.layer.weight.detach().clone()
 
 
-def together(saw: list[list[tuple[int, int, list[int]]]]) -> list[tuple[int, int, list[int]]]:
+def together(ends: list[tuple[list[tuple[int, int, list[int]]], Tensor]]) -> list[tuple[int, int, list[int]]]:
     """The global batches of what ranks saw; the last one has less than a sample for each, and repeats its first."""
-    batches = ([*zip(*parts, strict=True)] for parts in zip(*saw, strict=True))
+    batches = ([*zip(*parts, strict=True)] for parts in zip(*(saw for saw, _ in ends), strict=True))
     return [(epoch, index, sorted({*chain(*numbers)})) for (epoch, *_), (index, *_), numbers in batches]
 
 
@@ -164,10 +164,13 @@ def test_stateful_loaders_go_on_on_other_numbers_of_ranks(
 ) -> None:
     before, after = ranks
     make = SOURCES[source]
-    whole = together(run_on_ranks(before, read, DataParallelStrategy, make, workers, tmp_path, [2, 6, 8]))
+    ends = run_on_ranks(before, read, DataParallelStrategy, make, workers, tmp_path, [2, 6, 8])
+    whole, (_, weight) = together(ends), ends[0]
     for file, done in [("2.ckpt", 2), ("6.ckpt", 6), ("8.ckpt", 8), ("end_of_epoch.ckpt", 6)]:
-        rest = together(run_on_ranks(after, read, DataParallelStrategy, make, workers, tmp_path, [], file))
-        assert rest == whole[done:], file
+        rest = run_on_ranks(after, read, DataParallelStrategy, make, workers, tmp_path, [], file)
+        assert together(rest) == whole[done:], file
+        for _, other in rest:  # samples that do not count in the last batch do not train either
+            torch.testing.assert_close(other, weight)
 
 
 def refused(folder: Path) -> None:

@@ -1,8 +1,5 @@
-"""Checkpoints that Lightning's own strategies wrote are read, on any layout, without running code."""
+"""Checkpoints of Lightning's own strategies: files are read on any layout; folders are converted first."""
 
-import os
-import pickle
-import shutil
 import warnings
 from functools import partial
 from pathlib import Path
@@ -18,11 +15,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import fully_shard
 
 from lightning_parallel import HybridStrategy, ZeroStrategy
-from lightning_parallel.checkpoint.damage import Damaged
-from lightning_parallel.checkpoint.foreign import ForeignFolder
-from lightning_parallel.strategies.checkpoint.stock import numbered, read_folder
+from lightning_parallel.checkpoint.__main__ import main
+from lightning_parallel.strategies.checkpoint.loader import numbered
 from tests.ranks import run_on_ranks
-from tests.strategies.test_checkpoint_faults import Payload
 from tests.strategies.test_checkpoint_use import Tied, tokens
 from tests.tiers import sampled
 from tests.trainers import trainer
@@ -74,7 +69,7 @@ def read_by_us(folder: Path, ranks: int) -> None:
     wanted = torch.load(folder / "expected", weights_only=True)
     make = HybridStrategy if ranks == 1 else partial(ZeroStrategy, 2, stage=2)
     ends = []
-    for name in ("whole.ckpt", "parts.ckpt"):
+    for name in ("whole.ckpt", "one.ckpt"):
         model, fitting = Sharded(), run(make())
         fitting.fit(model, tokens(), ckpt_path=folder / name)
         assert fitting.global_step == 2
@@ -95,6 +90,7 @@ def read_by_us(folder: Path, ranks: int) -> None:
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stock")
     run_on_ranks(2, written_by_lightning, folder)
+    main(["import", str(folder / "parts.ckpt"), str(folder / "one.ckpt")])
     return folder
 
 
@@ -104,16 +100,15 @@ def test_what_model_parallel_strategy_wrote_is_read(written: Path, ranks: int) -
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_fsdp_strategy_wrote_is_read(tmp_path: Path) -> None:
+def test_what_fsdp_strategy_wrote_is_converted(tmp_path: Path) -> None:
     """It calls the model otherwise; the strategy itself runs on GPUs only."""
     weight, moment = torch.randn(3, 2), torch.randn(3, 2)
     groups = [{"lr": 0.1, "betas": (0.9, 0.99), "params": ["layer.weight"]}]
     optimizer = {"state": {"layer.weight": {"exp_avg": moment, "step": torch.tensor(4.0)}}, "param_groups": groups}
     save({"model": {"layer.weight": weight}, "optimizer_0": optimizer}, checkpoint_id=tmp_path / "x", no_dist=True)
     torch.save({"global_step": 4}, tmp_path / "x" / "meta.pt")
-    opened = ForeignFolder(tmp_path / "x")
-    assert not opened.faults()
-    got = read_folder(opened)
+    main(["import", str(tmp_path / "x"), str(tmp_path / "x.ckpt")])
+    got = torch.load(tmp_path / "x.ckpt", weights_only=True)
     assert got["global_step"] == 4
     assert torch.equal(got["state_dict"]["layer.weight"], weight)
     state = numbered(got["optimizer_states"][0])
@@ -121,92 +116,15 @@ def test_what_fsdp_strategy_wrote_is_read(tmp_path: Path) -> None:
     assert state["param_groups"] == [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0]}]
 
 
-def refused(folder: Path, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"whose index may run any code .*checkpoint import .*parts.ckpt FILE"):
         run(HybridStrategy()).validate(Sharded(), tokens(), ckpt_path=folder / "parts.ckpt", verbose=False)
-    assert not (folder / "canary").exists()
 
 
-def hostile_index(folder: Path) -> None:
-    (folder / "parts.ckpt" / ".metadata").write_bytes(pickle.dumps(Payload(folder / "canary")))
+def test_a_folder_of_torch_is_refused_with_the_command_that_converts_it(written: Path) -> None:
+    run_on_ranks(1, refused, written)
 
 
-def hostile_rest(folder: Path) -> None:
-    torch.save({"x": Payload(folder / "canary")}, folder / "parts.ckpt" / "meta.pt")
-
-
-def hostile_entries(folder: Path) -> None:
-    """Every entry of a file is replaced by a pickle with a payload."""
-    path = folder / "parts.ckpt"
-    index = pickle.loads((path / ".metadata").read_bytes())
-    payload = folder / "payload"
-    torch.save(Payload(folder / "canary"), payload)
-    for place in index.storage_data.values():
-        place.relative_path, place.offset, place.length = "payload", 0, payload.stat().st_size
-    shutil.copy(payload, path / "payload")
-    (path / ".metadata").write_bytes(pickle.dumps(index))
-
-
-def outside(folder: Path) -> None:
-    path = folder / "parts.ckpt" / ".metadata"
-    index = pickle.loads(path.read_bytes())
-    for place in index.storage_data.values():
-        place.relative_path = "../secret"
-    path.write_bytes(pickle.dumps(index))
-
-
-def missing(folder: Path) -> None:
-    (folder / "parts.ckpt" / "__1_0.distcp").unlink()
-
-
-def cut(folder: Path) -> None:
-    file = folder / "parts.ckpt" / "__1_0.distcp"
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-def flipped(folder: Path) -> None:
-    file = folder / "parts.ckpt" / "__1_0.distcp"
-    data = bytearray(file.read_bytes())
-    place = next(it for it in ForeignFolder(file.parent)._index.storage_data.values() if it.relative_path == file.name)
-    data[place.offset + place.length // 2] ^= 1
-    file.write_bytes(data)
-
-
-def unfinished(folder: Path) -> None:
-    (folder / "parts.ckpt" / "meta.pt").unlink()
-
-
-CASES = {
-    hostile_index: "posix.mkdir, which no checkpoint needs",
-    hostile_rest: "Weights only load failed|weights_only",
-    hostile_entries: "Weights only load failed|weights_only",
-    outside: "'../secret', which is no plain name of a file in the folder",
-    missing: "__1_0.distcp is missing, which holds",
-    cut: "__1_0.distcp has .* bytes, and .* lies behind them",
-    flipped: "__1_0.distcp was changed after it was written: .* is broken",
-    unfinished: "meta.pt is missing: the save was not finished",
-}
-
-
-@pytest.mark.parametrize("change", CASES, ids=lambda change: change.__name__)
-def test_what_is_hostile_or_damaged_is_refused(change: Any, written: Path, tmp_path: Path) -> None:
-    shutil.copytree(written / "parts.ckpt", tmp_path / "parts.ckpt")
-    change(tmp_path)
-    run_on_ranks(1, refused, tmp_path, CASES[change])
-
-
-@pytest.mark.exhaustive
-def test_a_damaged_index_is_refused_or_read_and_never_runs(written: Path, tmp_path: Path) -> None:
-    import random
-
-    chance, data = random.Random(0), (written / "parts.ckpt" / ".metadata").read_bytes()
-    shutil.copytree(written / "parts.ckpt", copy := tmp_path / "parts.ckpt")
-    for _ in range(2000):
-        changed = bytearray(data)
-        changed[chance.randrange(len(data))] = chance.randrange(256)
-        (copy / ".metadata").write_bytes(changed)
-        try:
-            ForeignFolder(copy)
-        except Damaged:
-            continue
-    assert sorted(os.listdir(tmp_path)) == ["parts.ckpt"]
+def test_a_folder_without_an_index_is_not_converted(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"is no folder of torch.distributed.checkpoint: it has no .metadata"):
+        main(["import", str(tmp_path), str(tmp_path / "one.ckpt")])

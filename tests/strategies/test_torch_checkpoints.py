@@ -7,10 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
-from torch.distributed.checkpoint import load, save
+from torch.distributed.checkpoint import CheckpointException, load, save
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from lightning_parallel import (
@@ -44,20 +45,27 @@ def wholes(trainer: Trainer, **options: Any) -> AbstractContextManager[None]:
 
 
 class Saves(Callback):
+    """On one rank: in hooks the world has the ranks that read different samples, and each of several would write."""
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
         with wholes(trainer):
-            save({"model": module.state_dict()}, checkpoint_id=self.folder)
+            state = self.state(module)
+            if trainer.is_global_zero:
+                save({"model": state}, checkpoint_id=self.folder, no_dist=True)
+        trainer.strategy.barrier()
+
+    def state(self, module: LightningModule) -> dict[str, Any]:
+        return module.state_dict()
 
 
 class SavesByTorch(Saves):
     """Through the functions that torch has for it."""
 
-    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
-        with wholes(trainer):
-            save({"model": get_model_state_dict(module)}, checkpoint_id=self.folder)
+    def state(self, module: LightningModule) -> dict[str, Any]:
+        return get_model_state_dict(module)
 
 
 class Loads(Saves):
@@ -77,6 +85,20 @@ class LoadsByTorch(Loads):
         state = get_model_state_dict(module)
         load({"model": state}, checkpoint_id=self.folder)
         set_model_state_dict(module, state)
+
+
+class SavesParts(Saves):
+    """Without `full_parameters`: hooks reach the ranks that read different samples, and others hold parts too."""
+
+    def on_train_end(self, trainer: Trainer, module: LightningModule) -> None:
+        refused = partial(
+            pytest.raises, CheckpointException, match=r"take part in what this hook calls.*full_parameters"
+        )
+        with refused():
+            save({"model": module.state_dict()}, checkpoint_id=self.folder)
+        super().on_train_end(trainer, module)
+        with refused():
+            load({"model": module.state_dict()}, checkpoint_id=self.folder)
 
 
 def train(make_strategy: Strategy, column: str, callback: type[Saves], folder: Path, seed: int) -> dict[str, Tensor]:
@@ -106,3 +128,9 @@ def test_weights_are_written_and_read(tmp_path, column, writer, reader, by_torch
     written, read = found
     assert written.keys() == read.keys()
     assert [name for name in written if not torch.equal(written[name], read[name])] == []
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2 x zero3"])
+def test_parts_of_which_other_ranks_hold_some_are_refused(tmp_path: Path, layout: str) -> None:
+    ranks, make_strategy = LAYOUTS[layout]
+    run_on_ranks(ranks, train, make_strategy, "gpt2", SavesParts, tmp_path / "parts", 0, timeout=60.0, limit=120.0)

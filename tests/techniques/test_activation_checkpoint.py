@@ -8,13 +8,14 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.plan.plan import ParallelPlan
-from lightning_parallel.strategies.hybrid import HybridStrategy
+from lightning_parallel.strategies.named import HybridStrategy
 from lightning_parallel.techniques.activation_checkpoint import ActivationCheckpoint
 from lightning_parallel.techniques.data_parallel import DataParallel
 from lightning_parallel.techniques.divided.functions import FunctionsGetWholes
@@ -97,6 +98,30 @@ def test_selective_keeps_products_and_recomputes_the_rest() -> None:
     assert recomputed["aten.mm.default"] == plain["aten.mm.default"]
     assert recomputed["aten.silu.default"] == 4
     assert not any("scaled_dot_product" in name and "backward" not in name for name in recomputed)
+
+
+class Grouped(nn.Module):
+    """Experts by one grouped product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 16, 16, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends = torch.tensor([8, 16], dtype=torch.int32)
+        return F.grouped_mm(x.sin(), self.weight, offs=ends).sin()
+
+
+def test_selective_keeps_grouped_products() -> None:
+    x = torch.randn(16, 16, dtype=torch.bfloat16, requires_grad=True)
+    counts = []
+    for mode in (None, "selective", "full"):
+        [forward] = checkpointed([Grouped()], mode)  # type: ignore[arg-type]
+        out = forward(x).sum()
+        with Operations() as operations:
+            out.backward()
+        counts.append(sum(count for name, count in operations.counts.items() if "_grouped_mm" in name))
+    assert counts[1] == counts[0] == counts[2] - 1
 
 
 class Noting(nn.Module):

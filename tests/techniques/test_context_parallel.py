@@ -30,7 +30,7 @@ from lightning_parallel import (
 )
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.techniques.context_parallel.attention import ContextAttention
-from lightning_parallel.techniques.context_parallel.sequence import Sequences
+from lightning_parallel.techniques.context_parallel.technique import Sequences
 from tests.heard import heard
 from tests.models import build
 from tests.rank_process import leave_group
@@ -45,7 +45,7 @@ METHODS = {
     "cp4": (4, partial(ContextParallelStrategy, 4, method="ring"), 1),
     "cp2 ulysses": (2, partial(ContextParallelStrategy, 2, method="ulysses"), 1),
     "cp2 all_gather": (2, partial(ContextParallelStrategy, 2, method="all_gather"), 1),
-    "cp4 hybrid": (4, partial(ContextParallelStrategy, 4, method="hybrid"), 1),
+    "cp4 hybrid": (4, partial(ContextParallelStrategy, 4, method="hybrid", ulysses_size=2), 1),
     "cp2 in order": (2, partial(ContextParallelStrategy, 2, load_balance=False), 1),
 }
 BESIDE = {

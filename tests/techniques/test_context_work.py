@@ -1,11 +1,10 @@
-"""What attention over a divided sequence costs: bytes, memory, scores, and which method is taken for that."""
+"""What attention over a divided sequence costs: bytes, memory, scores, order of messages, and what `auto` takes."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,26 +13,29 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_parallel.collectives import functional
-from lightning_parallel.collectives.circle import Circle
+from lightning_parallel.collectives import functional, rows
 from lightning_parallel.collectives.elements import Ranks
-from lightning_parallel.techniques.context_parallel.attention import ContextAttention
-from lightning_parallel.techniques.context_parallel.attention import merged as merging
-from lightning_parallel.techniques.context_parallel.attention.attention import rounds_of_mask
-from lightning_parallel.techniques.context_parallel.attention.blocks import Relation, causal, full
-from lightning_parallel.techniques.context_parallel.attention.layout import layout_of
+from lightning_parallel.collectives.spans import Runs, bounds, joined
+from lightning_parallel.techniques.context_parallel import ContextParallel, ring
+from lightning_parallel.techniques.context_parallel.attention import (
+    ContextAttention,
+    grid_of,
+    schedule_by_mask,
+    schedule_of,
+)
+from lightning_parallel.techniques.context_parallel.blocks import Relation
 from lightning_parallel.techniques.divided.tensor import Divided
 from tests.ranks import run_on_ranks
-from tests.techniques.test_context_attention import documents, window
+from tests.techniques.test_context_attention import documents, group_of, window
 
 WIDTH, BYTES = 8, 8
 B, H, SIZE = 2, 8, 64
 
 
-def pretend(rank: int, count: int) -> Ranks:
-    """Ranks that only know how many they are."""
-    group: Any = SimpleNamespace(rank=lambda: rank, size=lambda: count)
-    return Ranks(group, "sequence")
+def zigzag(count: int, size: int) -> tuple[Runs, ...]:
+    """Positions of each rank, two chunks of 2 x count."""
+    pairs = [(rank, 2 * count - 1 - rank) for rank in range(count)]
+    return tuple(joined(bounds(size, 2 * count, number) for number in pair) for pair in pairs)
 
 
 # -------------------------------------------------------------------- bytes
@@ -41,30 +43,39 @@ def pretend(rank: int, count: int) -> Ranks:
 
 @contextmanager
 def counted() -> Iterator[list[int]]:
-    """The bytes of all messages that this rank sends, one by one."""
+    """The bytes that this rank sends to others, by message."""
     sent: list[int] = []
-    begin = functional._SendsAndReceives.__init__
+    collectives = {
+        "all_gather": lambda output, shard, group: output.nbytes - shard.nbytes,
+        "reduce_scatter": lambda output, tensor, group: tensor.nbytes - output.nbytes,
+        "exchange": lambda to, received, group: sum(tensor.nbytes for tensor in to.values()),
+        "exchanged": lambda given, to, received, group: given.nbytes // len(given) * (sum(to) - to[group.rank()]),
+    }
 
-    def count(self: Any, messages: Any, received: Any, group: Any) -> None:
-        sent.extend(tensor.nbytes for tensor in messages.values())
-        begin(self, messages, received, group)
+    def counting(name: str, function: Any) -> Any:
+        def call(*args: Any) -> Any:
+            if number := collectives[name](*args):
+                sent.append(number)
+            return function(*args)
 
-    functional._SendsAndReceives.__init__ = count  # type: ignore[method-assign]
-    try:
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in (
+            (functional, "all_gather"),
+            (functional, "reduce_scatter"),
+            (ring, "exchange"),
+            (rows, "exchanged"),
+        ):
+            patch.setattr(module, name, counting(name, getattr(module, name)))
         yield sent
-    finally:
-        functional._SendsAndReceives.__init__ = begin  # type: ignore[method-assign]
 
 
-def attend(
-    method: str, key_heads: int, is_causal: bool = False, mask: Tensor | None = None, size: int = SIZE
-) -> Divided:
-    group = Ranks(dist.group.WORLD, "sequence")
-    group.attention = ContextAttention(method)
-    elements = group.zigzag(size)
+def attend(method: str, key_heads: int, is_causal: bool = False, mask: Tensor | None = None, size: int = SIZE) -> Any:
+    elements = group_of(method).zigzag(size)
     shapes = [(B, heads, elements.length, WIDTH) for heads in (H, key_heads, key_heads)]
     given = [Divided(torch.randn(shape, dtype=torch.float64, requires_grad=True), {2: elements}) for shape in shapes]
-    return F.scaled_dot_product_attention(*given, is_causal=is_causal, enable_gqa=key_heads != H)
+    return F.scaled_dot_product_attention(*given, attn_mask=mask, is_causal=is_causal, enable_gqa=key_heads != H)
 
 
 def bytes_of_a_layer(method: str, key_heads: int, is_causal: bool) -> tuple[int, int]:
@@ -97,7 +108,7 @@ def test_bytes_are_those_of_the_closed_form(method: str, count: int) -> None:
             assert found == closed_form(method, count, H, key_heads)
 
 
-def test_a_causal_ring_sends_three_quarters() -> None:
+def test_causal_ring_sends_three_quarters() -> None:
     """A rank's later half meets nobody's earlier positions."""
     found = run_on_ranks(4, bytes_of_a_layer, "ring", 2, True)
     forward, backward = (sum(each) / 4 for each in zip(*found, strict=True))
@@ -107,11 +118,10 @@ def test_a_causal_ring_sends_three_quarters() -> None:
 
 
 def bytes_with_documents(count: int) -> tuple[int, int]:
-    """The first layer, in which ranks tell each other what they see in the mask, and the second."""
-    mask = of_documents(count)
-    group = Ranks(dist.group.WORLD, "sequence")
-    group.attention = ContextAttention("ring")
-    elements, layers = group.zigzag(SIZE), []
+    """The first layer, in which ranks gather what they see in the mask, and the second."""
+    ids = torch.arange(SIZE) * count // SIZE
+    mask = (ids[:, None] == ids) & torch.ones(SIZE, SIZE, dtype=torch.bool).tril()
+    elements, layers = group_of("ring").zigzag(SIZE), []
     for _ in range(2):
         with counted() as sent:
             given = [Divided(torch.randn(B, H, elements.length, WIDTH), {2: elements}) for _ in range(3)]
@@ -120,61 +130,14 @@ def bytes_with_documents(count: int) -> tuple[int, int]:
     return layers[0], layers[1]
 
 
-def of_documents(count: int) -> Tensor:
-    """As many documents as there are chunks."""
-    ids = torch.arange(SIZE) * count // SIZE
-    return (ids[:, None] == ids) & torch.ones(SIZE, SIZE, dtype=torch.bool).tril()
-
-
 def test_documents_that_end_with_a_chunk_stay_where_they_are() -> None:
-    table = 2 * 7 + 1  # what a rank tells: the relations of its runs, of which rank 3 has one, to all
+    table = 2 * 7 + 1  # the relations of a rank's runs, of which rank 3 has one, to all
     for first, second in run_on_ranks(4, bytes_with_documents, 8):
         assert (first, second) == (3 * table, 0)
     half = SIZE // 8 * B * H * WIDTH * 4 * 2
     found = [second for _, second in run_on_ranks(4, bytes_with_documents, 4)]
     # Documents of two chunks, 0-1, 2-3, 4-5, 6-7: the later chunk needs the earlier one. Rank 3 has both 3 and 4.
     assert found == [half, half, half, 2 * half]
-
-
-def repeated(way: str, key: Any) -> Any:
-    """Two heads for eight of queries, as models repeat them."""
-    if way == "expand and reshape":
-        b, h, t, d = key.shape
-        return key[:, :, None].expand(b, h, 4, t, d).reshape(b, 4 * h, t, d)
-    if way == "interleave":
-        return key.repeat_interleave(4, dim=1)
-    return key[:, :1].expand(-1, 8, -1, -1)
-
-
-def bytes_with_repeats(way: str) -> int:
-    group = Ranks(dist.group.WORLD, "sequence")
-    group.attention = ContextAttention("ring")
-    elements = group.zigzag(SIZE)
-    torch.manual_seed(5)
-    wholes = [torch.randn(B, heads, SIZE, WIDTH, dtype=torch.float64, requires_grad=True) for heads in (H, 2, 2)]
-    out = F.scaled_dot_product_attention(wholes[0], *(repeated(way, each) for each in wholes[1:]))
-    out.sum().backward()
-    own = [elements.take(each.detach(), 2).requires_grad_() for each in wholes]
-    given = [Divided(each, {2: elements}) for each in own]
-    with counted() as sent:
-        found: Any = F.scaled_dot_product_attention(given[0], *(repeated(way, each) for each in given[1:]))
-    torch.testing.assert_close(found.own, elements.take(out, 2))
-    found.own.sum().backward()
-    for whole, mine in zip(wholes, own, strict=True):
-        torch.testing.assert_close(mine.grad, elements.take(whole.grad, 2))
-    key = repeated(way, given[1]).clone() if way == "expand" else repeated(way, given[1])
-    with torch.no_grad():
-        key.mul_(2)  # no longer what it was made of
-        changed: Any = F.scaled_dot_product_attention(given[0], key, repeated(way, given[2]))
-        whole_key = repeated(way, wholes[1]) * 2
-        expected = F.scaled_dot_product_attention(wholes[0], whole_key, repeated(way, wholes[2]))
-    torch.testing.assert_close(changed.own, elements.take(expected, 2))
-    return sum(sent)
-
-
-@pytest.mark.parametrize(("way", "heads"), [("expand and reshape", 2), ("interleave", 2), ("expand", 1)])
-def test_heads_that_a_model_repeats_travel_once(way: str, heads: int) -> None:
-    assert run_on_ranks(2, bytes_with_repeats, way) == [closed_form("ring", 2, H, heads)[0]] * 2
 
 
 # -------------------------------------------------------------------- memory
@@ -211,44 +174,43 @@ def test_what_is_kept_is_a_ranks_part() -> None:
 # -------------------------------------------------------------------- scores
 
 
-@pytest.mark.parametrize("size", [512, 500, 4097])
-@pytest.mark.parametrize("count", [2, 4, 8])
+@pytest.mark.parametrize(("count", "size"), list(itertools.product([2, 4, 8], [512, 500, 4097])))
 def test_ranks_of_a_zigzag_have_equal_work(count: int, size: int) -> None:
-    pairs = []
-    for rank in range(count):
-        rounds = layout_of(pretend(rank, count).zigzag(size), 1).rounds(causal)
-        assert all(block.pieces for block in rounds.blocks), "in every step"
-        pairs.append(sum(piece.pairs for block in rounds.blocks for piece in block.pieces))
-    assert sum(pairs) == size * (size + 1) // 2, "nothing is computed that the order rules out"
-    assert max(pairs) * count / sum(pairs) <= 1.10
-    contiguous = [
-        sum(piece.pairs for block in layout_of(ranks.chunks(size), 1).rounds(causal).blocks for piece in block.pieces)
-        for ranks in (pretend(rank, count) for rank in range(count))
-    ]
+    def work(runs: tuple[Runs, ...]) -> list[int]:
+        schedules = [schedule_of(grid_of(runs, rank, 1), True) for rank in range(count)]
+        assert (
+            all(block.pieces for each in schedules for block in each.blocks)
+            or runs[0][0][1] != bounds(size, 2 * count, 0)[1]
+        )
+        return [sum(piece.scores for block in each.blocks for piece in block.pieces) for each in schedules]
+
+    scores = work(zigzag(count, size))
+    assert sum(scores) == size * (size + 1) // 2, "nothing is computed that the order rules out"
+    assert max(scores) * count / sum(scores) <= 1.10
+    contiguous = work(tuple((bounds(size, count, rank),) for rank in range(count)))
     assert max(contiguous) * count / sum(contiguous) >= 1.4
 
 
 def test_a_step_takes_few_calls() -> None:
     for rank in range(4):
-        rounds = layout_of(pretend(rank, 4).zigzag(64), 1).rounds(causal)
-        calls = [[piece.relation.name for piece in block.pieces] for block in rounds.blocks]
+        grid = grid_of(zigzag(4, 64), rank, 1)
+        calls = [[piece.relation.name for piece in block.pieces] for block in schedule_of(grid, True).blocks]
         assert calls == [["DIAGONAL", "ALL", "DIAGONAL"] if rank < 3 else ["DIAGONAL"], ["ALL"], ["ALL"], ["ALL"]]
-        whole = layout_of(pretend(rank, 4).zigzag(64), 1).rounds(full)
-        assert [[piece.relation for piece in block.pieces] for block in whole.blocks] == [[Relation.ALL]] * 4
+        whole = [[piece.relation for piece in block.pieces] for block in schedule_of(grid, False).blocks]
+        assert whole == [[Relation.ALL]] * 4
 
 
 def relations_of(mask: Tensor) -> list[tuple[str, int]]:
     """What one rank computes: relations and numbers of scores."""
-    group = Ranks(dist.group.WORLD, "sequence")
-    elements = group.zigzag(mask.shape[-1])
-    rounds = rounds_of_mask(elements.take(mask, 2), layout_of(elements, 1), elements)
-    assert rounds is not None
-    return [(piece.relation.name, piece.pairs) for block in rounds.blocks for piece in block.pieces]
+    elements = Ranks(dist.group.WORLD, "sequence").zigzag(mask.shape[-1])
+    schedule = schedule_by_mask(elements.take(mask, 2), grid_of(elements.runs, dist.get_rank(), 1), elements)
+    assert schedule is not None
+    return [(piece.relation.name, piece.scores) for block in schedule.blocks for piece in block.pieces]
 
 
 def counted_scores(mask: Tensor) -> tuple[int, set[str]]:
     found = [each for rank in run_on_ranks(4, relations_of, mask) for each in rank]
-    return sum(pairs for _, pairs in found), {name for name, _ in found}
+    return sum(scores for _, scores in found), {name for name, _ in found}
 
 
 def test_what_a_mask_rules_out_is_not_computed() -> None:
@@ -260,8 +222,8 @@ def test_what_a_mask_rules_out_is_not_computed() -> None:
     packed = ((ids[:, None] == ids) & everything.tril())[None, None]
     # Chunks 3 and 4 lie side by side on the last rank: one rectangle, half of which the mask rules out.
     assert counted_scores(packed) == (6 * 8 * 9 // 2 + 16 * 16, {"DIAGONAL", "MASKED"})
-    pairs, relations = counted_scores(documents(SIZE))
-    assert pairs < 0.8 * order
+    scores, relations = counted_scores(documents(SIZE))
+    assert scores < 0.8 * order
     assert relations == {"DIAGONAL", "MASKED", "ALL"}
     near = 6 * 8 * 8 + 16 * 16, 4 * 8 * 8 + 2 * 8 * 16  # each chunk meets itself and the one before it
     assert counted_scores(window(SIZE)) == (sum(near), {"MASKED"})
@@ -269,33 +231,31 @@ def test_what_a_mask_rules_out_is_not_computed() -> None:
 
 def bytes_and_scores(size: int) -> tuple[int, int]:
     """Of a window over long runs: what the second layer sends, and how many scores there are."""
-    positions = torch.arange(size)
-    distance = positions[:, None] - positions
+    distance = torch.arange(size)[:, None] - torch.arange(size)
     mask = ((distance >= 0) & (distance < 64))[None, None]
-    group = Ranks(dist.group.WORLD, "sequence")
-    group.attention = ContextAttention("ring")
-    elements = group.zigzag(size)
+    elements = group_of("ring").zigzag(size)
     given = [Divided(torch.randn(1, 1, elements.length, WIDTH), {2: elements}) for _ in range(3)]
     F.scaled_dot_product_attention(*given, attn_mask=mask)
     with counted() as sent:
         F.scaled_dot_product_attention(*given, attn_mask=mask)
-    return sum(sent), sum(pairs for _, pairs in relations_of(mask))
+    return sum(sent), sum(scores for _, scores in relations_of(mask))
 
 
 def test_of_long_runs_parts_are_left_out() -> None:
     found = run_on_ranks(4, bytes_and_scores, 4096)
     tile = 256  # half a chunk: each meets itself and the one before it
-    assert sum(pairs for _, pairs in found) == (16 + 15) * tile**2
+    assert sum(scores for _, scores in found) == (16 + 15) * tile**2
     assert sum(sent for sent, _ in found) == 6 * tile * 2 * WIDTH * 4, "across the six borders between ranks"
+
+
+# -------------------------------------------------------------------- order of messages
 
 
 def order_of_steps() -> list[str]:
     """What a rank does one after the other, forward and backward."""
     seen: list[str] = []
-    begin, wait = Circle.exchange, functional.Pending.wait
-    attend_one, attend_back = merging.attend, merging.attend_backward
 
-    def told(name: str, function: Any) -> Any:
+    def noted(name: str, function: Any) -> Any:
         def call(*args: Any) -> Any:
             seen.append(name)
             return function(*args)
@@ -303,10 +263,10 @@ def order_of_steps() -> list[str]:
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Circle, "exchange", told("start", begin))
-        patch.setattr(functional.Pending, "wait", told("wait", wait))
-        patch.setattr(merging, "attend", told("compute", attend_one))
-        patch.setattr(merging, "attend_backward", told("compute", attend_back))
+        patch.setattr(ring, "exchange", noted("start", ring.exchange))
+        patch.setattr(functional.Pending, "wait", noted("wait", functional.Pending.wait))
+        patch.setattr(ring, "attend", noted("compute", ring.attend))
+        patch.setattr(ring, "attend_backward", noted("compute", ring.attend_backward))
         out = attend("ring", 8)
         seen.append("backward")
         out.own.sum().backward()
@@ -325,31 +285,30 @@ def test_messages_travel_while_a_rank_computes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "heads", "key_heads", "is_causal", "method"),
+    ("heads", "key_heads", "count", "has_rows", "team"),
     [
-        (2, 32, 32, False, "ulysses"),  # multi-head: always
-        (8, 32, 32, False, "ulysses"),
-        (2, 32, 8, False, "ring"),  # four queries to a key: up to 3 ranks
-        (4, 32, 8, False, "ulysses"),
-        (4, 32, 4, False, "ring"),  # eight: up to 5
-        (4, 32, 8, True, "ring"),  # a causal ring sends three quarters
-        (3, 4, 4, False, "ring"),  # heads that do not divide
-        (6, 4, 4, False, "hybrid"),
-        (16, 32, 8, True, "hybrid"),
-        (16, 8, 8, False, "hybrid"),
+        (32, 32, 8, False, 8),  # Ulysses: heads divide
+        (32, 4, 8, False, 8),  # each key head goes to two ranks
+        (32, 8, 8, True, 1),  # a ring sends only what meets in the mask, and keeps its own rows of it
+        (4, 4, 3, False, 1),  # heads that do not divide
+        (12, 3, 4, False, 1),
     ],
 )
-def test_auto_sends_the_fewest_bytes(count: int, heads: int, key_heads: int, is_causal: bool, method: str) -> None:
-    choices = {
-        ContextAttention().chosen(pretend(rank, count).zigzag(64 * count), heads, key_heads, is_causal=is_causal)
-        for rank in range(count)
-    }
-    (choice,) = choices
-    assert choice.method == method
-    assert choice.reason.startswith("a rank sends ")
+def test_auto_takes_ulysses_where_heads_divide_and_no_mask_has_rows(
+    heads: int, key_heads: int, count: int, has_rows: bool, team: int
+) -> None:
+    assert ContextAttention().team_size(heads, key_heads, count, has_rows) == team
 
 
-def test_auto_takes_a_ring_where_positions_differ_in_a_mask() -> None:
-    choice = ContextAttention().chosen(pretend(0, 8).zigzag(64), 32, 32, has_rows=True)
-    assert (choice.method, choice.team) == ("ring", 1)
-    assert "keeps its own rows" in choice.reason
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"method": "hybrid"}, "method='hybrid' needs the number of ranks in a team, as ulysses_size=2"),
+        ({"method": "ring", "ulysses_size": 2}, "no other method takes it"),
+        ({"size": 4, "method": "hybrid", "ulysses_size": 3}, r"4 ranks do not form such teams; use one of \[2\]"),
+        ({"size": 3, "method": "hybrid", "ulysses_size": 3}, "use method='ulysses' or 'ring'"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        ContextParallel(**arguments)

@@ -139,10 +139,9 @@ class SeveralSteps(Two):
 
 
 class WithClosure(Two):
-    """A closure handed to `step`, as LBFGS asks for."""
+    """A closure handed to `step`."""
 
-    def configure_optimizers(self) -> Any:
-        return optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
+    optimizers_made = 1
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         optimizer = self.optimizers()
@@ -154,6 +153,13 @@ class WithClosure(Two):
             return loss
 
         optimizer.step(closure)
+
+
+class Searching(WithClosure):
+    """A closure that is evaluated again, for which ranks must hold whole parameters."""
+
+    def configure_optimizers(self) -> Any:
+        return optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
 
 
 class SteppedBlocks(Two):
@@ -313,12 +319,13 @@ def fit(kind: type[LightningModule], make_strategy: Callable[[], Any] | str, ran
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, Any]:
-    return run_on_ranks(1, fit_all, KINDS)[0]
+    return run_on_ranks(1, fit_all, [*KINDS, Searching])[0]
 
 
 @sampled(1, "layout", LAYOUTS)
 def test_all_kinds_of_steps(layout: str, expected: dict[str, Any]) -> None:
     kinds = BESIDE_OFFLOAD if layout in ("offload_1", "offload_2") else KINDS
+    kinds = [*kinds, Searching] if layout == "data_parallel" else kinds
     for rank, found in enumerate(run_on_ranks(2, fit_all, kinds, LAYOUTS[layout], 2)):
         assert len(found) == len(kinds)
         for kind, weights in found.items():
@@ -380,9 +387,9 @@ def exact_and_compressed(compression: str) -> tuple[list[float], list[float]]:
     return compressed(None), compressed(compression)
 
 
-@sampled(1, "compression", ["bf16", "fp16", "powersgd"])
+@sampled(1, "compression", ["bf16", "fp16"])
 def test_compressed_gradients_train_almost_as_well(compression: str) -> None:
     exact, got = run_on_ranks(2, exact_and_compressed, compression)[0]
     assert exact[-1] < 0.6 * exact[0]
-    assert got[-1] == pytest.approx(exact[-1], rel=0.15 if compression == "powersgd" else 0.01)
+    assert got[-1] == pytest.approx(exact[-1], rel=0.01)
     assert got != exact

@@ -173,10 +173,12 @@ def data_parallel(b: Bytes, d: int) -> float:
 def zero_1_and_2(b: Bytes, d: int) -> float:
     """Shards of gradients and states. In backward messages come: one as it starts, then those that may be under way.
 
+    The forward still has the gradients of the step before, backward none of them until its first message is reduced.
     The last that may be is sent before the first is waited for. Over gloo a rank receives the parts of all others
     beside its message.
     """
-    starts, ends = b.kept + b.activation + b.bucket, (IN_FLIGHT + 1) * b.bucket * (2 - 1 / d)
+    starts = b.kept + max(0, b.activation + b.bucket - b.of_all / d)
+    ends = (IN_FLIGHT + 1) * b.bucket * (2 - 1 / d)
     return b.of_all * (1 + 3 / d) + max(starts, ends)
 
 

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_parallel.strategies.hybrid import HybridStrategy
+from lightning_parallel.strategies.named import HybridStrategy
 from lightning_parallel.techniques.expert_parallel import ExpertParallel
 from lightning_parallel.techniques.pipeline_parallel.technique import PipelineParallel
 from lightning_parallel.techniques.tensor_parallel import TensorParallel

@@ -8,11 +8,9 @@ from torch import Tensor, nn
 
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.techniques.divided import rules, table  # noqa: F401
-from lightning_parallel.techniques.divided.rules import products
 from lightning_parallel.techniques.divided.rules.parameters import alike
 from lightning_parallel.techniques.divided.table import Form, LocalCall
 from lightning_parallel.techniques.divided.tensor import Divided
-from tests.benchmarks.test_tensor_parallel import WIDTH, Block, divided, mesh_of_ranks
 from tests.ranks import ranks
 from tests.techniques.test_wire import world
 
@@ -138,18 +136,3 @@ def test_a_form_is_told_from_others_by_what_it_is() -> None:
     one.remember("key", LocalCall(torch.neg, None), None)
     assert "key" in one.calls
     assert not other.calls
-
-
-@pytest.mark.parametrize("world", [(2, 0)], indirect=True)
-def test_products_overlap_in_every_step(world: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The map of keys finds what that of queries has gathered; that is so in this step, and no rule of their forms."""
-    model, counts = divided(mesh_of_ranks(), [Block(), Block()], overlap=True), []  # the first one gets a whole
-    before = products.gather_and_multiply
-    monkeypatch.setattr(products, "gather_and_multiply", lambda *given: counts.append(1) or before(*given))
-    made = []
-    for _ in range(3):
-        counts.clear()
-        model(torch.randn(1, 8, WIDTH)).sum().backward()
-        made.append(len(counts))
-    assert made[0] > 0
-    assert made == made[:1] * 3

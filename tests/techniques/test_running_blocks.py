@@ -1,5 +1,7 @@
 """Which layers a pipeline takes for blocks, where the plan is inferred and a step runs some lists of layers only."""
 
+from types import SimpleNamespace
+
 import pytest
 from torch import nn
 
@@ -40,6 +42,15 @@ def test_lists_that_run_are_taken(classes: list[str]) -> None:
 def test_lists_of_which_a_part_runs_are_not(classes: list[str], layers: int) -> None:
     model = Multimodal(classes)
     assert running_blocks(find_plan(model), model, called(layers)) == {}
+
+
+def test_blocks_of_an_fsdp_plan_are_taken() -> None:
+    """A model of Hugging Face may name patterns in its configuration, and no classes."""
+    model = Multimodal([])
+    model.config = SimpleNamespace(base_model_fsdp_plan={"texts.*": "free_full_weight", "norm": "keep_full_weight"})
+    plan = find_plan(model)
+    assert plan.blocks == ("texts.*",)
+    assert plan.source == "the metadata of Multimodal"
 
 
 class Named(Multimodal):

@@ -43,7 +43,7 @@ def test_a_written_file_is_read_again(tmp_path: Path, capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_documents_show_it(name: str) -> None:
-    assert f"../pictures/schedule_{name}.png" in (DOCS / "techniques" / "pipeline_parallel.md").read_text()
+    assert f"../pictures/schedule_{name}.png" in (DOCS / "guide" / "pipeline_parallel.md").read_text()
     assert (DOCS / "pictures" / f"schedule_{name}.png").stat().st_size < 100_000
 
 

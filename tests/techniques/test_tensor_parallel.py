@@ -5,11 +5,9 @@ from __future__ import annotations
 import warnings
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed._symmetric_memory as symmetric_memory
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -23,14 +21,13 @@ from lightning_parallel import (
     TensorParallelStrategy,
     Zero,
 )
-from lightning_parallel.collectives import overlap
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.technique import Technique
 from tests import models
-from tests.curves import Curve, check_parity, compare, train
+from tests.curves import check_parity
 from tests.models import VOCABULARY, build, loaders
-from tests.ranks import begun_on_one, ranks, run_on_ranks
-from tests.techniques.tensor_layouts import STEPS, TP2, TWO_BLOCKS, WHOLE_SEQUENCE, adamw, check, hybrid
+from tests.ranks import ranks, run_on_ranks
+from tests.techniques.tensor_layouts import TP2, TWO_BLOCKS, WHOLE_SEQUENCE, adamw, check, hybrid
 from tests.tiers import covering, sampled
 from tests.trainers import trainer
 
@@ -79,35 +76,6 @@ def compiled() -> HybridStrategy:
 )
 def test_beside_other_techniques(column: str, n: int, strategy: Any, data_ranks: int) -> None:
     check(column, n, strategy, data_ranks, max_epochs=1, model={"n_layer": 4} if column == "gpt2" else {})
-
-
-# What torch itself says that its operations on symmetric memory compute.
-BY_REFERENCE = {
-    "fused_all_gather_matmul": symmetric_memory._fused_all_gather_matmul_fallback,
-    "fused_matmul_reduce_scatter": symmetric_memory._fused_matmul_reduce_scatter_fallback,
-}
-
-
-def overlapping(column: str, fused: bool, **options: Any) -> tuple[Curve, int]:
-    """Trains; with torch's operations where `fused`, as on GPUs, and tells how often they were called."""
-    calls: list[str] = []
-
-    def symmetric(name: str) -> Any:
-        calls.append(name)
-        return BY_REFERENCE[name]
-
-    with mock.patch.multiple(overlap, reaches_memory=lambda *_: fused, symmetric=symmetric):
-        return train(column, partial(TensorParallelStrategy, 2, overlap=True), **options), len(calls)
-
-
-@covering(keep=1, column=("gpt", "llama", "plain"), fused=(True, False))
-def test_products_that_overlap_with_collectives(column: str, fused: bool) -> None:
-    model = TWO_BLOCKS[column] | ({} if column == "plain" else {"optimizer": adamw})
-    options = STEPS | {"max_epochs": 1, "model": model, "data": {"samples": 24, "val_samples": 8}}
-    expected = begun_on_one(train, column, **options)
-    for got, calls in run_on_ranks(2, overlapping, column, fused, **options):
-        compare(expected.result(), got)
-        assert bool(calls) is (fused and column != "plain")  # whose hidden state has no sequence
 
 
 @pytest.mark.exhaustive  # by default `test_compile.py` has a model whose weights are fused

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_parallel.plan import ParallelPlan
-from lightning_parallel.strategies.hybrid import HybridStrategy
+from lightning_parallel.strategies.named import HybridStrategy
 from lightning_parallel.techniques.pipeline_parallel.technique import PipelineParallel
 from tests.curves import compare_weights
 from tests.models import points

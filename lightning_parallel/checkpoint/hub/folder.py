@@ -11,7 +11,7 @@ Such a folder has no hashes: sizes and headers are looked at, and a changed numb
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -44,19 +44,27 @@ class HubState(dict[str, Tensor]):
 
 
 def is_hub_folder(path: Path) -> bool:
-    """Whether a path is such a folder."""
+    """Return whether a path is such a folder."""
     return path.is_dir() and any((path / name).exists() for name in (WEIGHTS, INDEX))
 
 
 def read(path: Path) -> HubState:
-    """The weights of a folder, none of which has been read yet.
+    """Return the weights of a folder, none of which has been read yet.
 
     Raises:
         Damaged: a file is missing, or is none of its kind.
     """
     opened = lru_cache(None)(TensorsFile)
+    if (path / INDEX).exists():
+        places = _json(path / INDEX).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+            raise Damaged(f"{path / INDEX} does not say where weights are; {REMEDY}")
+    else:
+        places = dict.fromkeys(opened(path / WEIGHTS).entries, WEIGHTS)
     weights = {}
-    for name, file in sorted(_places(path).items()):
+    for name, file in sorted(places.items()):
+        if not FILE_NAME.fullmatch(file):
+            raise Damaged(f"{path / INDEX} names {file!r}, which is no plain name of a file in the folder")
         if not (path / file).is_file():
             raise Damaged(f"{path / file} is missing, which holds {name}; {REMEDY}")
         entry = opened(path / file).entries.get(name)
@@ -67,21 +75,8 @@ def read(path: Path) -> HubState:
     return HubState(weights, path, _json(path / CONFIG) if (path / CONFIG).exists() else {})
 
 
-def _places(path: Path) -> dict[str, str]:
-    """In which file each tensor lies."""
-    if not (path / INDEX).exists():
-        return dict.fromkeys(TensorsFile(path / WEIGHTS).entries, WEIGHTS)
-    places = _json(path / INDEX).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
-        raise Damaged(f"{path / INDEX} does not say where weights are; {REMEDY}")
-    for file in set(places.values()):
-        if not FILE_NAME.fullmatch(file):
-            raise Damaged(f"{path / INDEX} names {file!r}, which is no plain name of a file in the folder")
-    return places
-
-
 def _json(path: Path) -> dict[str, Any]:
-    with open(open_plain(path), "rb") as file:
+    with open_plain(path) as file:
         data = file.read(MAX_BYTES)
     with reading(path):
         found = json.loads(data)
@@ -91,52 +86,37 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def write(path: Path, weights: Mapping[str, Tensor], config: Mapping[str, Any], largest: int = LARGEST) -> None:
-    """Writes a folder that appears whole or not at all; in memory is one tensor at a time.
+    """Write a folder that appears complete or not at all; one tensor at a time is in memory.
 
     Args:
         path: of the folder, which must not be there yet.
         weights: by their names in the hub; they may be on the disk.
-        config: what `config.json` will say.
-        largest: bytes of tensors in a file; one that is larger has a file of its own.
+        config: the content of `config.json`.
+        largest: bytes of tensors in a file; a tensor that is larger has a file of its own.
     """
     if path.exists():
         raise Damaged(f"{path} is there already; choose another name")
+    parts: list[dict[str, Tensor]] = [{}]
+    room = largest
     for name, tensor in weights.items():
         if name_of(tensor.dtype) is None:
             raise ValueError(f"{name} is of {tensor.dtype}, which safetensors does not have; known are {[*DTYPES]}")
-    made = commit.begin(path)
-    try:
-        _write_files(made, weights, largest)
+        if parts[-1] and tensor.nbytes > room:
+            parts.append({})
+            room = largest
+        parts[-1][name] = tensor
+        room -= tensor.nbytes
+    files = {f"model-{n:05}-of-{len(parts):05}.safetensors": part for n, part in enumerate(parts, 1)}
+    with commit.writing(path) as made:
+        made.mkdir()
+        for file, part in files.items() if len(parts) > 1 else [(WEIGHTS, parts[0])]:
+            write_tensors(made / file, part)
+        if len(parts) > 1:
+            places = {name: file for file, part in files.items() for name in part}
+            size = sum(tensor.nbytes for tensor in weights.values())
+            _write_json(made / INDEX, {"metadata": {"total_size": size}, "weight_map": places})
         _write_json(made / CONFIG, config)
         commit.commit(made, path)
-    except BaseException:
-        commit.remove(made)
-        raise
-
-
-def _write_files(folder: Path, weights: Mapping[str, Tensor], largest: int) -> None:
-    parts = list(_parts(weights.items(), largest))
-    files = [
-        WEIGHTS if len(parts) == 1 else f"model-{n:05}-of-{len(parts):05}.safetensors" for n, _ in enumerate(parts, 1)
-    ]
-    for file, part in zip(files, parts, strict=True):
-        write_tensors(folder / file, part)
-    if len(parts) > 1:
-        places = {name: file for file, part in zip(files, parts, strict=True) for name in part}
-        size = sum(tensor.nbytes for tensor in weights.values())
-        _write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": places})
-
-
-def _parts(weights: Iterable[tuple[str, Tensor]], largest: int) -> Iterable[dict[str, Tensor]]:
-    part: dict[str, Tensor] = {}
-    room = largest
-    for name, tensor in weights:
-        if part and tensor.nbytes > room:
-            yield part
-            part, room = {}, largest
-        part[name] = tensor
-        room -= tensor.nbytes
-    yield part
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from lightning_parallel.checkpoint import folder
 from lightning_parallel.checkpoint.damage import Damaged, shortened
-from lightning_parallel.checkpoint.foreign import ForeignFolder, is_foreign
 from lightning_parallel.checkpoint.manifest import read_manifest
 from lightning_parallel.checkpoint.sealed import load, require_unchanged
+from lightning_parallel.checkpoint.torch_folder import is_torch_folder, unsafe
 
 
 def content_of(path: Path) -> dict[str, Any]:
@@ -29,13 +29,10 @@ def content_of(path: Path) -> dict[str, Any]:
         folder.require_whole(path, folder.faults(path, manifest))
         found: dict[str, Any] = folder.read(path, manifest, lambda name: True)
         return found
-    if is_foreign(path):
-        opened = ForeignFolder(path)
-        folder.require_whole(path, opened.faults())
-        read = opened.read()
-        return {"state_dict": read.get("state_dict", read.get("model", {}))}
+    if is_torch_folder(path):
+        raise unsafe(path)
     if path.is_dir():
-        raise Damaged(f"{path} is no checkpoint: it has no manifest, and no index of torch's")
+        raise Damaged(f"{path} is no checkpoint: it has no manifest")
     require_unchanged(path)
     loaded = load(path)
     return loaded if isinstance(loaded, dict) else {}

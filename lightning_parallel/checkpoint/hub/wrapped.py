@@ -8,18 +8,20 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from lightning_parallel.checkpoint.damage import Damaged
+from lightning_parallel.checkpoint.damage import REMEDY, Damaged
 from lightning_parallel.checkpoint.hub.folder import HubState
-from lightning_parallel.checkpoint.hub.names import Shape, joined
-from lightning_parallel.checkpoint.stored import StoredTensor
+from lightning_parallel.checkpoint.stored import StoredTensor, in_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+Shape = tuple[int, ...]
 Sources = dict[str, list[Tensor]]
 """Of each pattern of a rule, the tensors that it has found, by their numbers."""
 
@@ -91,6 +93,36 @@ def _joined(name: str, lists: Sequence[Sequence[Tensor]], listed: bool, dim: int
     if listed:
         whole[0] = len(lists[0])
     return joined(name, tuple(whole), parts)
+
+
+def joined(name: str, shape: Shape, parts: Sequence[tuple[Shape, Shape, Tensor]]) -> StoredTensor:
+    """Put several tensors of the hub together to one, which is read when it is used.
+
+    Args:
+        name: of the tensor that is made.
+        shape: of it.
+        parts: where each begins in it, the shape that each has there, and its values; they do not overlap.
+
+    Raises:
+        Damaged: they do not fill it, or have different dtypes.
+    """
+    ends = [first + size for offset, part, _ in parts for first, size in zip(offset, part, strict=True)]
+    inside = all(end <= whole for end, whole in zip(ends, shape * len(parts), strict=True))
+    if not inside or sum(prod(part) for _, part, _ in parts) != prod(shape):
+        raise Damaged(f"the {len(parts)} tensors that {name} is made of do not fill {shape}; {REMEDY}")
+    dtypes = {tensor.dtype for *_, tensor in parts}
+    if len(dtypes) > 1:
+        raise Damaged(
+            f"the {len(parts)} tensors that {name} is made of have different dtypes: {sorted(map(str, dtypes))}; write "
+            "the folder in one, as from_pretrained(…, dtype=…).save_pretrained(…) does"
+        )
+    pieces = [(offset, part, partial(_read, tensor, part)) for offset, part, tensor in parts]
+    return StoredTensor(dtypes.pop(), shape, pieces)
+
+
+def _read(tensor: Tensor, shape: Shape) -> Tensor:
+    read: Tensor = in_memory(tensor)
+    return read.reshape(shape)
 
 
 def is_computed(model: PreTrainedModel, name: str) -> bool:

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from lightning_parallel.strategies.data.randomness import RankRandomness
 from lightning_parallel.techniques.tools.global_shard import GlobalShard, whole_of
 from lightning_parallel.techniques.tools.moved import current, follow
 from lightning_parallel.techniques.tools.shards import bear, parameter_part
@@ -68,7 +69,7 @@ def born_sharded(world: dist.ProcessGroup, host: dist.ProcessGroup, device: torc
     if world.size() == 1:
         yield
         return
-    mesh, own = DeviceMesh.from_group(world, device.type, mesh_dim_names=(BORN,)), random_states(device)
+    mesh, own = DeviceMesh.from_group(world, device.type, mesh_dim_names=(BORN,)), RankRandomness.now(device)
 
     def register(module: nn.Module, name: str, parameter: Any) -> Any:
         parameter = current(parameter)
@@ -80,13 +81,15 @@ def born_sharded(world: dist.ProcessGroup, host: dist.ProcessGroup, device: torc
         return made
 
     share_random_states(host, device)
-    handle, shared = register_module_parameter_registration_hook(register), random_states(device)
+    handle, shared = register_module_parameter_registration_hook(register), RankRandomness.now(device)
     try:
         yield
     finally:
         handle.remove()
-        if all(map(torch.equal, shared, random_states(device))):  # the model is there already, and nothing was drawn
-            set_random_states(own, device)
+        now = RankRandomness.now(device)
+        states = [each.device_state for each in (shared, now) if each.device_state is not None]
+        if shared.host.equals(now.host) and all(map(torch.equal, states[:1], states[1:])):
+            own.restore(device)  # the model is there already, and nothing was drawn
 
 
 def is_born(tensor: object) -> bool:
@@ -94,21 +97,8 @@ def is_born(tensor: object) -> bool:
     return isinstance(tensor, DTensor) and tensor.device_mesh.mesh_dim_names == (BORN,)
 
 
-def random_states(device: torch.device) -> list[Tensor]:
-    """States of the generators of the host and of a device."""
-    states = [torch.get_rng_state()]
-    return states if device.type == "cpu" else [*states, torch.get_device_module(device).get_rng_state(device)]
-
-
-def set_random_states(states: list[Tensor], device: torch.device) -> None:
-    """Opposite of `random_states`."""
-    torch.set_rng_state(states[0])
-    for state in states[1:]:
-        torch.get_device_module(device).set_rng_state(state, device)
-
-
 def share_random_states(host: dist.ProcessGroup, device: torch.device) -> None:
     """Let all ranks draw as rank 0 will. Collective over `host`, all ranks."""
-    states = [random_states(device)]
+    states = [RankRandomness.now(device)]
     dist.broadcast_object_list(states, src=dist.get_global_rank(host, 0), group=host)
-    set_random_states(states[0], device)
+    states[0].restore(device)

@@ -119,7 +119,7 @@ def _gather(shard: DTensor, keepers: list[int]) -> Tensor | None:
     for keeper in keepers:
         if keeper == group.rank():
             made = rows.new_empty(group.size() * length, *rows.shape[1:])
-            dist.gather(rows, list(made.split(length)), group=group, group_dst=keeper)
+            dist.gather(rows, [*torch.split(made, length)], group=group, group_dst=keeper)
             whole = made[:size]
         else:
             dist.gather(rows, group=group, group_dst=keeper)
@@ -186,7 +186,7 @@ def make_whole(module: nn.Module) -> None:
             bear(made, parameter)
             for place in at:
                 place.put(made)
-            follow(parameter, at[0])
+            follow(parameter, at[0], keeps_shard=True)
 
 
 def fits_on_host(module: nn.Module, copies: int) -> bool:

@@ -32,10 +32,21 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             return super().save_checkpoint(checkpoint, path, storage_options)
         if storage_options is not None:
             raise TypeError("storage_options are for remote paths; pass a checkpoint_io that understands them")
-        _write_atomically(checkpoint, Path(path))
-        if self._warns:
-            self._warns = False
-            _warn_of_code(path)
+        target = Path(path)
+        with commit.writing(target) as name:
+            with SealedFile(name) as file:
+                torch.save(checkpoint, cast(IO[bytes], file))  # it only writes
+            commit.commit(name, target)
+        warns, self._warns = self._warns, False
+        if warns and (classes := torch.serialization.get_unsafe_globals_in_checkpoint(path)):
+            log.warning(  # torch's reader of weights refuses a file with such classes, as `pathlib.PosixPath`
+                "%s holds objects that are no plain values (%s), in its hyperparameters or elsewhere: this run and "
+                "load_from_checkpoint refuse to read it back. Leave them out with save_hyperparameters(ignore=[...]), "
+                "save numbers, strings, lists and dictionaries in their place, or pass trust_checkpoint_code=True to "
+                "the strategy, by which reading a checkpoint may run code",
+                path,
+                ", ".join(classes),
+            )
         return None
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
@@ -61,29 +72,3 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             super().remove_checkpoint(path)
         else:
             commit.remove(Path(path))
-
-
-def _warn_of_code(path: Any) -> None:
-    """Names the classes, such as `pathlib.PosixPath`, for which torch's reader of weights refuses a file."""
-    if classes := torch.serialization.get_unsafe_globals_in_checkpoint(path):
-        log.warning(
-            "%s holds objects that are no plain values (%s), in its hyperparameters or elsewhere: this run and "
-            "load_from_checkpoint refuse to read it back. Leave them out with save_hyperparameters(ignore=[...]), save "
-            "numbers, strings, lists and dictionaries in their place, or pass trust_checkpoint_code=True to the "
-            "strategy, by which reading a checkpoint may run code",
-            path,
-            ", ".join(classes),
-        )
-
-
-def _write_atomically(checkpoint: dict[str, Any], target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    commit.sweep(target.parent)
-    name = commit.beside(target, commit.UNFINISHED)
-    try:
-        with SealedFile(name) as file:
-            torch.save(checkpoint, cast(IO[bytes], file))  # it only writes
-        commit.commit(name, target)
-    except BaseException:
-        name.unlink(missing_ok=True)
-        raise

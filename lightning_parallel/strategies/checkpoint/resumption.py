@@ -9,73 +9,74 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lightning_parallel.checkpoint.damage import reading
-from lightning_parallel.strategies.checkpoint.whole import put_positions_back, set_positions_aside
+from lightning_parallel.strategies import lightning_internals as internals
 from lightning_parallel.strategies.data.loaders import outlives_epochs, resume
-from lightning_parallel.strategies.data.randomness import (
-    RandomState,
-    RankRandomness,
-    seed_per_data_rank,
-)
+from lightning_parallel.strategies.data.randomness import RandomState, RankRandomness, seed_per_data_rank
+from lightning_parallel.strategies.data.samplers import GLOBAL_BATCH
 from lightning_parallel.strategies.lightning_package import Trainer
 from lightning_parallel.strategies.ranks.agreement import gather_objects
-from lightning_parallel.strategies.trainer.lightnings import (
-    count_as_saved,
-    end_epoch_without_length,
-    loader_states,
-    loaders_left_to_validate,
-)
 from lightning_parallel.techniques.step import Step
 
 RANDOMNESS = "lightning_parallel_randomness"
 """Where a checkpoint holds the random states of all ranks."""
 FINDINGS = "lightning_parallel_findings"
 """Where a checkpoint holds the `Step.findings` of all ranks."""
+POSITIONS = "lightning_parallel_positions"
+"""Where a checkpoint holds how far the divided loaders had come, by their number among the loaders with a state.
+
+Lightning refuses a list of states of loaders where it has no such loaders.
+"""
 
 
 class Resumption:
-    """The checkpoint of one run, if it goes on from one."""
+    """The checkpoint of one run, if it goes on from one.
+
+    Attributes:
+        findings: the `Step.findings` of the run before.
+        wrote: whether this run has written a checkpoint: the learning rate finder reads its own back, and goes on from
+            none.
+    """
 
     def __init__(self) -> None:
-        self._resumes = False
+        self._resumes = self.wrote = False
         self._random: RankRandomness | None = None
-        self._findings: frozenset[str] = frozenset()
-        #: whether this run has written a checkpoint: the learning rate finder reads its own back, and goes on from none
-        self.wrote = False
+        self.findings: frozenset[str] = frozenset()
 
-    @staticmethod
-    def keep(checkpoint: dict[str, Any], trainer: Trainer, step: Step, host: dist.ProcessGroup) -> None:
-        """Writes into a checkpoint what a run that goes on from it takes up. All ranks must call.
+    def keep(self, checkpoint: dict[str, Any], trainer: Trainer, step: Step, host: dist.ProcessGroup) -> None:
+        """Write into a checkpoint what a run that goes on from it takes up. All ranks must call.
 
         Lightning goes on behind the validation that follows a batch: so do random states, as far as its loaders draw.
         """
         with RandomState.now().replayed():
-            for loader in loaders_left_to_validate(trainer):
+            for loader in internals.loaders_left_to_validate(trainer):
                 if isinstance(loader, DataLoader) and loader.generator is None:
                     torch.empty((), dtype=torch.int64).random_()  # a loader draws a seed for its workers
             randomness = RankRandomness.now(trainer.strategy.root_device)
         said = gather_objects((randomness, step.findings), host)
         checkpoint[RANDOMNESS] = [randomness.as_dict() for randomness, _ in said]
         checkpoint[FINDINGS] = sorted(frozenset().union(*(findings for _, findings in said)))
-        set_positions_aside(checkpoint)
+        fit_loop = internals.saved_fit_loop(checkpoint)
+        states = fit_loop.pop("combined_loader", [])
+        checkpoint[POSITIONS] = {index: state for index, state in enumerate(states) if _is_position(state)}
+        if others := [state for state in states if not _is_position(state)]:
+            fit_loop["combined_loader"] = others
 
     def loaded(self, checkpoint: dict[str, Any], path: Any, fitting: bool, rank: int) -> None:
         """A checkpoint has been read, by which the trainer's loops will stand where they stood."""
         self._resumes = fitting and not self.wrote and "loops" in checkpoint  # not from weights alone
         with reading(path):
-            put_positions_back(checkpoint)
+            positions, fit_loop = checkpoint.pop(POSITIONS, {}), internals.saved_fit_loop(checkpoint)
+            for index in sorted(positions):
+                fit_loop.setdefault("combined_loader", []).insert(index, positions[index])
             states = checkpoint.get(RANDOMNESS) if self._resumes else None  # of fewer ranks, perhaps
             self._random = RankRandomness.from_dict(states[rank % len(states)]) if states else None
-            self._findings = frozenset(checkpoint.get(FINDINGS, ()) if self._resumes else ())
-
-    def recall(self, step: Step) -> None:
-        """Gives the step of the divided model what the steps of the run before had found."""
-        step.recall(self._findings)
+            self.findings = frozenset(checkpoint.get(FINDINGS, ()) if self._resumes else ())
 
     def begin(self, trainer: Trainer, reader: int, host: dist.ProcessGroup) -> None:
         """The loops are about to run. All ranks must call; see `seed_per_data_rank`."""
         self._restore(trainer, reader, host)
         if self._resumes:
-            count_as_saved(trainer)
+            internals.count_as_saved(trainer)
             resume(trainer.fit_loop)
 
     def begin_training(self, trainer: Trainer, reader: int, host: dist.ProcessGroup) -> None:
@@ -85,10 +86,10 @@ class Resumption:
         if loop.restarted_mid_epoch and batches.is_last_batch:
             loop.reset_restart_stage()  # Lightning would take the next epoch for the one that has ended
             if loop.epoch_loop.restarted_on_train_batch_end and trainer.num_training_batches == float("inf"):
-                end_epoch_without_length(loop)
+                internals.end_epoch_without_length(loop)
         if within:
             self._restore(trainer, reader, host)
-        elif any(map(outlives_epochs, loader_states(loop))):  # Lightning does not load states after an epoch
+        elif any(map(outlives_epochs, internals.loader_states(loop))):  # Lightning does not load states after an epoch
             self._restore(trainer, reader, host)
             resume(loop)
         self._random = None
@@ -98,3 +99,7 @@ class Resumption:
             device = trainer.strategy.root_device
             self._random.restore(device)
             seed_per_data_rank(device, reader, host)
+
+
+def _is_position(state: Any) -> bool:
+    return isinstance(state, dict) and state.keys() - {GLOBAL_BATCH} in ({"consumed", "random"}, {"batches", "own"})

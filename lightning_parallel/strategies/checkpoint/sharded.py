@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,6 @@ from lightning_parallel.checkpoint.plain import TENSORS, NotPlain, encoded, join
 from lightning_parallel.checkpoint.shares import Offer, Shares, shared_out
 from lightning_parallel.checkpoint.tensors_file import name_of
 from lightning_parallel.mesh import Axis
-from lightning_parallel.strategies.checkpoint.held import HeldTensor, itself
 from lightning_parallel.strategies.lightning_package import VERSION as LIGHTNING
 from lightning_parallel.strategies.ranks.agreement import gather_objects, run_or_raise_on_all
 from lightning_parallel.techniques.tools.global_shard import GlobalShard
@@ -72,29 +72,24 @@ class Save:
 
     def run(self, group: dist.ProcessGroup) -> None:
         """Writes, and commits when all ranks have written. Where one fails nothing is left but what was there."""
-        made = gather_objects(run_or_raise_on_all(self._begin, f"make a folder for {self.target}", group), group)[0]
-        assert made is not None
-        try:
-            written = run_or_raise_on_all(partial(self._write, made), f"write its part of {self.target}", group)
+        with ExitStack() as stack:  # removes what a failure leaves
+            begin = partial(self._begin, stack)
+            made = gather_objects(run_or_raise_on_all(begin, f"make a folder for {self.target}", group), group)[0]
+            assert made is not None
+            write = partial(folder.write_share, made, self.rank, self.own)
+            written = run_or_raise_on_all(write, f"write its part of {self.target}", group)
             files = {name: content for each in gather_objects(written, group) for name, content in each.items()}
             run_or_raise_on_all(partial(self._commit, made, files), f"commit {self.target}", group)
-        except BaseException:
-            if self.rank == 0:
-                shutil.rmtree(made, ignore_errors=True)
-            raise
 
-    def _begin(self) -> Path | None:
+    def _begin(self, stack: ExitStack) -> Path | None:
         if self.rank != 0:
             return None
-        made = commit.begin(self.target)
-        needed, free = folder.bytes_of(self.shares), shutil.disk_usage(made).free
+        made = stack.enter_context(commit.writing(self.target))
+        made.mkdir()
+        needed, free = sum(table.nbytes for table in self.shares.tensors.values()), shutil.disk_usage(made).free
         if free < needed:
-            made.rmdir()
             raise OSError(f"{self.target} needs {needed:,} bytes, and {free:,} are free there; make room for it")
         return made
-
-    def _write(self, made: Path) -> dict[str, Content]:
-        return folder.write_share(made, self.rank, self.own)
 
     def _commit(self, made: Path, files: Mapping[str, Content]) -> None:
         if self.rank == 0:
@@ -119,13 +114,29 @@ def prepared(
     """
     rank = group.rank()
     values, tensors = run_or_raise_on_all(partial(_encoded, checkpoint), f"write down the checkpoint {target}", group)
-    divided = {name for name in tensors if is_divided(name)} | _of_model(checkpoint, source)
-    tensors = {name: itself(tensor) for name, tensor in tensors.items()}
+    model = {*map(id, source.model.values())}  # a hook may have put it elsewhere, as Lightning's `WeightAveraging` does
+    tables = [(key, table) for key, table in checkpoint.items() if isinstance(table, Mapping)]
+    divided = {joined((key, name)) for key, table in tables for name, each in table.items() if id(each) in model}
+    divided |= {name for name in tensors if is_divided(name)}
     tensors = {name: it for name, it in tensors.items() if rank == 0 or name in divided or isinstance(it, DTensor)}
-    held = {name: _boxes_here(tensor) for name, tensor in tensors.items()}
+    held: dict[str, dict[tuple[int, ...], Tensor]] = {}
+    for name, tensor in tensors.items():
+        part = local(tensor)
+        found = {} if tensor.is_meta else {offset: part[here] for here, offset in boxes(tensor)}  # on meta: of others
+        held[name] = {offset: box for offset, box in found.items() if box.numel()}
     shapes = {name: (str(name_of(tensor.dtype)), tuple(tensor.shape)) for name, tensor in tensors.items()}
     spans = {name: [(offset, tuple(box.shape)) for offset, box in found.items()] for name, found in held.items()}
-    shares = _shared_out(Offer(shapes, spans, _same(checkpoint, source)), target, group)
+    # of parameters that are another one, unless a hook has put something else under one of the names
+    own_model: Mapping[str, Any] = checkpoint.get(MODEL, {})
+    untouched = {name for name, each in own_model.items() if each is source.model.get(name)}
+    tied = {name: other for name, other in source.tied.items() if {name, other} <= untouched}
+    same = {joined((MODEL, name)): joined((MODEL, other)) for name, other in tied.items()}
+    offers: list[Any] | None = [None] * group.size() if rank == 0 else None
+    dist.gather_object(Offer(shapes, spans, same), offers, group=group)
+    agreed = [run_or_raise_on_all(lambda: shared_out(offers) if offers else None, f"plan {target}", group)]
+    dist.broadcast_object_list(agreed, group=group)
+    shares = agreed[0]
+    assert shares is not None
     own = folder.share_of(rank, shares, lambda name, offset, shape: _within(held[name], offset, shape))
     if copies:
         own = {name: box.to("cpu", copy=True) for name, box in own.items()}
@@ -135,18 +146,17 @@ def prepared(
     return Save(target, rank, own, shares, values, head)
 
 
-def _of_model(checkpoint: Mapping[str, Any], source: Source) -> set[str]:
-    """The names of the model's tensors, which a hook may have put elsewhere, as Lightning's `WeightAveraging` does."""
-    own = {*map(id, source.model.values())}
-    found = [(key, value) for key, value in checkpoint.items() if isinstance(value, Mapping)]
-    return {joined((key, name)) for key, value in found for name, tensor in value.items() if id(tensor) in own}
-
-
 def _encoded(checkpoint: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
     try:
-        values, tensors = encoded(dict(checkpoint), (*TENSORS, HeldTensor, GlobalShard))
+        values, tensors = encoded(dict(checkpoint), (*TENSORS, GlobalShard))
     except NotPlain as error:
-        raise TypeError(f"{error}: a sharded checkpoint holds no code; {_remedy(error.path)}") from None
+        remedy = (
+            "save it as numbers, strings, lists, dictionaries or tensors, or pass checkpoint='full' to the strategy, "
+        )
+        remedy += "which pickles it"
+        if len(error.path) > 1 and error.path[0] in ("hyper_parameters", "datamodule_hyper_parameters"):
+            remedy = f"leave it out with save_hyperparameters(ignore=[{error.path[1]!r}])"
+        raise TypeError(f"{error}: a sharded checkpoint holds no code; {remedy}") from None
     for name, tensor in tensors.items():
         if name_of(tensor.dtype) is None:
             raise TypeError(
@@ -154,24 +164,6 @@ def _encoded(checkpoint: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
                 "pass checkpoint='full' to the strategy"
             )
     return values, tensors
-
-
-def _remedy(path: tuple[Any, ...]) -> str:
-    if len(path) > 1 and path[0] in ("hyper_parameters", "datamodule_hyper_parameters"):
-        return f"leave it out with save_hyperparameters(ignore=[{path[1]!r}])"
-    return (
-        "save it as numbers, strings, lists, dictionaries or tensors, or pass checkpoint='full' to the strategy, which "
-        "pickles it"
-    )
-
-
-def _boxes_here(tensor: Tensor) -> dict[tuple[int, ...], Tensor]:
-    """The boxes of a tensor that this rank holds; none of one on meta, which others hold."""
-    if tensor.is_meta:
-        return {}
-    part = local(tensor)
-    found = {offset: part[here] for here, offset in boxes(tensor)}
-    return {offset: box for offset, box in found.items() if box.numel()}
 
 
 def _within(held: Mapping[tuple[int, ...], Tensor], offset: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
@@ -182,26 +174,3 @@ def _within(held: Mapping[tuple[int, ...], Tensor], offset: tuple[int, ...], sha
         if all(start >= 0 for start in here) and all(end <= size for end, size in zip(ends, box.shape, strict=True)):
             return box[tuple(slice(start, end) for start, end in zip(here, ends, strict=True))]
     raise AssertionError(f"{offset}, {shape} is no box of this rank")
-
-
-def _same(checkpoint: Mapping[str, Any], source: Source) -> dict[str, str]:
-    """Parameters that are another one, unless a hook has put something else under one of the names."""
-    model: Mapping[str, Any] = checkpoint.get(MODEL, {})
-
-    def untouched(name: str) -> bool:
-        return name in model and model[name] is source.model.get(name)
-
-    return {
-        joined((MODEL, name)): joined((MODEL, other))
-        for name, other in source.tied.items()
-        if untouched(name) and untouched(other)
-    }
-
-
-def _shared_out(offer: Offer, target: Path, group: dist.ProcessGroup) -> Shares:
-    offers: list[Any] | None = [None] * group.size() if group.rank() == 0 else None
-    dist.gather_object(offer, offers, group=group)
-    found = [run_or_raise_on_all(lambda: shared_out(offers) if offers else None, f"plan {target}", group)]
-    dist.broadcast_object_list(found, group=group)
-    assert found[0] is not None
-    return found[0]

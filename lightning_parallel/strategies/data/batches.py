@@ -9,11 +9,12 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_parallel.strategies import lightning_internals as internals
 from lightning_parallel.strategies.data.first_batch import FirstPass
-from lightning_parallel.strategies.data.loaders import DividedIterable
+from lightning_parallel.strategies.data.loaders import DividedIterable, DividedIterator, DividedLoader
 from lightning_parallel.strategies.data.randomness import RandomState, generators_of
 from lightning_parallel.strategies.data.samplers import length_of
-from lightning_parallel.strategies.data.shares import PassNotes, Readers, is_compared
+from lightning_parallel.strategies.data.sharding import DataSharding, PassNotes, Reading, is_compared
 from lightning_parallel.strategies.ranks.agreement import describe, gather_objects, require_same
 from lightning_parallel.strategies.ranks.signals import Signals
 from lightning_parallel.strategies.ranks.sync import (
@@ -25,7 +26,6 @@ from lightning_parallel.strategies.ranks.sync import (
     Words,
     require_same_content,
 )
-from lightning_parallel.strategies.trainer import lightnings
 from lightning_parallel.techniques.tools.microbatches import NO_DIMS, Dims, samples_in
 from lightning_parallel.values import outline_of
 
@@ -51,34 +51,36 @@ class Batches:
     """Follows the batches of one run on all ranks at once.
 
     Args:
-        readers: the ranks that read different samples.
+        sharding: of the data.
         group: all ranks, for messages of the host.
         signals: returns what was asked of this process; None before the run has begun.
         saves: those in the background.
         settings: returns the numbers by which optimizers step at the moment.
+
+    Attributes:
+        weight: the factor by which this rank's batch counts in the mean over ranks; 0.0 for one that does not count.
+        fewest_samples: the least number of samples that any rank has of this batch.
+        first_pass: of loaders whose first batch was read before the loop read it.
+        batch_dims: where a plan says that samples are, see `ParallelPlan.batch_dims`.
     """
 
     def __init__(
         self,
-        readers: Readers,
+        sharding: DataSharding,
         group: dist.ProcessGroup,
         signals: Callable[[], Signals | None],
         saves: BackgroundSaves,
         settings: Callable[[], list[Any]],
     ) -> None:
-        self.readers, self._group = readers, group
-        self._signals, self._saves = signals, saves
+        self.sharding, self._group = sharding, group
+        self._signals, self._saves, self._find_settings = signals, saves, settings
         self._uncounted: list[int] = []
         self._outline: Any = None  # of the batch before, and the checksum of its structure
         self._structure = 0
-        self._find_settings, self._settings, self._checksum = settings, list[Any](), 0
-        #: of loaders whose first batch was read before the loop read it
+        self._settings, self._settings_checksum = list[Any](), 0
         self.first_pass: FirstPass | None = None
-        #: where a plan says that samples are, see `ParallelPlan.batch_dims`
         self.batch_dims: Dims = NO_DIMS
-        #: the factor by which this rank's batch counts in the mean over ranks; 0.0 for one that does not count
         self.weight = 1.0
-        #: the least number of samples that any rank has of this batch
         self.fewest_samples: int | None = None
 
     def compare_loaders(self, name: str, number: int | str) -> None:
@@ -118,34 +120,34 @@ class Batches:
             SIGTERMException: on every rank, if one was asked to stop; KeyboardInterrupt if it was by SIGINT.
             Exception: on every rank, if a checkpoint could not be saved while training went on.
         """
-        loaders = [combined.flattened[dataloader_idx]] if lightnings.reads_in_turn(combined) else combined.flattened
+        loaders = [combined.flattened[dataloader_idx]] if internals.reads_in_turn(combined) else combined.flattened
         last = is_last and any(length_of(loader) is None for loader in loaders)
         place = f"batch {batch_idx} of loader {dataloader_idx}"
         outline = outline_of(batch)
         if outline is None or outline != self._outline:  # most batches are like the one before
             self._outline, self._structure = outline, zlib.crc32(describe(batch).encode())
         self._read_settings()
-        checksum, samples = self._structure ^ self._checksum, samples_in(batch, self.batch_dims) or 1
-        said = f"{place}, the last one" if last else place
+        words = f"{place}, the last one" if last else place
         reply = self._exchange(
             SyncPoint.BATCH,
-            lambda: Words(said, describe(batch), str(self._settings)),
+            lambda: Words(words, describe(batch), str(self._settings)),
             loader=dataloader_idx,
             batch=batch_idx,
             is_last=last,
-            checksum=checksum,
-            samples=samples,
+            checksum=self._structure ^ self._settings_checksum,
+            samples=samples_in(batch, self.batch_dims) or 1,
         )
         self.fewest_samples = reply.fewest_samples
-        readings = _readings(combined, loaders, dataloader_idx)
-        if self.readers.copies > 1 and is_compared(batch_idx):
-            found = [(_notes(reading) or PassNotes()).contents.pop(batch_idx, None) for reading in readings]
-            known = [each for each in found if each is not None]
-            content = zlib.crc32(repr(known).encode()) if known else None
-            require_same_content(content, self.readers.rank, self.readers.ranks, place, self._group)
-        if batch_idx == 0:
-            self._require_same_order(loaders, readings)
-        self.weight = self._weight_of(readings, batch_idx)
+        passes = [
+            (notes, notes.number_of(batch_idx) if notes else 0) for notes in _passes(combined, loaders, dataloader_idx)
+        ]
+        if self.sharding.copies > 1 and is_compared(batch_idx):
+            found = [notes.contents.pop(number, None) for notes, number in passes if notes]
+            content = zlib.crc32(repr(found).encode()) if any(found) else None
+            require_same_content(content, self.sharding.rank, self.sharding.ranks, place, self._group)
+        for loader, (notes, _) in zip(loaders, passes, strict=True):
+            self._require_same_order(loader, notes, batch_idx)
+        self.weight = self._weight_of(passes)
         if self.weight == 0.0:
             self._uncounted.append(dataloader_idx)
 
@@ -157,15 +159,14 @@ class Batches:
     def drop_uncounted_predictions(self, loop: Any) -> None:
         """Remove what a prediction loop keeps for samples that do not count; they come last."""
         for dataloader_idx in self._uncounted:
-            for kept in lightnings.kept_predictions(loop, dataloader_idx):
+            for kept in internals.kept_predictions(loop, dataloader_idx):
                 if kept:
                     kept.pop()
         self._uncounted.clear()
 
     def share_generators(self, loaders: Sequence[Any]) -> None:
         """Set the host's generators, and those that users gave their loaders, to rank 0's. Collective."""
-        owned = (generators_of(loader) for loader in loaders)
-        generators = list({id(generator): generator for some in owned for generator in some}.values())
+        generators = list({id(each): each for loader in loaders for each in generators_of(loader)}.values())
         states = [(RandomState.now(), [generator.get_state() for generator in generators])]
         dist.broadcast_object_list(states, 0, group=self._group)
         host, own = states[0]
@@ -196,36 +197,38 @@ class Batches:
         if settings != self._settings:
             self._settings = settings
             numbers = [float(value) if isinstance(value, Tensor) else value for value in found]
-            self._checksum = zlib.crc32(repr(numbers).encode())
+            self._settings_checksum = zlib.crc32(repr(numbers).encode())
 
-    def _require_same_order(self, loaders: Sequence[Any], readings: Sequence[Any]) -> None:
+    def _require_same_order(self, loader: Any, notes: PassNotes | None, batch_idx: int) -> None:
+        """Compare the first sample of each worker's stream at its first batch, or the order of a sampler at batch 0."""
+        dataset = loader.dataset if isinstance(loader, DividedLoader) else None
+        if isinstance(dataset, DividedIterable) and batch_idx < len(dataset.first_samples):
+            what = f"the stream of {type(dataset.dataset).__name__}"
+            # compared first at batch 0, so that from then on ranks have equally many workers
+            value = f"checksum {int(dataset.first_samples[batch_idx])}, {len(dataset.first_samples)} workers"
+        elif batch_idx == 0 and notes is not None and notes.order:
+            what = f"the order of the samples that {type(loader.divided.source).__name__} yields"
+            value = f"checksum {notes.order}"
+        else:
+            return
         remedy = "if it divides itself by rank, pass Trainer(use_distributed_sampler=False)"
-        for loader, reading in zip(loaders, readings, strict=True):
-            dataset, notes = getattr(loader, "dataset", None), _notes(reading)
-            if isinstance(dataset, DividedIterable):
-                what, value = f"the stream of {type(dataset.dataset).__name__}", str(dataset.fingerprints.tolist())
-                require_same(what, gather_objects(value, self._group), remedy)
-            elif notes is not None and notes.order:
-                what = f"the order of the samples that {type(loader.divided.source).__name__} yields"
-                require_same(what, gather_objects(f"checksum {notes.order}", self._group), remedy)
+        require_same(what, gather_objects(value, self._group), remedy)
 
-    def _weight_of(self, readings: Sequence[Any], batch_idx: int) -> float:
-        uneven = [notes.uneven[batch_idx] for each in readings if (notes := _notes(each)) and batch_idx in notes.uneven]
+    def _weight_of(self, passes: Sequence[tuple[PassNotes | None, int]]) -> float:
+        uneven = [notes.uneven[number] for notes, number in passes if notes and number in notes.uneven]
         if not uneven:
             return 1.0
-        if len(readings) > 1:
+        if len(passes) > 1:
             raise ValueError(
-                f"one of {len(readings)} loaders read together ends with {uneven[0].total} samples, which "
-                f"{self.readers.ranks} ranks cannot share evenly; give it drop_last=True"
+                f"one of {len(passes)} loaders read together ends with {uneven[0].total} samples, which "
+                f"{self.sharding.ranks} ranks cannot share evenly; give it drop_last=True"
             )
-        return uneven[0].weight(self.readers.ranks)
+        return uneven[0].weight(self.sharding.ranks)
 
 
-def _readings(combined: Any, loaders: Sequence[Any], dataloader_idx: int) -> list[Any]:
-    """The passes that Lightning is at, though others may have begun meanwhile."""
-    iterators = lightnings.iterators_of(combined, dataloader_idx)
-    return [getattr(loaders[0], "latest", None)] if iterators is None else iterators
-
-
-def _notes(reading: Any) -> PassNotes | None:
-    return getattr(reading, "notes", None)
+def _passes(combined: Any, loaders: Sequence[Any], dataloader_idx: int) -> list[PassNotes | None]:
+    """Notes of the passes that Lightning is at, though others may have begun meanwhile; None of undivided loaders."""
+    iterators = internals.iterators_of(combined, dataloader_idx)
+    if iterators is None:  # Lightning fetched ahead, and is at the next loader
+        return [loaders[0].latest if isinstance(loaders[0], (DividedLoader, DividedIterator)) else None]
+    return [each.notes if isinstance(each, Reading) else None for each in iterators]

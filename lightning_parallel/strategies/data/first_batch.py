@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_parallel.strategies import lightning_internals as internals
 from lightning_parallel.strategies.data.loaders import undivided
 from lightning_parallel.strategies.data.randomness import RandomState, generators_of
 from lightning_parallel.strategies.ranks.agreement import run_or_raise_on_all
-from lightning_parallel.strategies.trainer import lightnings
 from lightning_parallel.values import map_tensors
 
 
@@ -39,23 +39,24 @@ class FirstPass:
     def __init__(self, loop: Any, share_generators: Callable[[Sequence[Any]], None], host: dist.ProcessGroup) -> None:
         self._loop, self._begun = loop, RandomState.now()
         loop.setup_data()  # nothing where it has been called
-        combined: Any = lightnings.combined_of(loop)
-        self._iterators = None if combined is None else lightnings.iterators_of(combined, 0)
+        combined: Any = internals.combined_of(loop)
+        self._iterators = None if combined is None else internals.iterators_of(combined, 0)
         if self._iterators is None:
             raise ValueError(
                 "a pipeline analyzes a step on one batch before the run, but the trainer's limits leave none to read, "
                 "or it is too early to read one"
             )
-        self._loaders = combined.flattened[:1] if lightnings.reads_in_turn(combined) else combined.flattened
+        self._loaders = combined.flattened[:1] if internals.reads_in_turn(combined) else combined.flattened
         share_generators(self._loaders)
-        self._made, self._own = RandomState.now(), [_states(loader) for loader in self._loaders]
+        generators = [generator for loader in self._loaders for generator in generators_of(loader)]
+        self._made, self._own = RandomState.now(), [(each, each.get_state()) for each in generators]
         #: the first batch as the loaders yield it, in the structure in which the user gave them
         self.batch = run_or_raise_on_all(partial(self._first, combined), "read a first batch", host)
         self._read = RandomState.now()
         self._begun.restore()
 
     def _first(self, combined: Any) -> Any:
-        if (fetched := lightnings.fetched_first(self._loop)) is not None:
+        if (fetched := internals.fetched_first(self._loop)) is not None:
             return fetched
         read = []
         for reading, loader in zip(self._iterators or (), self._loaders, strict=True):
@@ -67,7 +68,7 @@ class FirstPass:
                     f"a {type(source).__name__} yields nothing, but a pipeline analyzes a step before the "
                     "first batch; give a loader that has samples whenever it is read"
                 ) from None
-        return read[0] if lightnings.reads_in_turn(combined) else lightnings.as_given(combined, read)
+        return read[0] if internals.reads_in_turn(combined) else internals.as_given(combined, read)
 
     def loop_has_made_loaders(self) -> None:
         """Lightning has called `setup_data`, by which one device makes the loaders and draws seeds for workers."""
@@ -76,31 +77,24 @@ class FirstPass:
 
     def reads(self, combined: Any) -> bool:
         """Whether it is of these loaders."""
-        return lightnings.combined_of(self._loop) is combined
+        return internals.combined_of(self._loop) is combined
 
     def begin(self) -> None:
         """The loop is about to read."""
-        combined: Any = lightnings.combined_of(self._loop)
-        if combined is None or lightnings.iterators_of(combined, 0) != self._iterators:
+        combined: Any = internals.combined_of(self._loop)
+        if combined is None or internals.iterators_of(combined, 0) != self._iterators:
             return  # a checkpoint has had them begin anew
         now = RandomState.now()
         if now.equals(self._made):
             self._read.restore()
-            return
-        plain = [
+        elif all(
             isinstance(each, DataLoader) and not isinstance(each.dataset, IterableDataset) for each in self._loaders
-        ]
-        if all(plain):
+        ):
             self._begun.restore()
-            for loader, states in zip(self._loaders, self._own, strict=True):
-                for generator, state in zip(generators_of(loader), states, strict=True):
-                    generator.set_state(state)
-            lightnings.restart_loaders(self._loop, load=False)
+            for generator, state in self._own:
+                generator.set_state(state)
+            internals.restart_loaders(self._loop, load=False)
             now.restore()
-
-
-def _states(loader: Any) -> list[Tensor]:
-    return [generator.get_state() for generator in generators_of(loader)]
 
 
 def of_rank_zero(batch: Any, host: dist.ProcessGroup) -> Any:

@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,20 +20,10 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
-from lightning_parallel.strategies.data.samplers import (
-    GLOBAL_BATCH,
-    DealtBatches,
-    DividedBatches,
-    DividedSampler,
-    checksum,
-    length_of,
-)
-from lightning_parallel.strategies.data.shares import Pass, PassNotes, Readers, Reading, Share
-from lightning_parallel.strategies.trainer import lightnings
-from lightning_parallel.values import batch_size
-
-T = TypeVar("T")
-
+from lightning_parallel.strategies import lightning_internals as internals
+from lightning_parallel.strategies.data.samplers import GLOBAL_BATCH, DividedSampler, checksum, length_of
+from lightning_parallel.strategies.data.sharding import DataSharding, PassNotes, Reading, Share
+from lightning_parallel.techniques.tools.microbatches import samples_in
 
 # ---------------------------------------------------------------- streams
 
@@ -63,11 +53,11 @@ class CollateCounted:
 class DividedIterable(IterableDataset[Any]):
     """An iterable dataset of which this rank (in each loader worker) yields its part of every global batch."""
 
-    def __init__(self, dataset: Any, readers: Readers, batch_size: int, drop_last: bool, workers: int) -> None:
+    def __init__(self, dataset: Any, sharding: DataSharding, batch_size: int, drop_last: bool, workers: int) -> None:
         self.dataset = dataset
-        self.readers, self.batch_size, self.drop_last = readers, batch_size, drop_last
+        self.sharding, self.batch_size, self.drop_last = sharding, batch_size, drop_last
         #: checksum of the first sample that each worker saw, to find datasets that already differ between ranks
-        self.fingerprints: Tensor = torch.zeros(max(1, workers), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self.first_samples: Tensor = torch.zeros(max(1, workers), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> Any:
         if name == "dataset":
@@ -75,25 +65,20 @@ class DividedIterable(IterableDataset[Any]):
         return getattr(self.dataset, name)
 
     def __len__(self) -> int:
-        down, up = len(self.dataset) // self.readers.ranks, -(-len(self.dataset) // self.readers.ranks)
-        return down if self.drop_last else up
+        full, rest = divmod(len(self.dataset), self.sharding.ranks)
+        return full + (rest > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[Any]:
-        samples = self._noting_the_first(iter(self.dataset))
-        size = self.batch_size * self.readers.ranks
+        samples, worker, first = iter(self.dataset), get_worker_info(), True
+        size, start = self.batch_size * self.sharding.ranks, self.sharding.rank * self.batch_size
         while batch := list(islice(samples, size)):
+            if first:
+                first, self.first_samples[worker.id if worker else 0] = False, checksum(batch[0])
             if len(batch) == size:
-                yield from batch[self.readers.rank * self.batch_size : (self.readers.rank + 1) * self.batch_size]
+                yield from batch[start : start + self.batch_size]
             elif not self.drop_last:
-                part, share = self.readers.part(batch)
+                part, share = self.sharding.part(batch)
                 yield from (Counted(sample, share) for sample in part)
-
-    def _noting_the_first(self, samples: Iterator[T]) -> Iterator[T]:
-        worker = get_worker_info()
-        for number, sample in enumerate(samples):
-            if number == 0:
-                self.fingerprints[worker.id if worker else 0] = checksum(sample)
-            yield sample
 
 
 # ---------------------------------------------------------------- divided loaders
@@ -104,20 +89,16 @@ class DividedLoader(DataLoader[Any]):
 
     undivided: DataLoader[Any]
     divided: DividedSampler | None
-    latest: Pass
     batches_done: Callable[[], int]
-    content: Callable[[Any], int] | None
+    checksum: Callable[[Any], int] | None
+    latest: PassNotes | None = None
 
     def __iter__(self) -> Any:
-        divided, notes = self.divided, PassNotes()
-        if divided is None:
-            reading = Reading(self._plain(super().__iter__(), notes), lambda: notes, self.content)
-        else:
-            reading = Reading(super().__iter__(), lambda: divided.latest, self.content)
-        self.latest = reading.known
-        return reading
+        self.latest, divided = PassNotes(), self.divided
+        sampler_notes = None if divided is None else lambda: divided.latest
+        return Reading(self._counted(super().__iter__(), self.latest), self.latest, sampler_notes, self.checksum)
 
-    def _plain(self, batches: Iterator[Any], notes: PassNotes) -> Iterator[Any]:
+    def _counted(self, batches: Iterator[Any], notes: PassNotes) -> Iterator[Any]:
         """Take the shares off the batches and note them."""
         for number, batch in enumerate(self._noting_states(batches)):
             if isinstance(batch, Counted):
@@ -156,7 +137,7 @@ class StatefulStream(DividedLoader):
     batch: 2 where batch 2 has been trained and batch 3 has been read.
     """
 
-    readers: Readers
+    sharding: DataSharding
     _states: Mapping[int, tuple[int, Any]] = {}  # after each number of batches: the batches into the epoch, the state
     _resumes_after = 0
 
@@ -175,13 +156,13 @@ class StatefulStream(DividedLoader):
         if "own" not in state:
             raise _other_state(state)
         if state["batches"]:
-            self.readers.require_same_batches(state[GLOBAL_BATCH], self._global_batch)
+            self.sharding.require_same_batches(state[GLOBAL_BATCH], self._global_batch)
         self._resumes_after = state["batches"]
         super().load_state_dict(state["own"])  # type: ignore[misc]
 
     @property
     def _global_batch(self) -> int:
-        return (self.batch_size or 1) * self.readers.ranks
+        return (self.batch_size or 1) * self.sharding.ranks
 
     def _own_state(self) -> Any:
         return copy.deepcopy(super().state_dict())  # type: ignore[misc]
@@ -210,10 +191,10 @@ def _other_state(state: Mapping[str, Any]) -> ValueError:
 class DividedIterator(Iterable[Any]):
     """Batches that are no DataLoader's, dealt to the ranks in turn."""
 
-    def __init__(self, batches: Any, readers: Readers) -> None:
-        self.batches, self.readers = batches, readers
+    def __init__(self, batches: Any, sharding: DataSharding) -> None:
+        self.batches, self.sharding = batches, sharding
         self.undivided = batches
-        self.latest: Pass | None = None
+        self.latest: PassNotes | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name == "batches":
@@ -221,59 +202,92 @@ class DividedIterator(Iterable[Any]):
         return getattr(self.batches, name)
 
     def __len__(self) -> int:
-        return -(-len(self.batches) // self.readers.ranks)  # a TypeError where they have no length
+        return -(-len(self.batches) // self.sharding.ranks)  # a TypeError where they have no length
 
     def __iter__(self) -> Iterator[Any]:
-        notes = PassNotes()
-        reading = Reading(self._parts(notes), lambda: notes, _content_for(self.readers))
-        self.latest = reading.known
-        return reading
+        notes = self.latest = PassNotes()
+        return Reading(self._parts(notes), notes, checksum=_checksum_for(self.sharding))
 
     def _parts(self, notes: PassNotes) -> Iterator[Any]:
-        batches = iter(self.batches)
-        for number, dealt in enumerate(iter(lambda: list(islice(batches, self.readers.ranks)), [])):
-            batch, share = self.readers.turn(dealt, [batch_size(batch) or 1 for batch in dealt])
-            notes.note(number, share, self.readers.ranks)
+        batches, number = iter(self.batches), 0
+        while dealt := list(islice(batches, self.sharding.ranks)):
+            batch, share = self.sharding.round_robin(dealt, [samples_in(batch) or 1 for batch in dealt])
+            notes.note(number, share, self.sharding.ranks)
             yield batch
+            number += 1
 
 
 # ---------------------------------------------------------------- dividing
 
 
-def divide(loader: Any, readers: Readers, batches_done: Callable[[], int]) -> Any:
+def divide(loader: Any, sharding: DataSharding, batches_done: Callable[[], int]) -> Any:
     """Return a loader that yields this rank's part of anything that Lightning accepts as a loader.
+
+    Args:
+        loader: the user's.
+        sharding: of the data.
+        batches_done: returns how many batches of the epoch have been trained.
 
     Raises:
         ValueError: a DistributedSampler that the user set up for other ranks than those that read different samples.
     """
     loader = undivided(loader)  # a CombinedLoader of the user's keeps what was put into it
-    alone = readers.ranks * readers.copies == 1
+    alone = sharding.ranks * sharding.copies == 1
     if not isinstance(loader, DataLoader):
-        return loader if alone else DividedIterator(loader, readers)
-    samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
-    for own in samplers:
+        return loader if alone else DividedIterator(loader, sharding)
+    for own in (loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
         if not isinstance(own, DistributedSampler):
             continue
-        if (own.num_replicas, own.rank) != (readers.ranks, readers.rank):
+        if (own.num_replicas, own.rank) != (sharding.ranks, sharding.rank):
             raise ValueError(
                 f"your DistributedSampler reads part {own.rank} of {own.num_replicas}, but this rank reads part "
-                f"{readers.rank} of {readers.ranks}; leave the sampler out (data is divided for you) or build it from "
-                "trainer.distributed_sampler_kwargs"
+                f"{sharding.rank} of {sharding.ranks}; leave the sampler out (data is divided for you) or build it "
+                "from trainer.distributed_sampler_kwargs"
             )
-        return compared(loader, readers)
+        return compared(loader, sharding)
+    changes: dict[str, Any] = {"divided": None, "batches_done": batches_done, "checksum": _checksum_for(sharding)}
+    has_state = callable(getattr(loader, "state_dict", None))
+    is_torchdata = any(map(_is_torchdata, type(loader).__mro__))
     if isinstance(loader.dataset, IterableDataset):
-        return loader if alone and not _has_state(loader) else _divide_iterable(loader, readers, batches_done)
-    return _divide_map(loader, readers, batches_done)
+        if alone and not has_state:
+            return loader
+        size = loader.batch_size or 1
+        dataset = DividedIterable(loader.dataset, sharding, size, bool(loader.drop_last), loader.num_workers)
+        changes |= {"dataset": dataset, "collate_fn": CollateCounted(loader.collate_fn), "sharding": sharding}
+        return _copy_of(loader, StatefulStream if has_state else DividedLoader, changes)
+    if is_torchdata and vars(loader).get("next_iter_state") is not None:
+        raise ValueError(
+            f"a {type(loader).__name__} was given a state by load_state_dict, but a loader that is divided among ranks "
+            "goes on from the trainer's checkpoint; leave load_state_dict out and pass ckpt_path to fit"
+        )
+    changes |= _divided_sampler(loader, sharding)
+    return _copy_of(loader, DividedLoader if has_state and not is_torchdata else ResumableLoader, changes)
 
 
-def compared(loader: Any, readers: Readers) -> Any:
+def _divided_sampler(loader: DataLoader[Any], sharding: DataSharding) -> dict[str, Any]:
+    """The sampler of a loader that yields this rank's part, in its place and as `divided`."""
+    own, remembers_indices = internals.own_batch_sampler(loader.batch_sampler)
+    if own is None:
+        divided = DividedSampler(loader.sampler, sharding)
+        return {"sampler": divided, "divided": divided}
+    if type(own) is BatchSampler or _is_torchdata(type(own)):
+        divided = DividedSampler(own.sampler, sharding, own.batch_size, own.drop_last)
+    else:
+        divided = DividedSampler(own, sharding)
+    return {
+        "batch_sampler": internals.remembering_indices(divided) if remembers_indices else divided,
+        "divided": divided,
+    }
+
+
+def compared(loader: Any, sharding: DataSharding) -> Any:
     """A loader that nobody divides, or a copy of it whose batches are compared among ranks that must read the same."""
-    if readers.copies == 1:
+    if sharding.copies == 1:
         return loader
     loader = undivided(loader)
     if isinstance(loader, DataLoader):
-        return _copy_of(loader, DividedLoader, {"divided": None, "content": content_of})
-    return DividedIterator(loader, replace(readers, ranks=1, rank=0))
+        return _copy_of(loader, DividedLoader, {"divided": None, "checksum": _checksum_of_some})
+    return DividedIterator(loader, replace(sharding, ranks=1, rank=0))
 
 
 def undivided(loader: Any) -> Any:
@@ -281,53 +295,17 @@ def undivided(loader: Any) -> Any:
     return loader.undivided if isinstance(loader, (DividedLoader, DividedIterator)) else loader
 
 
-def content_of(batch: Any) -> int:
+def _checksum_for(sharding: DataSharding) -> Callable[[Any], int] | None:
+    return _checksum_of_some if sharding.copies > 1 else None
+
+
+def _checksum_of_some(batch: Any) -> int:
     """A checksum of a few thousand elements of each of a batch's tensors."""
 
     def some(leaf: Any) -> Any:
         return leaf.reshape(-1)[:: leaf.numel() // 4096 + 1] if isinstance(leaf, Tensor) and leaf.numel() else leaf
 
     return checksum(pytree.tree_map(some, batch))
-
-
-def _content_for(readers: Readers) -> Callable[[Any], int] | None:
-    return content_of if readers.copies > 1 else None
-
-
-def _divide_map(loader: DataLoader[Any], readers: Readers, batches_done: Callable[[], int]) -> Any:
-    batch_sampler, remembers_indices = lightnings.own_batch_sampler(loader.batch_sampler)
-    divided: DividedSampler
-    if batch_sampler is None:
-        divided = DealtBatches(loader.sampler, readers)
-    elif type(batch_sampler) is BatchSampler or _is_torchdata(type(batch_sampler)):
-        divided = DividedBatches(batch_sampler.sampler, readers, batch_sampler.batch_size, batch_sampler.drop_last)
-    else:
-        divided = DealtBatches(batch_sampler, readers)
-    shown: Any = lightnings.remembering_indices(divided) if remembers_indices else divided
-    place = "sampler" if batch_sampler is None else "batch_sampler"
-    is_torchdata = any(map(_is_torchdata, type(loader).__mro__))
-    if is_torchdata and vars(loader).get("next_iter_state") is not None:
-        raise ValueError(
-            f"a {type(loader).__name__} was given a state by load_state_dict, but a loader that is divided among ranks "
-            "goes on from the trainer's checkpoint; leave load_state_dict out and pass ckpt_path to fit"
-        )
-    kind = DividedLoader if _has_state(loader) and not is_torchdata else ResumableLoader
-    changes = {place: shown, "divided": divided, "batches_done": batches_done, "content": _content_for(readers)}
-    return _copy_of(loader, kind, changes)
-
-
-def _divide_iterable(loader: DataLoader[Any], readers: Readers, batches_done: Callable[[], int]) -> Any:
-    size = 1 if loader.batch_size is None else loader.batch_size
-    dataset = DividedIterable(loader.dataset, readers, size, bool(loader.drop_last), loader.num_workers)
-    changes = {
-        "dataset": dataset,
-        "collate_fn": CollateCounted(loader.collate_fn),
-        "divided": None,
-        "content": _content_for(readers),
-        "readers": readers,
-        "batches_done": batches_done,
-    }
-    return _copy_of(loader, StatefulStream if _has_state(loader) else DividedLoader, changes)
 
 
 def _copy_of(loader: DataLoader[Any], kind: type[DividedLoader], changes: dict[str, Any]) -> Any:
@@ -343,10 +321,6 @@ def _is_torchdata(kind: type) -> bool:
     return kind.__module__.partition(".")[0] == "torchdata"
 
 
-def _has_state(loader: DataLoader[Any]) -> bool:
-    return callable(getattr(loader, "state_dict", None))
-
-
 # ---------------------------------------------------------------- going on from a checkpoint
 
 
@@ -355,10 +329,10 @@ def resume(loop: Any) -> None:
 
     They are made so early where a batch is read before the run, or somebody counts the steps to come.
     """
-    if not loop.is_resuming or lightnings.combined_of(loop) is None:
+    if not loop.is_resuming or internals.combined_of(loop) is None:
         return
-    outlives = any(map(outlives_epochs, lightnings.loader_states(loop)))
-    lightnings.restart_loaders(loop, loop.restarting or outlives)
+    outlives = any(map(outlives_epochs, internals.loader_states(loop)))
+    internals.restart_loaders(loop, loop.restarting or outlives)
 
 
 def outlives_epochs(state: Any) -> bool:

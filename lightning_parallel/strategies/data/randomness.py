@@ -36,13 +36,11 @@ class RandomState:
         """Whether the host's generators stand at the same place in both."""
         kind, keys, *rest = self.numpy_state
         other_kind, other_keys, *others = other.numpy_state
-        numpy_equal = (kind, rest) == (other_kind, others) and bool((keys == other_keys).all())
-        return (
-            numpy_equal and self.python_state == other.python_state and torch.equal(self.torch_state, other.torch_state)
-        )
+        same = (kind, rest, self.python_state) == (other_kind, others, other.python_state)
+        return same and bool((keys == other_keys).all()) and torch.equal(self.torch_state, other.torch_state)
 
     def restore(self, own: torch.Generator | None = None) -> None:
-        """Makes the generators continue from here."""
+        """Let the generators continue from here."""
         torch.set_rng_state(self.torch_state)
         np.random.set_state(self.numpy_state)
         random.setstate(self.python_state)
@@ -64,21 +62,16 @@ class RandomState:
 
     def as_dict(self) -> dict[str, Any]:
         """The state as tensors and plain values, which a checkpoint may hold and a safe reader reads."""
-        kind, keys, position, has_gauss, gauss = self.numpy_state
-        numpy_state = (kind, torch.from_numpy(keys.astype("int64")), position, has_gauss, gauss)
-        return {
-            "torch": self.torch_state,
-            "numpy": numpy_state,
-            "python": self.python_state,
-            "own": self.own_state,
-        }
+        kind, keys, *rest = self.numpy_state
+        numpy_state = (kind, torch.from_numpy(keys.astype("int64")), *rest)
+        return {"torch": self.torch_state, "numpy": numpy_state, "python": self.python_state, "own": self.own_state}
 
     @classmethod
     def from_dict(cls, state: dict[str, Any]) -> RandomState:
-        """Reads what `as_dict` wrote."""
-        kind, keys, position, has_gauss, gauss = state["numpy"]
+        """Read what `as_dict` wrote."""
+        kind, keys, *rest = state["numpy"]
         version, internal, gauss_next = state["python"]
-        numpy_state = (kind, keys.numpy().astype("uint32"), position, has_gauss, gauss)
+        numpy_state = (kind, keys.numpy().astype("uint32"), *rest)
         return cls(state["torch"], numpy_state, (version, tuple(internal), gauss_next), state["own"])
 
 
@@ -95,7 +88,7 @@ class RankRandomness:
         return cls(RandomState.now(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None)
 
     def restore(self, device: torch.device) -> None:
-        """Makes all generators continue from here."""
+        """Let all generators continue from here."""
         self.host.restore()
         if self.device_state is not None and device.type == "cuda":
             torch.cuda.set_rng_state(self.device_state, device)
@@ -106,45 +99,45 @@ class RankRandomness:
 
     @classmethod
     def from_dict(cls, state: dict[str, Any]) -> RankRandomness:
-        """Reads what `as_dict` wrote."""
+        """Read what `as_dict` wrote."""
         return cls(RandomState.from_dict(state["host"]), state["device"])
 
 
-def seed_per_data_rank(device: torch.device, reader: int, group: dist.ProcessGroup) -> None:
+def seed_per_data_rank(device: torch.device, data_rank: int, group: dist.ProcessGroup) -> None:
     """Let dropout draw other masks on ranks that read other samples, and the same on those that share them.
 
     Collective over `group`, also after states of a checkpoint, perhaps of another layout, were restored. Only the
     device's generator is moved: the host's stays alike on all ranks, because models decide by it what to run (layer
-    drop), and ranks that gather parameters must decide alike. States that differ between readers already go on.
+    drop), and ranks that gather parameters must decide alike. States that differ between data ranks already go on.
 
     Args:
         device: of this rank.
-        reader: the number of the samples that it reads; ranks that share samples have the same.
+        data_rank: the number of the samples that it reads; ranks that share samples have the same.
         group: all ranks.
     """
     if device.type != "cuda":
         return
-    said = gather_objects((reader, torch.cuda.get_rng_state(device).numpy().tobytes()), group)
-    state = state_of_reader(reader, said)
+    states = gather_objects((data_rank, torch.cuda.get_rng_state(device).numpy().tobytes()), group)
+    state = state_of_data_rank(data_rank, states)
     if state is not None:
         torch.cuda.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8), device)
         return
     with torch.cuda.device(device):
-        torch.cuda.manual_seed(torch.initial_seed() + 1_000_003 * reader)
+        torch.cuda.manual_seed(torch.initial_seed() + 1_000_003 * data_rank)
 
 
-def state_of_reader(reader: int, said: Sequence[tuple[int, bytes]]) -> bytes | None:
-    """The state of the first rank of a reader; None if one of an earlier reader stands there.
+def state_of_data_rank(data_rank: int, states: Sequence[tuple[int, bytes]]) -> bytes | None:
+    """The state of the first rank of a data rank; None if one of a lower data rank has the same state.
 
     Args:
-        reader: whose state.
-        said: the reader and the state of each rank.
+        data_rank: whose state.
+        states: the data rank and the state of each rank.
     """
     firsts: dict[int, bytes] = {}
-    for other, state in said:
+    for other, state in states:
         firsts.setdefault(other, state)
-    taken = any(other < reader and state == firsts[reader] for other, state in firsts.items())
-    return None if taken else firsts[reader]
+    taken = any(other < data_rank and state == firsts[data_rank] for other, state in firsts.items())
+    return None if taken else firsts[data_rank]
 
 
 def generators_of(loader: Any) -> list[torch.Generator]:

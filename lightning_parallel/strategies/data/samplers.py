@@ -1,10 +1,9 @@
-"""Samplers that yield a rank's part of what the user's samplers yield, and go on from where a checkpoint stands."""
+"""A sampler that yields a rank's part of what the user's sampler yields, and goes on from where a checkpoint stands."""
 
 from __future__ import annotations
 
 import pickle
 import zlib
-from abc import abstractmethod
 from collections.abc import Iterator, Sized
 from itertools import islice
 from typing import Any
@@ -16,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import Sampler
 
 from lightning_parallel.strategies.data.randomness import RandomState
-from lightning_parallel.strategies.data.shares import PassNotes, Readers, Share
+from lightning_parallel.strategies.data.sharding import DataSharding, PassNotes
 
 GLOBAL_BATCH = "global_batch"
 """Where a position holds how many items of the sampler one global batch took."""
@@ -29,16 +28,24 @@ class DividedSampler(Sampler[Any]):
     It has no `state_dict`: torchdata's loaders would call that, and count the position a second time.
 
     Args:
-        source: the user's sampler, or batch sampler.
-        readers: the ranks that read different samples.
-        sampler: as `loader.batch_sampler.sampler`, on which Lightning calls `set_epoch`, as on one device.
-        items_per_batch: the number of items of the user's sampler that one global batch takes.
+        source: the user's sampler of single samples, or a sampler of whole batches, which are dealt in turn.
+        sharding: of the data.
+        batch_size: the number of samples of a rank in one batch; None for a sampler of whole batches.
+        drop_last: whether a last global batch of fewer samples is left out.
     """
 
-    def __init__(self, source: Any, readers: Readers, sampler: Any, items_per_batch: int) -> None:
-        self.source, self.sampler = source, sampler
-        self.readers, self.items_per_batch = readers, items_per_batch
-        self.latest = PassNotes()
+    def __init__(
+        self, source: Any, sharding: DataSharding, batch_size: int | None = None, drop_last: bool = False
+    ) -> None:
+        self._deals = batch_size is None
+        #: on which Lightning calls `set_epoch`, as on one device: `loader.batch_sampler.sampler`
+        self.source, self.sampler = source, getattr(source, "sampler", None) if self._deals else source
+        self.batch_size = getattr(source, "batch_size", None) if self._deals else batch_size
+        self.drop_last = getattr(source, "drop_last", False) if self._deals else drop_last
+        self._drops = not self._deals and drop_last
+        #: the number of items of the user's sampler that one global batch takes
+        self.items_per_batch = (batch_size or 1) * sharding.ranks
+        self.sharding, self.latest = sharding, PassNotes()
         self._started_with: RandomState | None = None
         self._resume: tuple[RandomState, int] | None = None
 
@@ -48,29 +55,33 @@ class DividedSampler(Sampler[Any]):
         found = (getattr(owner, "generator", None) for owner in (self.source, self.sampler))
         return next((generator for generator in found if isinstance(generator, torch.Generator)), None)
 
-    @abstractmethod
-    def take(self, items: list[Any]) -> tuple[Any, Share] | None:
-        """This rank's part of the items of one global batch; None to end the epoch."""
-
     def __iter__(self) -> Iterator[Any]:
         self.latest = PassNotes()
         return self._parts(self.latest)
 
     def _parts(self, notes: PassNotes) -> Iterator[Any]:
-        items, number = self._start()
-        while (batch := list(islice(items, self.items_per_batch))) and (taken := self.take(batch)) is not None:
-            part, share = taken
+        items, first = self._start()
+        number = 0
+        while batch := list(islice(items, self.items_per_batch)):
+            if self._drops and len(batch) < self.items_per_batch:
+                break
+            if self._deals:
+                sizes = [len(each) if isinstance(each, Sized) else 1 for each in batch]
+                part, share = self.sharding.round_robin(batch, sizes)
+            else:
+                part, share = self.sharding.part(batch)
             notes.order = notes.order or checksum(batch)
-            notes.note(number, share, self.readers.ranks)
+            notes.note(number, share, self.sharding.ranks)
             yield part
             number += 1
-        notes.length = number
+        notes.length = first + number
 
     def __len__(self) -> int:
-        return -(-len(self.source) // self.items_per_batch)
+        full, rest = divmod(len(self.source), self.items_per_batch)
+        return full + (rest > 0 and not self._drops)
 
     def set_epoch(self, epoch: int) -> None:
-        """Passes the epoch on to the user's sampler; Lightning calls this where the sampler yields whole batches."""
+        """Pass the epoch on to the user's sampler; Lightning calls this where the sampler yields whole batches."""
         if callable(set_epoch := getattr(self.source, "set_epoch", None)):
             set_epoch(epoch)
 
@@ -78,8 +89,8 @@ class DividedSampler(Sampler[Any]):
         if self._resume is None:
             self._started_with = RandomState.now(self.generator)
             return iter(self.source), 0
-        state, consumed = self._resume
-        self._resume, self._started_with = None, state
+        (state, consumed), self._resume = self._resume, None
+        self._started_with = state
         with state.replayed(self.generator):
             items = iter(self.source)
             for _ in islice(items, consumed):
@@ -103,37 +114,10 @@ class DividedSampler(Sampler[Any]):
         """
         random = RandomState.from_dict(position["random"])
         if position["consumed"]:
-            self.readers.require_same_batches(position.get(GLOBAL_BATCH, self.items_per_batch), self.items_per_batch)
+            self.sharding.require_same_batches(position.get(GLOBAL_BATCH, self.items_per_batch), self.items_per_batch)
             self._resume = random, position["consumed"]
         elif self.generator is not None and random.own_state is not None:
             self.generator.set_state(random.own_state)
-
-
-class DividedBatches(DividedSampler):
-    """Single samples, of which a global batch takes `batch_size` for every rank."""
-
-    def __init__(self, sampler: Any, readers: Readers, batch_size: int, drop_last: bool) -> None:
-        super().__init__(sampler, readers, sampler, batch_size * readers.ranks)
-        self.batch_size, self.drop_last = batch_size, drop_last
-
-    def take(self, items: list[Any]) -> tuple[Any, Share] | None:
-        """See `DividedSampler.take`."""
-        return None if self.drop_last and len(items) < self.items_per_batch else self.readers.part(items)
-
-    def __len__(self) -> int:
-        return len(self.source) // self.items_per_batch if self.drop_last else super().__len__()
-
-
-class DealtBatches(DividedSampler):
-    """Whole batches of the user's own batch sampler, dealt to the ranks in turn."""
-
-    def __init__(self, source: Any, readers: Readers) -> None:
-        super().__init__(source, readers, getattr(source, "sampler", None), readers.ranks)
-        self.batch_size, self.drop_last = getattr(source, "batch_size", None), getattr(source, "drop_last", False)
-
-    def take(self, items: list[Any]) -> tuple[Any, Share]:
-        """See `DividedSampler.take`."""
-        return self.readers.turn(items, [len(item) if isinstance(item, Sized) else 1 for item in items])
 
 
 def length_of(loader: Any) -> int | None:

@@ -6,12 +6,13 @@ what microbatches made of them, by samples; others, as counters, what the first 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from lightning_parallel.collectives.made_of import Version, version
+from lightning_parallel.collectives.made_of import version
 from lightning_parallel.strategies.lightning_package import LightningModule
 
 
@@ -24,45 +25,38 @@ class BatchBuffers:
     """
 
     def __init__(self, module: LightningModule, names: Sequence[str] = ()) -> None:
-        self._places = {name: (module.get_submodule(_owner(name))._buffers, name.rpartition(".")[2]) for name in names}
+        split = {name: name.rpartition(".")[::2] for name in names}
+        self._places = {name: (module.get_submodule(owner)._buffers, key) for name, (owner, key) in split.items()}
+        self._owners = {name: owner for name, (owner, _) in split.items()}
         self._before: dict[str, Tensor] = {}
-        self._copies: dict[str, tuple[Tensor, Version]] = {}
         self._made: list[dict[str, Tensor]] = []
 
-    def lend(self) -> None:
-        """Put copies in their places, for one microbatch."""
-        self._before, self._copies = self._now(), {}
-        for name, buffer in self._before.items():
-            table, key = self._places[name]
-            copy = table[key] = buffer.clone()
-            self._copies[name] = copy, version(copy)
+    @contextmanager
+    def microbatch(self) -> Iterator[None]:
+        """Inside, copies are in their places; what became of them is kept where no exception leaves this."""
+        before = self._before = self._now()
+        copies = {name: buffer.clone() for name, buffer in before.items()}
+        versions = {name: version(copy) for name, copy in copies.items()}
+        self._set(copies)
+        try:
+            yield
+            now = self._now()
+            kept = copies.keys() & now.keys()
+            changed = {name for name in kept if now[name] is not copies[name] or version(now[name]) != versions[name]}
+            # BatchNorm's kernels write its statistics without counting that as a version, but count batches beside them
+            owners = {self._owners[name] for name in changed}
+            beside = [name for name in kept if self._owners[name] in owners]
+            changed |= {name for name in beside if not torch.equal(now[name], before[name])}
+            self._made.append({name: buffer.detach() for name, buffer in now.items() if name in changed})
+        finally:
+            self._set(before)
 
     def _now(self) -> dict[str, Tensor]:
         found = {name: table.get(key) for name, (table, key) in self._places.items()}
         return {name: buffer for name, buffer in found.items() if buffer is not None}
 
-    def keep(self) -> None:
-        """Keep what the microbatch made of them: it came to its end."""
-        now = self._now()
-        changed = {
-            name
-            for name, (copy, before) in self._copies.items()
-            if name in now and (now[name] is not copy or version(copy) != before)
-        }
-        # BatchNorm's kernels write its statistics without counting that as a version, but it counts batches beside them
-        owners = {_owner(name) for name in changed}
-        self._made.append(
-            {
-                name: buffer.detach()
-                for name, buffer in now.items()
-                if name in changed
-                or (name in self._before and _owner(name) in owners and not torch.equal(buffer, self._before[name]))
-            }
-        )
-
-    def undo(self) -> None:
-        """Put the buffers back."""
-        for name, buffer in self._before.items():
+    def _set(self, buffers: Mapping[str, Tensor]) -> None:
+        for name, buffer in buffers.items():
             table, key = self._places[name]
             table[key] = buffer
 
@@ -75,13 +69,11 @@ class BatchBuffers:
         found: dict[str, Tensor] = {}
         for name in dict.fromkeys(name for made in self._made for name in made):
             values = [made.get(name, self._before[name]) for made in self._made]
-            alike = len({value.shape for value in values}) == 1
-            if alike and len(values) > 1 and values[0].is_floating_point():
+            found[name] = values[0].cpu()
+            if len({value.shape for value in values}) == 1 < len(values) and values[0].is_floating_point():
                 weights = torch.tensor(sizes, dtype=torch.float64) / sum(sizes)
                 mean = torch.tensordot(weights, torch.stack([value.cpu().double() for value in values]), 1)
                 found[name] = mean.to(values[0].dtype)
-            else:
-                found[name] = values[0].cpu()
         return found
 
     def put(self, values: Mapping[str, Tensor]) -> None:
@@ -94,7 +86,3 @@ class BatchBuffers:
                     before.copy_(value)
             else:
                 table[key] = value if before is None else value.to(before.device)
-
-
-def _owner(name: str) -> str:
-    return name.rpartition(".")[0]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -20,20 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel.collectives.functional import Pending, packed
 from lightning_parallel.strategies.data.batches import Batches
+from lightning_parallel.strategies.lightning_internals import require_reduction
 from lightning_parallel.strategies.lightning_package import LightningModule, _ResultMetric, is_overridden
-from lightning_parallel.strategies.logged.metrics import MetricsOfRun, at_most_on_step
-from lightning_parallel.strategies.logged.step_values import (
-    StepValue,
-    has_step_value,
-    options_of,
-    reduction_of,
-    without_effect,
-)
-from lightning_parallel.strategies.logged.sums import OPERATIONS, BatchSums, scale
+from lightning_parallel.strategies.logged.metrics import MetricsOfRun, sync_on_step_where_logged
+from lightning_parallel.strategies.logged.step_values import StepValue, options_of, without_effect
+from lightning_parallel.strategies.logged.sums import StepReduction, scale
 from lightning_parallel.strategies.ranks.sync import Exchange, Message, SyncPoint, Words
-from lightning_parallel.strategies.trainer.lightnings import require_reduction
 from lightning_parallel.techniques.step import BatchContext
 from lightning_parallel.techniques.tools.means import Mean, Means
 
@@ -49,8 +42,15 @@ class StepLog:
         module: the user's.
         group: the ranks that read different samples.
         host: all ranks, for messages of the host.
-        batches: tells how much the batch at hand counts.
-        microbatches: whether steps run on microbatches.
+        batches: has the weight of the batch at hand.
+        pipelined: whether steps run on microbatches.
+
+    Attributes:
+        defers: whether a reduction asked for now is that of a step value, which is reduced here.
+        counts_by_samples: whether losses of training count by samples in any case.
+        means: of the step that runs or ran last; None where no other rank reads other samples.
+        divert: takes what is logged while a step runs on a microbatch: name, value, options.
+        warned_attributes: attributes of the module of which a warning said that other ranks do not get them.
     """
 
     def __init__(
@@ -59,29 +59,24 @@ class StepLog:
         group: dist.ProcessGroup,
         host: dist.ProcessGroup,
         batches: Batches,
-        microbatches: bool,
+        pipelined: bool,
     ) -> None:
         self._module, self._batches = module, batches
         self._group, self._host, self._ranks = group, host, group.size()
-        #: whether a reduction asked for now is that of a step value, which is reduced here
-        self.defers = False
+        self.defers = self.counts_by_samples = False
         self._logged: dict[str, StepValue] = {}
-        self._sums: BatchSums | None = None
-        #: whether losses of training count by samples in any case
-        self.counts_by_samples = False
-        self._pending: list[tuple[list[StepValue], Callable[[], Sequence[Tensor]]]] = []
+        #: of the values of a step under way, with these and the means by which they count
+        self._reduction: StepReduction | None = None
+        self._reduced: list[StepValue] = []
         self._reduced_by: Sequence[Mean] = ()
-        #: the means of the step that runs or ran last; none where no other rank reads other samples
         self.means: Means | None = None
         self._differed = False
         self._counted: tuple[Tensor, Tensor] | None = None
-        #: takes what is logged while a step runs on a microbatch: name, value, options
         self.divert: Callable[[str, Any, dict[str, Any]], None] | None = None
-        #: attributes of the module of which it was said that other ranks do not get them
-        self.told_attributes: set[str] = set()
+        self.warned_attributes: set[str] = set()
         self._may_leave = is_overridden("on_train_batch_start", module)  # by returning -1
         self._log = module.log
-        self.metrics = MetricsOfRun(module, group, microbatches)
+        self.metrics = MetricsOfRun(module, group, pipelined)
         module.__dict__["log"] = self
 
     @property
@@ -90,7 +85,7 @@ class StepLog:
         return self._ranks == 1
 
     def close(self) -> None:
-        """Gives the module its own `log` and the metrics their own groups back."""
+        """Give the module its own `log` and the metrics their own groups back."""
         self._module.__dict__.pop("log", None)
         self.metrics.close()
 
@@ -110,9 +105,8 @@ class StepLog:
             return self.divert(name, value, options)
         parts: Mapping[Mean, Tensor] = {}
         if self.metrics.in_step and self.means is not None and isinstance(value, Tensor):
-            parts = {
-                mean: part.detach().clone() for mean, part in self.means.parts_of(value).items()
-            }  # as they are now
+            found = self.means.parts_of(value)
+            parts = {mean: part.detach().clone() for mean, part in found.items()}  # as they are now
         return self.record(name, value, options, parts)
 
     def record(self, name: str, value: Any, options: dict[str, Any], parts: Mapping[Mean, Tensor]) -> None:
@@ -141,17 +135,18 @@ class StepLog:
         if results is None or result is None or options.get("rank_zero_only", False):
             return
         if not result.is_tensor:
-            at_most_on_step(result.value, [each for each in results.values() if not each.is_tensor])
+            sync_on_step_where_logged(result.value, [each for each in results.values() if not each.is_tensor])
             result._forward_cache = self.metrics.of_all_ranks(result._forward_cache)
         else:
             kept = given.detach().clone() if isinstance(given, Tensor) else given
             samples = size if size is not None else 1 if results.batch_size is None else results.batch_size
-            each = StepValue(result, reduction_of(result), kept, size, samples if weight else 0, parts)
+            each = StepValue(result, kept, size, samples if weight else 0, parts)
             if self.metrics.in_step:
                 _count_as_exactly(result)
                 self._logged[key] = each
-            elif has_step_value(result):
-                each.place(self._sent([each], weight)()[0], ())
+            elif each.is_shown:
+                reduction = StepReduction([each.term(weight, self._ranks)], [], weight, self._group)
+                each.place(reduction.values()[0], ())
         if result.meta.on_epoch and result.meta.fx.partition(".")[0].endswith("_epoch_end"):
             result.compute()  # now, while all ranks are here: callbacks may read it on one of them
 
@@ -162,18 +157,17 @@ class StepLog:
         """Around the user's step, for its means; metrics do not count samples of weight 0."""
         if self._may_leave and self._module.trainer.training:  # and steps of some techniques wait for each other
             Exchange(Message(SyncPoint.STEP_BEGINS), self._host).wait(lambda: Words("a step that began"))
+        self._place_reduced()
         self.metrics.in_step = True
-        self.means, self._sums = Means() if self._ranks > 1 else None, None
-        uncounted = [] if batch.weight else self.metrics.uncounted()
+        self.means, self._reduction = Means() if self._ranks > 1 else None, None
         try:
-            yield
+            with nullcontext() if batch.weight else self.metrics.uncounted():
+                yield
         finally:
             self.metrics.in_step = False
-            for each in uncounted:
-                each.close()
 
     def reduce_step(self, batch: BatchContext, output: Any) -> None:
-        """Starts to reduce the step values that the user's step logged; `settle` puts them in place.
+        """Start to reduce the step values that the user's step logged; `settle` puts them in place.
 
         Args:
             batch: of the step.
@@ -182,7 +176,7 @@ class StepLog:
         Raises:
             ValueError: on every rank, if the names logged differ, or some ranks have a loss and others none.
         """
-        self._finish()
+        self._place_reduced()
         logged, self._logged = self._logged, {}
         trainer = self._module.trainer
         trains = self.means is not None and self._module.automatic_optimization and trainer.training
@@ -190,36 +184,30 @@ class StepLog:
             return  # a rank on which there is any then compares with what the others say next, and all know
         skips = trains and output is None
         point = SyncPoint.STEP_WITHOUT_LOSS if skips else SyncPoint.STEP_ENDS
-        said = "a step that returned no loss and logged" if skips else "a step that logged"
-        means = self._agree(point, said, logged)
-        moving = [each for each in logged.values() if each.moves(means)]
-        added = [each for each in moving if each.how in ("mean", "sum")]
-        self._reduced_by = means
-        if added or means:
-            summands = [each.summand(batch.weight, self._ranks) for each in added]
-            self._sums = BatchSums(summands, means, batch.weight, self._group)
-            self._pending.append((added, self._sums.values))
-        for how in ("min", "max") if len(added) < len(moving) else ():
-            if extremes := [each for each in moving if each.how == how]:
-                self._pending.append((extremes, self._sent(extremes, batch.weight)))
+        means = self._agree(point, "a step that returned no loss and logged" if skips else "a step that logged", logged)
+        reduced = [each for each in logged.values() if each.is_shown or each.changes_epoch(means)]
+        if reduced or means:
+            terms = [each.term(batch.weight, self._ranks) for each in reduced]
+            self._reduction = StepReduction(terms, means, batch.weight, self._group)
+            self._reduced, self._reduced_by = reduced, means
 
     @contextmanager
     def around_backward(self, batch: BatchContext, loss: Tensor, asked: bool) -> Iterator[None]:
-        """Inside, it is known by what the gradients of means are multiplied; all ranks must call.
+        """Inside, the factors of the gradients of means are known. Collective.
 
         Args:
             batch: of the step.
             loss: to be differentiated.
-            asked: whether it is going to be asked what `counted` makes of it.
+            asked: whether `counted` is going to be called with the loss.
         """
         means, in_step = self.means, self.metrics.in_step
         if means is not None and in_step:
             means.before_backward(loss)
             said = "a backward pass within a step"
-            if self._sums is None and (agreed := self._agree(SyncPoint.BACKWARD, said, {})):
-                BatchSums([], agreed, batch.weight, self._group).values()
-        if self._sums is not None:
-            self._sums.values()
+            if self._reduction is None and (agreed := self._agree(SyncPoint.BACKWARD, said, {})):
+                StepReduction([], agreed, batch.weight, self._group).values()
+        if self._reduction is not None:
+            self._reduction.values()
         if means is not None:
             self._counted = (loss.detach(), counted_loss(loss, means)) if asked else None
         yield
@@ -227,12 +215,12 @@ class StepLog:
             self.settle()
 
     def settle(self) -> None:
-        """Waits for the step values under way and shows them to callbacks and loggers; the step is over."""
-        self._finish()
-        self.means = self._sums = None
+        """Wait for the step values under way and put them where callbacks and loggers find them; the step is over."""
+        self._place_reduced()
+        self.means = self._reduction = None
 
     def scale(self, means: Means) -> None:
-        """Fills in by what the gradients of means are multiplied whose backward runs within the step."""
+        """Set the factors of the gradients of means whose backward runs within the step."""
         if self._ranks > 1:
             scale(means, self._batches.weight, self._group, self._module.device)
 
@@ -245,10 +233,10 @@ class StepLog:
 
     # ---------------------------------------------------------------- messages
 
-    def _finish(self) -> None:
-        pending, self._pending = self._pending, []
-        for logged, values in pending:
-            for each, value in zip(logged, values(), strict=True):
+    def _place_reduced(self) -> None:
+        reduced, self._reduced = self._reduced, []
+        if reduced and self._reduction is not None:
+            for each, value in zip(reduced, self._reduction.values(), strict=True):
                 each.place(value, self._reduced_by)
 
     def _agree(self, point: SyncPoint, said: str, logged: Mapping[str, StepValue]) -> Sequence[Mean]:
@@ -273,23 +261,9 @@ class StepLog:
         self._differed = True
         return []
 
-    def _sent(self, values: Sequence[StepValue], weight: float) -> Callable[[], Sequence[Tensor]]:
-        """Starts to reduce values of one kind; returns what waits for them."""
-        how = values[0].how
-        if how in ("mean", "sum"):
-            return BatchSums([each.summand(weight, self._ranks) for each in values], [], weight, self._group).values
-        sent = packed([each.extreme(weight) for each in values], self._group)
-        work = Pending(dist.all_reduce(sent, op=OPERATIONS[how], group=self._group, async_op=True))
-
-        def arrived() -> Sequence[Tensor]:
-            work.wait()
-            return sent.unbind()
-
-        return arrived
-
 
 def _count_as_exactly(result: _ResultMetric) -> None:
-    """Lets the samples of a mean in float64 count in it, too: ranks divide by the mean of their counts.
+    """Let the samples of a mean in float64 count in it, too: Lightning divides by the mean of the ranks' counts.
 
     That of integers has the default dtype, which has too few digits where samples do not divide evenly among ranks.
     """
@@ -323,17 +297,15 @@ class ObservedStep(Generic[T]):
         self.after_silent_call: Callable[[], None] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> T:
-        """Runs the step."""
+        """Run the step."""
         if self.after_silent_call is not None:
             return silently(self._step, self.after_silent_call, *args, **kwargs)
-        if self._log.means is None:
-            return self._step(*args, **kwargs)
-        with self._log.means:
+        with nullcontext() if self._log.means is None else self._log.means:
             return self._step(*args, **kwargs)
 
 
 def silently(step: Callable[..., T], restore: Callable[[], None], *args: Any, **kwargs: Any) -> T:
-    """Calls the step without notes of it, and takes back what it has changed."""
+    """Call the step without recording it, and take back what it has changed."""
     try:
         return step(*args, **kwargs)
     finally:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -23,38 +23,39 @@ class MetricsOfRun:
 
     A collection updates one of those metrics for all whose states are alike after its first update. A rank sees a part
     of the first batch, in which states may be alike that are not on one device, as counts of hits that are 0 so far. So
-    all ranks are asked. With microbatches each metric is updated by itself.
+    all ranks are asked. With microbatches each metric is updated by itself, unless the user named the groups.
 
     Args:
         module: the user's.
         group: the ranks.
-        microbatches: whether steps run on microbatches.
+        pipelined: whether steps run on microbatches.
+
+    Attributes:
+        in_step: whether a step of the user's is running.
+        last_stage: the rank of a pipeline whose metrics have seen the batches; None where all have.
     """
 
-    def __init__(self, module: nn.Module, group: dist.ProcessGroup, microbatches: bool) -> None:
-        #: whether a step of the user's is running
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup, pipelined: bool) -> None:
         self.in_step = False
-        #: the rank of a pipeline whose metrics have seen the batches; None where all have
         self.last_stage: int | None = None
-        self.all = [metric for metric in module.modules() if isinstance(metric, Metric)]
         self.names = {id(part): name for name, part in module.named_modules() if isinstance(part, Metric)}
-        self._restores: list[Callable[[], object]] = []
+        self.all = [metric for metric in module.modules() if isinstance(metric, Metric)]
+        self._back = ExitStack()
         # a composition computes its value from other metrics
         computing = [metric for metric in self.all if group.size() > 1 and "compute" in vars(metric)]
         self._losses = {id(metric): LossMetric(metric, self) for metric in computing}
+        for loss in self._losses.values():
+            self._back.enter_context(_replaced(loss.metric, "compute", loss.compute))
         for metric in self.all:
             before = {"process_group": metric.process_group, "dist_sync_on_step": metric.dist_sync_on_step}
-            self._restores.append(partial(vars(metric).update, before))
+            self._back.callback(vars(metric).update, before)
             metric.process_group = None if group.size() == dist.get_world_size() else group
             metric.dist_sync_on_step = True  # until `log` says that nobody asks for its step values
         for collection in (part for part in module.modules() if isinstance(part, MetricCollection)):
-            own = vars(collection)
-            if microbatches:
-                self._restores.append(partial(own.update, _enable_compute_groups=own["_enable_compute_groups"]))
-                own["_enable_compute_groups"] = False
+            if pipelined:
+                self._back.enter_context(_replaced(collection, "_enable_compute_groups", False))
             elif group.size() > 1:
-                own["_equal_metric_states"] = AlikeOnAll(group)
-                self._restores.append(partial(own.pop, "_equal_metric_states"))
+                self._back.enter_context(_replaced(collection, "_equal_metric_states", AlikeOnAll(group)))
 
     def of_all_ranks(self, value: Any) -> Any:
         """Return the value to log: where a metric gave a step a loss of this rank, its value for all ranks."""
@@ -62,43 +63,45 @@ class MetricsOfRun:
             return value
         return next((loss.of_all_ranks for loss in self._losses.values() if loss.local is value), value)
 
-    def uncounted(self) -> list[Uncounted]:
-        """Let updates leave the metrics as they are, until each is closed; a step gets values of its samples."""
-        return [Uncounted(metric, self._losses.get(id(metric))) for metric in self.all]
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """Inside, updates leave metrics as they are: they are given samples that another rank counts."""
+        with ExitStack() as back:
+            for metric in self.all:
+                back.enter_context(Uncounted(metric, self._losses.get(id(metric))).updates())
+            yield
 
     @contextmanager
     def undone_unless_completed(self) -> Iterator[None]:
         """Undo the updates of what runs inside if it raises, as the step of a stage that is not the last one does."""
-        before: dict[int, tuple[Metric, dict[str, Any]]] = {}
-        own = [(metric, vars(metric)["update"]) for metric in self.all]
-
-        def update(metric: Metric, plain: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-            if id(metric) not in before:
-                before[id(metric)] = metric, everything(metric)
-            plain(*args, **kwargs)
-
-        for metric, plain in own:
-            vars(metric)["update"] = partial(update, metric, plain)
+        before = [(metric, everything(metric)) for metric in self.all]
         try:
             yield
         except BaseException:
-            for metric, held in before.values():
-                vars(metric).update(held)
+            for metric, states in before:
+                vars(metric).update(states)
             raise
-        finally:
-            for metric, plain in own:
-                vars(metric)["update"] = plain
 
     def close(self) -> None:
-        """Gives metrics their own groups back."""
-        for loss in self._losses.values():
-            loss.close()
-        for restore in self._restores:
-            restore()
+        """Give metrics their own groups back."""
+        self._back.close()
+
+
+@contextmanager
+def _replaced(owner: nn.Module, name: str, value: Any) -> Iterator[None]:
+    """Inside, an attribute of an object's own has another value."""
+    own = vars(owner)
+    before = {name: own[name]} if name in own else {}
+    own[name] = value
+    try:
+        yield
+    finally:
+        del own[name]
+        own.update(before)
 
 
 class LossMetric:
-    """Until `close`, a metric gives a step the value of this rank where it has a graph, and `log` that of all ranks.
+    """A metric that gives a step the value of this rank where it has a graph, and `log` that of all ranks.
 
     torchmetrics gathers the states of other ranks without their graphs: the gradient of a loss that is a metric would
     be divided by the number of ranks. A loss is of this rank's samples, as every other loss is.
@@ -109,15 +112,14 @@ class LossMetric:
     """
 
     def __init__(self, metric: Metric, run: MetricsOfRun) -> None:
-        self._metric, self._run, self._compute = metric, run, vars(metric)["compute"]
+        self.metric, self._run, self._compute = metric, run, vars(metric)["compute"]
         self.local: Any = None
         self.of_all_ranks: Any = None
         self.uncounted: Uncounted | None = None
-        vars(metric)["compute"] = self.compute
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
-        """Computes the metric's value for all ranks, and where the step may differentiate it also that of this rank."""
-        metric = self._metric
+        """Compute the metric's value for all ranks, and where the step may differentiate it also that of this rank."""
+        metric = self.metric
         if not (self._run.in_step and torch.is_grad_enabled() and metric._to_sync and _has_graph(metric)):
             return self._compute(*args, **kwargs)
         metric._to_sync = False
@@ -132,10 +134,6 @@ class LossMetric:
         metric._computed, self.local, self.of_all_ranks = None, local, of_all_ranks
         return local
 
-    def close(self) -> None:
-        """Gives the metric its own compute back."""
-        vars(self._metric)["compute"] = self._compute
-
 
 def _has_graph(metric: Metric) -> bool:
     states = pytree.tree_leaves([getattr(metric, name) for name in metric._defaults])
@@ -143,16 +141,13 @@ def _has_graph(metric: Metric) -> bool:
 
 
 class AlikeOnAll:
-    """Whether two metrics have equal states on all ranks, which ask in one order.
-
-    Args:
-        group: the ranks.
-    """
+    """Tells whether two metrics have equal states on all ranks of a group, which ask in one order."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def __call__(self, one: Metric, other: Metric) -> bool:  # noqa: D102
+    def __call__(self, one: Metric, other: Metric) -> bool:
+        """Return whether they do. Collective over the group."""
         said = within_reach(torch.tensor(float(MetricCollection._equal_metric_states(one, other))), self._group)
         dist.all_reduce(said, dist.ReduceOp.MIN, group=self._group)
         return bool(said)
@@ -163,7 +158,7 @@ class AlikeOnAll:
 
 
 class Uncounted:
-    """Until `close`, updates leave a metric as it is: it is given samples that another rank counts.
+    """Lets updates leave a metric as it is: it is given samples that another rank counts.
 
     Updates run all the same. A metric that keeps what it saw then holds empty tensors of the right kind, without which
     ranks could not put together what they hold.
@@ -172,12 +167,23 @@ class Uncounted:
     def __init__(self, metric: Metric, loss: LossMetric | None) -> None:
         self._metric, self._loss, self._before, self._was_loss = metric, loss, _states(metric), False
         self._before_update, self._update = self._before, vars(metric)["update"]
-        vars(metric)["update"] = self.update
-        if loss is not None:
-            loss.uncounted = self
+
+    @contextmanager
+    def updates(self) -> Iterator[None]:
+        """Inside, updates have no effect; the effect of those of a loss, which needs its samples, ends with it."""
+        if self._loss is not None:
+            self._loss.uncounted = self
+        try:
+            with _replaced(self._metric, "update", self.update):
+                yield
+        finally:
+            if self._loss is not None:
+                self._loss.uncounted = None
+            if self._was_loss:
+                self._restore(self._before)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Runs the metric's own update and takes back what it did, a loss' only in `close`: it needs its samples."""
+        """Run the metric's own update and take back what it did, that of a loss only at the end of `updates`."""
         self._before_update = _states(self._metric)
         self._update(*args, **kwargs)
         if _has_graph(self._metric):
@@ -186,7 +192,7 @@ class Uncounted:
             self.take_back()
 
     def take_back(self) -> None:
-        """Takes back what the last update did."""
+        """Take back what the last update did."""
         self._restore(self._before_update)
 
     def _restore(self, before: dict[str, Any]) -> None:
@@ -197,16 +203,8 @@ class Uncounted:
                 state = state + [each[:0] if each.dim() else each.new_empty(0) for each in added]
             setattr(self._metric, name, state)
 
-    def close(self) -> None:
-        """Gives the metric its own update back."""
-        vars(self._metric)["update"] = self._update
-        if self._loss is not None:
-            self._loss.uncounted = None
-        if self._was_loss:
-            self._restore(self._before)
 
-
-def at_most_on_step(metric: Metric, results: Iterable[_ResultMetric]) -> None:
+def sync_on_step_where_logged(metric: Metric, results: Iterable[_ResultMetric]) -> None:
     """A metric whose values in single steps nobody logs need not gather them."""
     metric.dist_sync_on_step = any(result.meta.on_step for result in results if result.value is metric)
 
@@ -222,7 +220,7 @@ def everything(metric: Metric) -> dict[str, Any]:
 
 
 def share_metrics(metrics: Iterable[Metric], source: int, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Gives all ranks of the group what the metrics of its rank `source` hold."""
+    """Give all ranks of the group what the metrics of its rank `source` hold."""
     metrics = list(metrics)
     if not metrics:
         return

@@ -1,6 +1,6 @@
 """A user's step that runs on microbatches, perhaps on another rank: what it logs, counts and keeps, on every rank.
 
-The step logs once for each microbatch. The values are combined as those of ranks (`logging`), and every rank logs the
+The step logs once for each microbatch. The values are combined as those of ranks (`sums`), and every rank logs the
 values of the whole batch, in the same hook. Metrics are updated by each microbatch. What the step keeps in attributes
 of the module is sent as it is, one entry per microbatch. All of that is the last stage's: only there, calls of the step
 come to their end. Those that do not leave nothing.
@@ -8,7 +8,7 @@ come to their end. Those that do not leave nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -22,6 +22,7 @@ from lightning_parallel.strategies.lightning_package import LightningModule
 from lightning_parallel.strategies.logged.buffers import BatchBuffers
 from lightning_parallel.strategies.logged.logging import StepLog, silently
 from lightning_parallel.strategies.logged.step_values import name_of
+from lightning_parallel.strategies.logged.sums import Term, from_sums, to_sums
 from lightning_parallel.techniques.step import BatchRecords
 from lightning_parallel.techniques.tools.absent import Absent, refusal
 from lightning_parallel.techniques.tools.means import WATCHING, Means, Scale, is_among, scaled
@@ -112,15 +113,14 @@ class MicrobatchStep(BatchRecords, Generic[T]):
         self._buffers = BatchBuffers(self._module, buffers)
 
     def __call__(self, *args: Any, **kwargs: Any) -> T:
-        """Runs the step on one microbatch; what it logged, counted and kept stays if it comes to its end."""
+        """Run the step on one microbatch; what it logged, counted and kept stays if it comes to its end."""
         if self.after_silent_call is not None:
             return silently(self._step, self.after_silent_call, *args, **kwargs)
         self._size, self._noted = samples_in(args[0], self._dims) or 1, []
         attributes = Attributes(self._module)
-        self._buffers.lend()
         self._log.divert = self._note
         try:
-            with self._log.metrics.undone_unless_completed():
+            with self._buffers.microbatch(), self._log.metrics.undone_unless_completed():
                 output = self._step(*args, **kwargs)
         except BaseException as error:
             attributes.undo()
@@ -130,13 +130,9 @@ class MicrobatchStep(BatchRecords, Generic[T]):
                     "once, pass fewer microbatches: PipelineParallel(microbatches=2)"
                 )
             raise
-        else:
-            self._buffers.keep()
-            means = WATCHING.get()
-            self._calls.append(_Call(self._size, self._noted, Means() if means is None else means))
         finally:
             self._log.divert = None
-            self._buffers.undo()
+        self._calls.append(_Call(self._size, self._noted, WATCHING.get() or Means()))
         return output
 
     def _note(self, name: str, value: Any, options: dict[str, Any]) -> None:
@@ -156,15 +152,16 @@ class MicrobatchStep(BatchRecords, Generic[T]):
 
     def collect(self, means: Sequence[Sequence[Tensor]] = (), targets: float | None = None) -> Records:
         """See `BatchRecords.collect`."""
-        by_name: dict[tuple[str, bool], list[_Logged]] = {}
         counts = _counts(self._calls)
-        for call, averaged in zip(self._calls, means, strict=True):
+        by_name: dict[tuple[str, bool], list[tuple[int, _Logged]]] = {}
+        for number, (call, averaged) in enumerate(zip(self._calls, means, strict=True)):
             for each in call.logged:
                 if _is_loss(each, call.means, averaged):
                     each.parts = {LOSS: torch.as_tensor(each.value)}
-                by_name.setdefault((each.name, each.options.get("add_dataloader_idx", True)), []).append(each)
+                key = each.name, each.options.get("add_dataloader_idx", True)
+                by_name.setdefault(key, []).append((number, each))
         logged, called = [_combined(same, counts, self._log.alone) for same in by_name.values()], dict[str, Any]()
-        totals = {number: float(sum(each)) for number, each in counts.items()}
+        totals = {mean: float(sum(each[mean] for each in counts)) for mean in _in_all(counts)}
         every = {value for _, value, *_ in logged if isinstance(value, str)}
         for metric in self._log.metrics.all:
             if (name := self._log.metrics.names[id(metric)]) in every:
@@ -200,9 +197,9 @@ class MicrobatchStep(BatchRecords, Generic[T]):
                 log.record(name, value.to(device), options, made)
 
     def _warn_of(self, names: Sequence[str]) -> None:
-        told = self._log.told_attributes
-        if new := [name for name in names if name not in told]:
-            told.update(new)
+        warned = self._log.warned_attributes
+        if new := [name for name in names if name not in warned]:
+            warned.update(new)
             warn(
                 f"{', '.join(f'self.{name}' for name in new)}: what a step of a pipeline changes there stays on the "
                 "rank of the last stage, once for each microbatch. Only values that the step sets, and items that it "
@@ -233,53 +230,54 @@ def _is_loss(logged: _Logged, means: Means, averaged: Sequence[Tensor]) -> bool:
     return is_among(value, averaged)
 
 
-def _counts(calls: Sequence[_Call]) -> dict[int, list[float]]:
-    """Over how much each mean is, in each microbatch; none where these computed other numbers of means."""
-    if not calls or len({len(call.means.all) for call in calls}) > 1 or not calls[0].means.all:
-        return {}
-    loss = [call.means.count for call in calls]
-    counts = {
-        number: [float(call.means.all[number].count) for call in calls] for number in range(len(calls[0].means.all))
-    }
-    return {LOSS: [float(count) for count in loss if count is not None], **counts}
+def _counts(calls: Sequence[_Call]) -> list[dict[int, Tensor]]:
+    """Over how much each mean is, by microbatch; nothing where these computed other numbers of means."""
+    if len({len(call.means.all) for call in calls}) != 1 or not calls[0].means.all:
+        return [{} for _ in calls]
+    found = []
+    for call in calls:
+        every = dict(enumerate(mean.count for mean in call.means.all))
+        every |= {} if call.means.count is None else {LOSS: call.means.count}
+        found.append({mean: count.detach().double().cpu() for mean, count in every.items()})
+    return found
+
+
+def _in_all(counts: Sequence[dict[int, Tensor]]) -> list[int]:
+    return sorted(set(counts[0]).intersection(*counts)) if counts else []
 
 
 def _combined(
-    same: Sequence[_Logged], counts: Mapping[int, Sequence[float]], alone: bool
+    same: Sequence[tuple[int, _Logged]], counts: Sequence[dict[int, Tensor]], alone: bool
 ) -> tuple[str, Any, dict[str, Any], dict[int, Tensor]]:
-    """The value of the batch, of what was logged under one name for each microbatch.
-
-    Value v_i of microbatch i is a sum of contributions part_ki of means over c_ki targets, and of a rest that counts by
-    n_i samples. Of the batch that makes
-
-        value = sum_i n_i rest_i / sum_i n_i + sum_k (sum_i c_ki part_ki) / (sum_i c_ki)
+    """The value of the batch, of what was logged under one name for each microbatch, as ranks combine theirs.
 
     Args:
-        same: what was logged.
-        counts: c_ki.
+        same: what was logged, with the number of the microbatch.
+        counts: over how much each mean is, by microbatch.
         alone: whether no other rank has samples of the batch: without any target a mean is nan then, as on one device.
     """
-    first, options = same[0], dict(same[0].options)
+    first, options = same[0][1], dict(same[0][1].options)
     if options.get("batch_size") is not None:
-        options["batch_size"] = int(sum(each.samples for each in same))
+        options["batch_size"] = int(sum(each.samples for _, each in same))
     if isinstance(first.value, str):
         return first.name, first.value, options, {}
     how = name_of(options.get("reduce_fx", "mean"))
-    given = [torch.as_tensor(each.value).cpu() for each in same]
-    if absent := next((value for value in given if isinstance(value, Absent)), None):
+    values = [torch.as_tensor(each.value).cpu() for _, each in same]
+    if absent := next((value for value in values if isinstance(value, Absent)), None):
         raise refusal(absent.what)
-    dtype = given[0].dtype if isinstance(first.origin, Tensor) else torch.get_default_dtype()
-    values, whole = torch.stack([value.double() for value in given]), dict[int, Tensor]()
-    if how in ("sum", "min", "max"):
-        value = values.sum() if how == "sum" else values.amin() if how == "min" else values.amax()
-        return first.name, value.to(dtype), options, whole
-    numbers = set(first.parts) if all(each.parts.keys() == first.parts.keys() for each in same) else set()
-    for number in sorted(number for number in numbers if len(counts.get(number, ())) == len(same)):
-        parts = torch.stack([each.parts[number].detach().double().cpu() for each in same])
-        values, targets = values - parts, torch.tensor(counts[number], dtype=torch.float64)
-        total = (parts * targets).sum()
-        whole[number] = total / targets.sum() if alone or targets.sum() else total
-    sizes = torch.tensor([each.samples for each in same], dtype=torch.float64)
-    value = (values * sizes).sum() / sizes.sum() + sum(whole.values())
+    dtype = values[0].dtype if isinstance(first.origin, Tensor) else torch.get_default_dtype()
+    values = [value.double() for value in values]
+    reductions: dict[str, Callable[[Tensor], Tensor]] = {"sum": torch.sum, "min": torch.amin, "max": torch.amax}
+    if how in reductions:
+        return first.name, reductions[how](torch.stack(values)).to(dtype), options, {}
+    in_all = len(same) == len(counts) and all(each.parts.keys() == first.parts.keys() for _, each in same)
+    means = [mean for mean in _in_all(counts) if mean in first.parts] if in_all else []
+    terms, sums = list[Term](), list[list[Tensor]]()
+    for value, (number, each) in zip(values, same, strict=True):
+        parts = {mean: each.parts[mean].detach().cpu() for mean in means}
+        terms.append(Term("mean", value, each.samples, parts=parts))
+        sums.append(to_sums(terms[-1:], {mean: counts[number][mean] for mean in means}))
+    added = [torch.stack(numbers).sum() for numbers in zip(*sums, strict=True)]
+    value, whole = next(from_sums(added, terms[:1], means, alone))
     dtype = dtype if dtype.is_floating_point else torch.get_default_dtype()
     return first.name, value.to(dtype), options, {} if alone else whole

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_parallel.strategies.lightning_package import LightningModule
 from lightning_parallel.strategies.logged.logging import StepLog, counted_loss
-from lightning_parallel.strategies.model.sample import parts_unchanged, untouched, without_traces
+from lightning_parallel.strategies.traces import parts_unchanged, untouched, without_traces
 from lightning_parallel.techniques.pipeline_parallel.probe import MOST, Measured, SameDraws, tolerance
 from lightning_parallel.techniques.step import Silent, StepFn
 from lightning_parallel.techniques.tools.means import Mean, Means
@@ -61,7 +61,7 @@ class ProbingRun(Generic[T]):
         model: tells the dtypes in which the step computes.
         samples: how many samples a rank has at least; two or more.
         dims: where they are, see `ParallelPlan.batch_dims`.
-        silent: see `BatchInfo`.
+        silent: see `BatchContext`.
         interacts: tells whether the step gathers what other ranks have.
         log: counts the losses of all later training steps.
 
@@ -85,7 +85,7 @@ class ProbingRun(Generic[T]):
         self.numbers_vary = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> T:
-        """Runs the step."""
+        """Run the step."""
         try:
             measured = self._measure(*args, **kwargs)
         except Exception as error:  # of so few samples the step may not be able to compute its loss
@@ -132,7 +132,7 @@ class ProbingRun(Generic[T]):
 
 
 def _scale(means: list[list[Mean]], shares: list[float]) -> None:
-    """Lets each mean of the parts count by what it is over, as over ranks."""
+    """Let each mean of the parts count by its targets, as over ranks."""
     for parts in zip(*means, strict=True):
         total = sum(mean.count for mean in parts)
         for mean, share in zip(parts, shares, strict=True):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_parallel.strategies.lightning_package import LightningModule, _ResultMetric
-from lightning_parallel.strategies.logged.sums import Summand
+from lightning_parallel.strategies.logged.sums import Term
 from lightning_parallel.techniques.tools.means import Mean
 
 NEUTRAL = {"sum": 0.0, "min": float("inf"), "max": float("-inf")}
@@ -28,7 +28,6 @@ class StepValue:
 
     Attributes:
         result: Lightning's.
-        how: its reduction: mean, sum, min or max.
         value: as it was then: a step may change it in place later, and memory of ZeRO 3 goes when the step ends.
         batch_size: the user's own; None for the samples of the batch.
         samples: by so many Lightning has counted the value in the mean of the epoch.
@@ -36,27 +35,36 @@ class StepValue:
     """
 
     result: _ResultMetric
-    how: str
     value: Any
     batch_size: float | None
     samples: float
     parts: Mapping[Mean, Tensor]
 
     @property
+    def how(self) -> str:
+        """The reduction: mean, sum, min or max."""
+        meta = self.result.meta
+        if meta.is_mean_reduction:
+            return "mean"
+        return "sum" if meta.is_sum_reduction else "min" if meta.is_min_reduction else "max"
+
+    @property
     def kind(self) -> str:
-        """Tells how the value is sent, as "mean by batch_size, on_step": ranks must send all values in one way."""
+        """How the value is sent, as "mean by batch_size, on_step": ranks must send all values in one way."""
         meta, weighs = self.result.meta, "" if self.batch_size is None else " by batch_size"
         return f"{self.how}{weighs}{', on_step' if meta.on_step else ''}{', on_epoch' if meta.on_epoch else ''}"
 
-    def moves(self, means: Sequence[Mean]) -> bool:
-        """Whether ranks reduce it now: for the step, or because means over targets count in the epoch's value."""
-        return has_step_value(self.result) or self._is_redone(means)
+    @property
+    def is_shown(self) -> bool:
+        """Whether loggers see the value of each step."""
+        return bool(self.result.meta.on_step and self.result._forward_cache is not None)
 
-    def _is_redone(self, means: Sequence[Mean]) -> bool:
+    def changes_epoch(self, means: Sequence[Mean]) -> bool:
+        """Whether means over targets count in the epoch's value, so that ranks reduce it now."""
         return self.how == "mean" and bool(means) and bool(self.result.meta.on_epoch)
 
-    def summand(self, weight: float, ranks: int) -> Summand:
-        """This rank's part of a mean or a sum.
+    def term(self, weight: float, ranks: int) -> Term:
+        """This rank's part of the value.
 
         Args:
             weight: of this rank's samples, 1 on average.
@@ -64,47 +72,24 @@ class StepValue:
         """
         # a number of Python's has more digits than the dtype that it would get here
         value = torch.as_tensor(self.value, dtype=torch.float64 if isinstance(self.value, float) else None)
-        if self.how == "sum":
-            return Summand(value if weight else torch.zeros_like(value), None, True, {})
+        if self.how != "mean":
+            return Term(self.how, value if weight else torch.full_like(value, NEUTRAL[self.how], dtype=torch.float64))
         if self.batch_size is None:
-            return Summand(value, weight / ranks, True, self.parts)
-        return Summand(value, self.batch_size if weight else 0.0, False, self.parts)
-
-    def extreme(self, weight: float) -> Tensor:
-        """Its value, or one that leaves the others as they are."""
-        value = torch.as_tensor(self.value).detach().double().reshape(())
-        return value if weight else torch.full_like(value, NEUTRAL[self.how])
+            return Term("mean", value, weight / ranks, True, self.parts)
+        return Term("mean", value, self.batch_size if weight else 0.0, False, self.parts)
 
     def place(self, value: Tensor, means: Sequence[Mean]) -> None:
         """Put the value of the whole batch in the place of this rank's."""
         result = self.result
-        if has_step_value(result):
-            show(result, value)
-        if self._is_redone(means) and self.samples:
+        if self.is_shown:
+            assert result._forward_cache is not None
+            result._forward_cache = value.to(result._forward_cache)
+            if not result.meta.on_epoch:
+                result.value = result._forward_cache
+        if self.changes_epoch(means) and self.samples:
             assert isinstance(result.value, Tensor)
             own = torch.as_tensor(self.value).to(result.value).reshape(())
             result.value = result.value + (value.to(own) - own) * self.samples
-
-
-def has_step_value(result: _ResultMetric) -> bool:
-    """Whether loggers see the value of each step."""
-    return bool(result.meta.on_step and result.is_tensor and result._forward_cache is not None)
-
-
-def show(result: _ResultMetric, value: Tensor) -> None:
-    """Put the step's value of the whole batch in the place of this rank's."""
-    assert result._forward_cache is not None
-    result._forward_cache = value.to(result._forward_cache)
-    if not result.meta.on_epoch:
-        result.value = result._forward_cache
-
-
-def reduction_of(result: _ResultMetric) -> str:
-    """The name of the reduction: mean, sum, min or max."""
-    meta = result.meta
-    if meta.is_mean_reduction:
-        return "mean"
-    return "sum" if meta.is_sum_reduction else "min" if meta.is_min_reduction else "max"
 
 
 def name_of(reduction: Any) -> str:

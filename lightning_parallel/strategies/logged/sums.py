@@ -1,11 +1,11 @@
-"""Values of a whole batch from those of all ranks, in one message of numbers that are added up.
+"""Values of a whole batch from those of its parts, which ranks or microbatches have, by numbers that are added up.
 
-A mean v of rank r is a sum of multiples of losses that count by their targets (`Mean`), and of a rest that counts by
-samples: v_r = rest_r + sum_k part_kr. Rank r has w_r samples, and loss k of it is over c_kr targets. Over all R ranks
+A mean v of part r is a sum of multiples of losses that count by their targets (`Mean`), and of a rest that counts by
+samples: v_r = rest_r + sum_k part_kr. Part r has w_r samples, and loss k of it is over c_kr targets. Over all R parts
 
     value = sum_r w_r rest_r / sum_r w_r + sum_k (sum_r c_kr part_kr) / (sum_r c_kr)
 
-and its gradient is that of each rank, averaged by samples, where that of loss k is multiplied by
+and its gradient is that of each part, averaged by samples, where that of loss k is multiplied by
 
     scale_kr = c_kr R / sum_r c_kr / w_r
 
@@ -14,8 +14,8 @@ A sum is added up as it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,13 +24,10 @@ from torch import Tensor
 from lightning_parallel.collectives.functional import Pending, packed, within_reach
 from lightning_parallel.techniques.tools.means import Mean, Means
 
-OPERATIONS: dict[str, Any] = {
-    "mean": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.SUM,
-    "sum": dist.ReduceOp.SUM,
-    "min": dist.ReduceOp.MIN,
-    "max": dist.ReduceOp.MAX,
-}
+K = TypeVar("K", bound=Hashable)
+
+SIGNS = {"max": 1.0, "min": -1.0}
+"""A minimum is sent as the maximum of negative values."""
 
 
 def reduce_tensor(tensor: Tensor, group: dist.ProcessGroup, operation: object) -> Tensor:
@@ -40,75 +37,123 @@ def reduce_tensor(tensor: Tensor, group: dist.ProcessGroup, operation: object) -
     result = within_reach(tensor.detach().clone().contiguous(), group)
     if mean and not result.is_floating_point():
         result = result.to(torch.get_default_dtype())
-    dist.all_reduce(result, op=OPERATIONS[name or "mean"] if mean or name else operation, group=group)
+    by_name: dict[Any, Any] = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+    dist.all_reduce(result, op=dist.ReduceOp.SUM if mean else by_name[name] if name else operation, group=group)
     return (result / group.size() if mean else result).to(tensor.device)
 
 
-class Summand(NamedTuple):
-    """A rank's part of a value.
+class Term(NamedTuple):
+    """What a rank or a microbatch contributes to a value.
 
     Attributes:
+        how: the reduction: mean, sum, min or max.
         value: a number.
-        weight: of a mean: the samples that it counts for. None: the value is a sum.
-        shares: whether the weights of all ranks add up to one.
+        weight: of a mean: the samples that it counts for.
+        shares: whether the weights of all terms add up to one.
         parts: contributions of the step's means to it.
     """
 
+    how: str
     value: Tensor
-    weight: float | None
-    shares: bool
-    parts: Mapping[Mean, Tensor]
+    weight: float = 1.0
+    shares: bool = False
+    parts: Mapping[Any, Tensor] = {}
 
 
-class BatchSums:
-    """The message; it is under way when this is made. All ranks have as many values and means, of the same kinds.
+def to_sums(terms: Sequence[Term], counts: Mapping[K, Tensor]) -> list[Tensor]:
+    """The numbers that are added up over terms of the same values.
 
     Args:
-        summands: this rank's parts of the values.
+        terms: means and sums.
+        counts: over how many targets each mean is.
+    """
+    numbers: list[Tensor] = []
+    for how, value, weight, shares, parts in terms:
+        rest = value.detach().double().reshape(())
+        if how == "sum":
+            numbers.append(rest)
+            continue
+        for mean, count in counts.items():
+            part = parts[mean].detach().double() if mean in parts else torch.zeros_like(rest)
+            numbers.append(part * count)
+            rest = rest - part
+        numbers += [rest * weight] if shares else [rest * weight, torch.full_like(rest, weight)]
+    return [*numbers, *counts.values()]
+
+
+def from_sums(
+    numbers: Sequence[Tensor], terms: Sequence[Term], means: Sequence[K], alone: bool = True
+) -> Iterator[tuple[Tensor, dict[K, Tensor]]]:
+    """The value of the whole batch of each term, and the contributions of means to it.
+
+    Args:
+        numbers: of `to_sums`, added up.
+        terms: the same as there.
+        means: likewise.
+        alone: whether a mean over no targets at all is nan, as on one device; else it is 0.
+    """
+    totals, left = numbers[len(numbers) - len(means) :], iter(numbers)
+    for how, _, _, shares, parts in terms:
+        if how == "sum":
+            yield next(left), {}
+            continue
+        whole: dict[K, Tensor] = {}
+        for mean, total in zip(means, totals, strict=True):
+            part = next(left) / total
+            whole[mean] = part if alone and mean in parts else torch.where(total == 0, 0.0, part)
+        rest = next(left) if shares else next(left) / next(left)
+        yield sum(whole.values(), start=rest), whole
+
+
+class StepReduction:
+    """Reduces values over ranks. The messages, one of sums and one of extremes, are under way when this is made.
+
+    All ranks have as many values and means, of the same kinds.
+
+    Args:
+        terms: this rank's parts of the values.
         means: of the step.
         weight: of this rank, 1 on average; 0.0: it counts nowhere.
         group: the ranks.
     """
 
-    def __init__(
-        self, summands: Sequence[Summand], means: Sequence[Mean], weight: float, group: dist.ProcessGroup
-    ) -> None:
-        self._summands, self._means, self._weight, self._ranks = summands, means, weight, group.size()
-        self._counts = [mean.count if weight else torch.zeros_like(mean.count) for mean in means]
-        numbers: list[Tensor] = []
-        for value, by, shares, parts in summands:
-            rest = value.detach().double().reshape(())
-            for mean, count in zip(means, self._counts, strict=True) if by is not None else ():
-                part = parts.get(mean)
-                numbers.append(torch.zeros_like(rest) if part is None else part.detach().double() * count)
-                rest = rest if part is None else rest - part.detach().double()
-            numbers.append(rest if by is None else rest * by)
-            if not shares:
-                numbers.append(torch.full_like(rest, by or 0.0))
-        self._packed = packed([*numbers, *self._counts], group)
-        self._work = Pending(dist.all_reduce(self._packed, group=group, async_op=True))
+    def __init__(self, terms: Sequence[Term], means: Sequence[Mean], weight: float, group: dist.ProcessGroup) -> None:
+        self._terms, self._weight, self._ranks = terms, weight, group.size()
+        self._counts = {mean: mean.count if weight else torch.zeros_like(mean.count) for mean in means}
+        self._added = [term for term in terms if term.how not in SIGNS]
+        self._sums = _send(to_sums(self._added, self._counts), dist.ReduceOp.SUM, group)
+        extremes = [SIGNS[each.how] * each.value.detach().double().reshape(()) for each in terms if each.how in SIGNS]
+        self._maxima = _send(extremes, dist.ReduceOp.MAX, group)
         self._values: list[Tensor] | None = None
 
     def values(self) -> list[Tensor]:
         """Wait, and return the values of the whole batch; the scales of the means are filled in, too."""
-        if self._values is not None:
-            return self._values
-        self._work.wait()
-        numbers = self._packed.unbind()
-        totals, told = numbers[len(numbers) - len(self._means) :], iter(numbers)
-        self._values = []
-        for _, by, shares, parts in self._summands:
-            whole = torch.zeros_like(self._packed[0])
-            for mean, total in zip(self._means, totals, strict=True) if by is not None else ():
-                share = next(told) / total  # over no targets at all it is 0 / 0, as on one device
-                whole = whole + (share if mean in parts else torch.where(total == 0, 0.0, share))
-            rest = next(told)
-            self._values.append(whole + (rest if shares else rest / next(told)))
-        for mean, count, total in zip(self._means, self._counts, totals, strict=True):
-            total = total.to(count.device)
-            mean.scale.factor = _scale(count, total, self._ranks, self._weight)
-            mean.total.factor = torch.where(total == 0, 0.0, self._ranks / total)
+        if self._values is None:
+            sums, maxima = self._sums(), iter(self._maxima())
+            added = from_sums(sums, self._added, [*self._counts])
+            self._values = [
+                SIGNS[term.how] * next(maxima) if term.how in SIGNS else next(added)[0] for term in self._terms
+            ]
+            totals = sums[len(sums) - len(self._counts) :]
+            for (mean, count), total in zip(self._counts.items(), totals, strict=True):
+                total = total.to(count.device)
+                mean.scale.factor = _scale(count, total, self._ranks, self._weight)
+                mean.total.factor = torch.where(total == 0, 0.0, self._ranks / total)
         return self._values
+
+
+def _send(numbers: Sequence[Tensor], operation: Any, group: dist.ProcessGroup) -> Callable[[], Sequence[Tensor]]:
+    """Start to reduce numbers, if there are any; return what waits for them."""
+    if not numbers:
+        return list
+    sent = packed(numbers, group)
+    work = Pending(dist.all_reduce(sent, operation, group=group, async_op=True))
+
+    def received() -> Sequence[Tensor]:
+        work.wait()
+        return sent.unbind()
+
+    return received
 
 
 def scale(means: Means, weight: float, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -116,7 +161,7 @@ def scale(means: Means, weight: float, group: dist.ProcessGroup, device: torch.d
 
     Args:
         means: of a step; they count as a whole where ranks have other numbers of them.
-        weight: see `BatchSums`.
+        weight: see `StepReduction`.
         group: the ranks.
         device: where numbers are.
     """
@@ -124,8 +169,7 @@ def scale(means: Means, weight: float, group: dist.ProcessGroup, device: torch.d
     least = within_reach(torch.tensor([number, -number], device=device), group)
     dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
     if least[0] == -least[1]:
-        if means.all:
-            BatchSums([], means.all, weight, group).values()
+        StepReduction([], means.all, weight, group).values()
         return
     zero = torch.zeros((), dtype=torch.float64, device=device)
     count = means.count if weight and means.count is not None else zero

@@ -119,12 +119,15 @@ def full_parameters(modules: Iterable[nn.Module], gradients: bool, writable: boo
     places: list[tuple[dict[str, Any], str, Any]] = []
     wholes: dict[int, tuple[Any, nn.Parameter]] = {}
     for module in modules:
-        for name, parameter in module._parameters.items():
+        table: dict[str, Any] = module._parameters
+        for name, parameter in table.items():
             shared = parameter is not None and isinstance(parameter.grad, GlobalShard)  # under ZeRO 1 and 2
             if isinstance(parameter, (GlobalShard, Staged)) or (gradients and shared):
                 if id(parameter) not in wholes:
-                    wholes[id(parameter)] = parameter, _full(parameter, gradients)
-                places.append((module._parameters, name, parameter))
+                    made = nn.Parameter(_whole(parameter), parameter.requires_grad)
+                    made.grad = _whole(parameter.grad) if gradients else None
+                    wholes[id(parameter)] = parameter, made
+                places.append((table, name, parameter))
     for table, name, parameter in places:
         table[name] = wholes[id(parameter)][1]
     try:
@@ -136,42 +139,29 @@ def full_parameters(modules: Iterable[nn.Module], gradients: bool, writable: boo
             _take_back(parameter, whole, gradients)
 
 
-def _full(parameter: Any, gradients: bool) -> nn.Parameter:
-    with torch.no_grad():
-        whole = _whole(parameter.detach())
-        made = nn.Parameter(whole, parameter.requires_grad)
-        gradient = parameter.grad if gradients else None
-        if gradient is not None:
-            made.grad = _whole(gradient)
-    return made
-
-
-def _whole(tensor: Any) -> Tensor:
+@torch.no_grad()
+def _whole(tensor: Any) -> Any:
     if isinstance(tensor, Staged):
-        value: Tensor = full(tensor)
-        return value
-    return whole_of(tensor) if isinstance(tensor, DTensor) else tensor
+        return full(tensor.detach())
+    if isinstance(tensor, DTensor):
+        detached: Any = tensor.detach()
+        return whole_of(detached)
+    return None if tensor is None else tensor.detach()
 
 
 @torch.no_grad()
 def _take_back(parameter: Any, whole: Tensor, gradients: bool) -> None:
     if isinstance(parameter, (GlobalShard, Staged)):
         parameter.copy_(whole)
-    if gradients:
-        gradient, before = whole.grad, parameter.grad
-        if gradient is None or before is None:
-            parameter.grad = gradient
-        elif isinstance(before, Staged):
-            before.copy_(gradient)
-        elif isinstance(before, DTensor):
-            before._local_tensor.copy_(local_of(gradient, before))
-
-
-def _sharded_like(whole: nn.Parameter, shard: DTensor) -> nn.Parameter:
-    part = local_of(whole, shard).to(shard.device, copy=True)
-    made = nn.Parameter(as_shard(part.to(whole.dtype), shard), whole.requires_grad)
-    global_of(made)
-    return made
+    gradient, before = whole.grad, parameter.grad
+    if not gradients:
+        return
+    if gradient is None or before is None:
+        parameter.grad = gradient
+    elif isinstance(before, Staged):
+        before.copy_(gradient)
+    elif isinstance(before, DTensor):
+        before._local_tensor.copy_(local_of(gradient, before))
 
 
 def shard_averages(module: nn.Module, averages: Iterable[nn.Module]) -> None:
@@ -186,5 +176,7 @@ def shard_averages(module: nn.Module, averages: Iterable[nn.Module]) -> None:
                 if parameter is None or shard is None or isinstance(parameter, DTensor):
                     continue
                 if id(parameter) not in made:
-                    made[id(parameter)] = _sharded_like(parameter, shard)
+                    own = local_of(parameter, shard).to(shard.device, copy=True)
+                    as_average = nn.Parameter(as_shard(own.to(parameter.dtype), shard), parameter.requires_grad)
+                    made[id(parameter)] = global_of(as_average)
                 part._parameters[name] = made[id(parameter)]

@@ -32,26 +32,35 @@ class Buffers:
         self._known = self._versions()
         self._told: set[str] = set()
 
+    @torch.no_grad()
     def unite(self) -> None:
         """Gives all ranks the same buffers; all must call."""
-        changed = set().union(*gather_objects(self._changed(), self._host))
-        tensors = {name: buffer for name, buffer in self._module.named_buffers() if name in changed}
-        differ: set[str] = set()
-        if tensors:  # in a pipeline, perhaps, only those of other stages changed; readers of one stage have the same
-            devices = [tensor.device for tensor in tensors.values()]
-            device = next((device for device in devices if device.type != "cpu"), devices[0])
-            with torch.no_grad():
-                differ = self._average({name: tensor for name, tensor in tensors.items() if _has_mean(tensor)}, device)
-                differ |= self._share(
-                    {name: tensor for name, tensor in tensors.items() if not _has_mean(tensor)}, device
-                )
+        # BatchNorm's kernels write its statistics without counting that as a version; its counter of batches does
+        # count, so one changed buffer stands for all of its module.
+        buffers, versions, differ = dict(self._module.named_buffers()), self._versions(), set[str]()
+        owners = {_owner(name) for name in buffers if not _same(self._known.get(name), versions[name])}
+        changed = set().union(*gather_objects({name for name in buffers if _owner(name) in owners}, self._host))
+        # in a pipeline, perhaps, only buffers of other stages changed; readers of one stage have the same
+        tensors = {name: buffer for name, buffer in buffers.items() if name in changed}
+        devices = [tensor.device for tensor in tensors.values()]
+        device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+        if floats := {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}:
+            # In double precision the mean of equal values is that value, however many ranks there are.
+            flat = torch.cat([tensor.reshape(-1).to(device, torch.float64) for tensor in floats.values()])
+            dist.all_reduce(flat, group=self._readers)
+            means = torch.split(flat.div_(self._readers.size()), [tensor.numel() for tensor in floats.values()])
+            for (name, tensor), mean in zip(floats.items(), means, strict=True):
+                if not torch.equal(tensor, united := mean.view_as(tensor).to(tensor)):
+                    tensor.copy_(united)
+                    differ.add(name)
+        if others := {name: tensor for name, tensor in tensors.items() if name not in floats}:
+            before = {name: tensor.clone() for name, tensor in others.items()}
+            broadcast_tensors([*others.values()], self._readers, device)
+            differ |= {name for name, tensor in others.items() if not torch.equal(tensor, before[name])}
         self._known = self._versions()
         if changed:
-            own = {name for name in differ if not self._is_statistic(name)}
+            own = {name for name in differ if not isinstance(self._module.get_submodule(_owner(name)), _NormBase)}
             self._tell(set().union(*gather_objects(own, self._host)))
-
-    def _is_statistic(self, name: str) -> bool:
-        return isinstance(self._module.get_submodule(_owner(name)), _NormBase)
 
     def _tell(self, differ: set[str]) -> None:
         new, self._told = sorted(differ - self._told), self._told | differ
@@ -63,33 +72,8 @@ class Buffers:
                 "changes them (self.all_gather), and all ranks change them alike"
             )
 
-    def _average(self, tensors: dict[str, Tensor], device: torch.device) -> set[str]:
-        if not tensors:
-            return set()
-        # In double precision the mean of equal values is that value, however many ranks there are.
-        flat = torch.cat([tensor.reshape(-1).to(device, torch.float64) for tensor in tensors.values()])
-        dist.all_reduce(flat, group=self._readers)
-        means = torch.split(flat.div_(self._readers.size()), [tensor.numel() for tensor in tensors.values()])
-        differ = set()
-        for (name, tensor), mean in zip(tensors.items(), means, strict=True):
-            if not torch.equal(tensor, united := mean.view_as(tensor).to(tensor)):
-                tensor.copy_(united)
-                differ.add(name)
-        return differ
-
-    def _share(self, tensors: dict[str, Tensor], device: torch.device) -> set[str]:
-        before = {name: tensor.clone() for name, tensor in tensors.items()}
-        broadcast_tensors([*tensors.values()], self._readers, device)
-        return {name for name, tensor in tensors.items() if not torch.equal(tensor, before[name])}
-
     def _versions(self) -> dict[str, tuple[Tensor, int]]:
         return {name: (buffer, buffer._version) for name, buffer in self._module.named_buffers()}
-
-    def _changed(self) -> set[str]:
-        # BatchNorm's kernels write its statistics without counting that as a version; its counter of batches does
-        # count, so one changed buffer stands for all of its module.
-        owners = {_owner(name) for name, now in self._versions().items() if not _same(self._known.get(name), now)}
-        return {name for name, _ in self._module.named_buffers() if _owner(name) in owners}
 
 
 def _owner(name: str) -> str:
@@ -98,7 +82,3 @@ def _owner(name: str) -> str:
 
 def _same(before: tuple[Tensor, int] | None, now: tuple[Tensor, int]) -> bool:
     return before is not None and before[0] is now[0] and before[1] == now[1]
-
-
-def _has_mean(tensor: Tensor) -> bool:
-    return tensor.is_floating_point()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -14,30 +14,46 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
+from lightning_parallel.checkpoint.hub.folder import HubState
 from lightning_parallel.collectives.elements import Ranks
+from lightning_parallel.collectives.functional import broadcast_tensors
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.strategies.build import placement
-from lightning_parallel.strategies.checkpoint.held import shown_to_hooks
-from lightning_parallel.strategies.checkpoint.sharded import Source
-from lightning_parallel.strategies.checkpoint.whole import whole_state_dict
+from lightning_parallel.strategies.build.born_sharded import born_sharded
+from lightning_parallel.strategies.checkpoint import hub
+from lightning_parallel.strategies.checkpoint.module_state import (
+    keep_sums_on_first,
+    load_whole_state_dict,
+    whole_state_dict,
+)
 from lightning_parallel.strategies.data.samplers import checksum
 from lightning_parallel.strategies.lightning_package import LightningModule, is_overridden
-from lightning_parallel.strategies.model.foreign_hooks import fault_of_hooks, hooked
 from lightning_parallel.strategies.model.pipeline_group import PipelineGroup
-from lightning_parallel.strategies.ranks.agreement import described, gather_objects, require_same
-from lightning_parallel.strategies.refusals import has_states, refuse_logger_in_step, refuse_own_states
+from lightning_parallel.strategies.ranks.agreement import (
+    described,
+    fingerprint_model,
+    gather_objects,
+    require_same,
+    run_or_raise_on_all,
+)
+from lightning_parallel.strategies.refusals import (
+    faults_of_hooks,
+    faults_of_logger,
+    faults_of_own_states,
+    hooked,
+    refuse,
+)
 from lightning_parallel.techniques.data_parallel import DataParallel
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.divided.whole_batch import WholeBatch
 from lightning_parallel.techniques.division import Division, PartitionContext, Sample
-from lightning_parallel.techniques.gradients.groups import exchange
-from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer
+from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer, exchange
 from lightning_parallel.techniques.manual_optimization import ManualOptimizationStep, OwnBackwardStep
-from lightning_parallel.techniques.step import Step, StepFn
+from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.technique import Technique
 from lightning_parallel.techniques.tools import elsewhere
-from lightning_parallel.techniques.tools.global_shard import GlobalShard
+from lightning_parallel.techniques.tools.global_shard import GlobalShard, global_of
 from lightning_parallel.techniques.tools.moved import current, is_moved
 from lightning_parallel.techniques.tools.redirect import restore_forward
 from lightning_parallel.techniques.tools.shards import gathered, is_sharded, whole_tensor
@@ -47,45 +63,105 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 HOST = torch.device("cpu")
+Map = Callable[[Any], Any]
 
 
 class DividedModel:
-    """The user's module on a mesh.
+    """The user's module on a mesh: built, loaded, divided, and whole again.
 
     Args:
-        module: whole; its parameters may be on meta.
+        module: the user's, which `configure_model` may be about to build.
         mesh: over which techniques divide it.
         host: all ranks, for messages of the host.
+        techniques: by which it is divided, in their order.
+
+    Attributes:
+        model: what Lightning calls.
+        readers: the ranks whose steps see different samples, or different parts of them.
+        tree: what other stages of a pipeline have; None without one, and before the model is divided.
+        batch_maps: of all divisions, but for identities: batch -> this rank's part of it.
+        run_maps: the user's step -> the step as techniques surround each call of it.
+        output_maps: what a step returned -> what one device would return for the batch.
+        tied: of names of parameters that are another one, the name of that.
+        compares_samples: whether functions that compare samples see those of all ranks.
     """
 
-    def __init__(self, module: LightningModule, mesh: ParallelMesh, host: dist.ProcessGroup) -> None:
+    def __init__(
+        self, module: LightningModule, mesh: ParallelMesh, host: dist.ProcessGroup, techniques: Sequence[Technique]
+    ) -> None:
         self.module, self.mesh, self.pipeline = module, mesh, PipelineGroup(mesh)
         self.model: nn.Module = module
-        self._host = host
-        self._names = list(module.state_dict())
-        self._tied = _tied(module)
-        self._hooked = hooked(dict(module.named_parameters()))
-        self._divisions: list[Division] = []
-        #: whether functions that compare samples see those of all ranks
+        alike = all(technique.traits.steps_see_wholes for technique in techniques if "cp" in technique.axes)
+        self.readers = (mesh.data if alike else mesh.loss).get_group()
+        self.tree: elsewhere.StageTree | None = None
+        self.batch_maps, self.run_maps, self.output_maps = list[Map](), list[Map](), list[Map]()
         self.compares_samples = False
+        self._host, self._techniques, self._divisions = host, techniques, list[Division]()
+        self._names, self.tied, self._hooked = list[str](), dict[str, str](), dict[str, bool]()
+        self._waiting: tuple[Mapping[str, Any], bool, bool] | None = None
 
-    def divide(self, techniques: Sequence[Technique], plan: ParallelPlan, sample: Callable[[], Sample]) -> None:
-        """Lets every technique keep its part of the model.
+    # ---------------------------------------------------------------- before it is divided
+
+    def sharded(self) -> AbstractContextManager[None]:
+        """Inside, parameters are born as shards. Collective over all ranks."""
+        return born_sharded(self.mesh.world, self._host, self.mesh.device)
+
+    def load(self, state: Mapping[str, Any], strict: bool, first: bool) -> None:
+        """Load into the full model, or its shards; into one on meta once it has values.
 
         Args:
-            techniques: in their order.
+            state: full tensors, under the names of the module or of the hub.
+            strict: whether names must fit.
+            first: whether this rank is the first of those that see different data.
+        """
+        if isinstance(state, HubState):
+            state, strict = hub.named(self.module, state, strict), False  # it has told of what is missing or left over
+        if any(parameter.is_meta for parameter in self.module.parameters()):
+            self._waiting = (state, strict, first)
+            return
+        load_whole_state_dict(self.module, state, strict)
+        keep_sums_on_first(self.module, first)
+
+    def make_undivided(self) -> None:
+        """Make on every rank's host a module that was not divided, as there was no batch. Collective."""
+        placement.Placement(self.module).finish(HOST, HOST, self._host)
+        if self._waiting is not None:
+            self.load(*self._waiting)
+
+    def divide(self, plan: ParallelPlan, sample: Callable[[], Sample], device: torch.device) -> None:
+        """Divide the model and make what this rank keeps, with the values of rank 0. Collective.
+
+        Args:
             plan: what the model's parts are.
             sample: takes a step for a technique that analyzes one.
+            device: this rank's.
         """
-        self.plan, self.readers = plan, readers_of(self.mesh, techniques)
-        ground = PartitionContext(self.mesh, plan, sample, self._divisions)
-        if self.mesh.loss.size() > 1 and not any(technique.traits.averages_gradients for technique in techniques):
+        module, mesh, self.plan = self.module, self.mesh, plan
+        self._names, self.tied = list(module.state_dict()), _tied(module)
+        self._hooked = hooked(dict(module.named_parameters()))
+        prints = gather_objects(fingerprint_model(module), self._host)
+        require_same("the model", prints, "build it from the same configuration everywhere")
+        moving = placement.Placement(module)
+        if self._host.size() > 1:
+            broadcast_tensors(placement.real_tensors(module), mesh.world, device)
+        techniques, ground = self._techniques, PartitionContext(mesh, plan, sample, self._divisions)
+        if mesh.loss.size() > 1 and not any(technique.traits.averages_gradients for technique in techniques):
             techniques = (*techniques, DataParallel(1))
         for technique, seen in zip(techniques, self._looks(techniques, ground), strict=True):
             division = technique.divide(self.model, ground, seen)
             self.model = division.model
             self._divisions.append(division)
         self._compare_whole_batches(plan)
+        self.tree = elsewhere.tree_of(module)
+        self.batch_maps = [each.batch for each in self._divisions if type(each).batch is not Division.batch]
+        self.run_maps = [each.run for each in self._divisions if type(each).run is not Division.run]
+        backwards = self._divisions[::-1]
+        self.output_maps = [each.outputs for each in backwards if type(each).outputs is not Division.outputs]
+        offloads = any(technique.traits.shards_on_host for technique in techniques)
+        moving.finish(device, HOST if offloads else device, self._host)
+        if self._waiting is not None:
+            self.load(*self._waiting)
+        placement.move_whole_tensors(module, device)
 
     def _compare_whole_batches(self, plan: ParallelPlan) -> None:
         """Lets functions that compare samples see those of all ranks, if they see all of this one at once."""
@@ -95,24 +171,14 @@ class DividedModel:
             self.compares_samples = whole.acts
 
     def _looks(self, techniques: Sequence[Technique], ground: PartitionContext) -> list[Any]:
-        """Lets techniques look at the whole model; all ranks raise if one cannot look or they see different things."""
-        looks: list[Any] = []
-        failure: Exception | None = None
-        try:
-            looks = [technique.analyze(self.module, ground) for technique in techniques]
-        except Exception as error:
-            failure = error
-        failed = "" if failure is None else f"{type(failure).__name__}: {failure}"
-        said = gather_objects((checksum(list(map(described, looks))), failed), self._host)
-        if failure is not None:
-            raise failure
-        for rank, (_, theirs) in enumerate(said):
-            if theirs:
-                raise RuntimeError(f"rank {rank} failed before the model was divided: {theirs}")
-        prints = [each for each, _ in said]
-        require_same(
-            "what a look at the model and a sample step shows", prints, "build model and data alike everywhere"
-        )
+        """Let techniques analyze the whole model; all ranks raise if one cannot, or if they find different things."""
+
+        def analyze() -> list[Any]:
+            return [technique.analyze(self.module, ground) for technique in techniques]
+
+        looks = run_or_raise_on_all(analyze, "analyze the model, to divide it", self._host)
+        prints = gather_objects(checksum(list(map(described, looks))), self._host)
+        require_same("what the analysis of model and step shows", prints, "build model and data alike everywhere")
         return looks
 
     def refuse_foreign_hooks(self, optimizers: Sequence[Optimizer]) -> None:
@@ -120,10 +186,7 @@ class DividedModel:
         with self.local():
             held = dict(self.module.named_parameters())
         batch = self.pipeline.ranks > 1 or self.mesh.loss.size() > 1
-        fault = fault_of_hooks(self._hooked, held, batch, optimizers if self.in_parts else ())
-        for theirs in gather_objects(fault, self._host):
-            if theirs is not None:
-                raise ValueError(theirs)
+        refuse(faults_of_hooks(self._hooked, held, batch, optimizers if self.in_parts else ()), self._host)
 
     # ---------------------------------------------------------------- the maps of all divisions
 
@@ -138,22 +201,10 @@ class DividedModel:
             return OwnBackwardStep(step) if is_overridden("backward", self.module) else step
         return ManualOptimizationStep(step)
 
-    def run(self, run: StepFn[T]) -> StepFn[T]:
-        """The user's step as techniques surround each call of it."""
-        for division in self._divisions:
-            run = division.run(run)
-        return run
-
-    def batch(self, batch: Any) -> Any:
-        """This rank's part of a batch."""
-        for division in self._divisions:
-            batch = division.batch(batch)
-        return batch
-
     def outputs(self, outputs: T) -> T:
         """What a step returned, as one device would return it for the batch."""
-        for division in reversed(self._divisions):
-            outputs = division.outputs(outputs)
+        for join in self.output_maps:
+            outputs = join(outputs)
         return outputs
 
     def full(self, name: str, given: T) -> T:
@@ -163,8 +214,7 @@ class DividedModel:
             name: what the step calls.
             given: the arguments.
         """
-        if self.pipeline.ranks > 1:
-            refuse_logger_in_step(name, self.pipeline.ranks)
+        refuse(faults_of_logger(name, self.pipeline.ranks))
         with torch.no_grad():
             full: T = tree_map_only(Divided, Divided.whole, self.outputs(given))
         return full
@@ -191,29 +241,13 @@ class DividedModel:
 
     # ---------------------------------------------------------------- the whole
 
-    def begin(self) -> None:
-        """From now on hooks find all parameters, which behave on every rank as on one device. Collective."""
-        self.pipeline.attach(self.module)
-
-    def end(self) -> None:
-        """From now on the tree has what this rank holds."""
-        if (tree := elsewhere.tree_of(self.module)) is not None:
-            tree.close()
-
     def local(self) -> AbstractContextManager[None]:
         """Inside, the module's tree has the tensors of this rank only, as techniques need them."""
-        tree = elsewhere.tree_of(self.module)
-        return nullcontext() if tree is None else tree.local()
+        return nullcontext() if self.tree is None else self.tree.local()
 
     def whole(self) -> AbstractContextManager[None]:
         """Inside, the module's tree has all tensors: as hooks find them, or those of other stages on meta."""
-        tree = elsewhere.tree_of(self.module)
-        return nullcontext() if tree is None else tree.whole()
-
-    def gradients_changed(self) -> None:
-        """A backward pass has run."""
-        if (tree := elsewhere.tree_of(self.module)) is not None:
-            tree.gradients_changed()
+        return nullcontext() if self.tree is None else self.tree.whole()
 
     def follow_in(self, optimizers: Iterable[Optimizer], with_states: bool) -> None:
         """Lets optimizers made before the module was divided step the parameters that it has now.
@@ -221,11 +255,11 @@ class DividedModel:
         Args:
             optimizers: the trainer's.
             with_states: whether states follow too, as those that Adagrad makes when it is made; else optimizers that
-                have states are left as they are, and refused by `refuse_old_parameters`.
+                have states are left as they are, and refused by `faults_of_old_parameters`.
         """
         with self.whole():
             for optimizer in optimizers:
-                if with_states or not has_states(optimizer):
+                if with_states or not any(optimizer.state.values()):
                     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
                     pairs = [(each, current(each)) for each in held if is_moved(each)]
                     exchange(optimizer, [(old, now) for old, now in pairs if now is not None])
@@ -233,27 +267,17 @@ class DividedModel:
 
     def stand_ins(self) -> set[nn.Parameter]:
         """The parameters of other stages, without memory, always the same objects."""
-        tree = elsewhere.tree_of(self.module)
-        return set() if tree is None else {p for p in tree.remote.values() if isinstance(p, nn.Parameter)}
+        return set() if self.tree is None else {p for p in self.tree.remote.values() if isinstance(p, nn.Parameter)}
 
     def bytes_of_parameters(self) -> int:
         """The bytes that the parameters of all ranks take, each counted once."""
         with self.whole():
             return sum(parameter.numel() * parameter.element_size() for parameter in self.module.parameters())
 
-    def source(self) -> Source:
-        """Facts that a checkpoint does not tell."""
-        return Source(self.mesh.sizes, self._tied)
-
     def held(self) -> dict[nn.Parameter, None]:
         """The parameters that this rank holds, in the order of the module: that of a set differs between ranks."""
         with self.local():
             return dict.fromkeys(self.module.parameters())
-
-    def steppable(self) -> set[nn.Parameter] | None:
-        """The parameters that optimizers may step here, None for any: where all ranks compute alike."""
-        alike = self.pipeline.ranks == 1 and self.mesh.loss.size() == 1
-        return None if alike else self.known()
 
     def known(self) -> set[nn.Parameter]:
         """The module's parameters, as they are now: of what was divided no others are left."""
@@ -273,7 +297,7 @@ class DividedModel:
         """The state that one device would have; see `state_dict`."""
         keep, change = self._gathering(in_parts)
         if self.pipeline.ranks > 1:
-            refuse_own_states([stored.optimizer])
+            refuse(faults_of_own_states([stored.optimizer]))
         with self.local():
             state = stored.state_dict(change)
         return state if self.pipeline.ranks == 1 else {**state, "state": self.pipeline.united(state["state"], keep)}
@@ -285,7 +309,7 @@ class DividedModel:
 
     def _gathering(self, in_parts: bool) -> tuple[bool, Callable[[Tensor], Tensor]]:
         keep = self.mesh.leads_its_stage and not in_parts
-        return keep, shown_to_hooks if in_parts else partial(gathered, keep=keep)
+        return keep, global_of if in_parts else partial(gathered, keep=keep)
 
     def make_whole(self, copies: int) -> bool:
         """Gives the user's module all parameters, on the host, if the hosts have room for one on each rank.
@@ -299,6 +323,7 @@ class DividedModel:
             placement.make_whole(self.module)
             placement.move_whole_tensors(self.module, HOST)
             self.pipeline.complete(self.module)
+            self.tree = None
         else:
             log.warning("The whole model does not fit on this host: the module stays divided after the run")
         return fits
@@ -317,12 +342,6 @@ def _move_states(optimizer: Optimizer) -> None:
                 value = values[name] = whole_tensor(value)
             if isinstance(value, Tensor) and value.dim() > 0 and value.shape == parameter.shape:
                 values[name] = value.to(parameter.device)
-
-
-def readers_of(mesh: ParallelMesh, techniques: Iterable[Technique]) -> dist.ProcessGroup:
-    """The ranks whose steps see different samples, or different parts of them."""
-    alike = all(technique.traits.steps_see_wholes for technique in techniques if "cp" in technique.axes)
-    return (mesh.data if alike else mesh.loss).get_group()
 
 
 def no_sample() -> Sample:

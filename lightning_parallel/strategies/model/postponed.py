@@ -9,15 +9,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_parallel.mesh import ParallelMesh
+from lightning_parallel.strategies import lightning_internals as internals
 from lightning_parallel.strategies.data.batches import Batches
+from lightning_parallel.strategies.data.first_batch import FirstPass, of_rank_zero
 from lightning_parallel.strategies.data.randomness import RankRandomness
-from lightning_parallel.strategies.lightning_package import Trainer
-from lightning_parallel.strategies.model.sample import sample_of, take_sample, takes_index
+from lightning_parallel.strategies.lightning_package import Trainer, is_param_in_hook_signature
 from lightning_parallel.strategies.ranks.failures import add_note
+from lightning_parallel.strategies.traces import parts_unchanged, untouched, without_traces
 from lightning_parallel.techniques.division import Sample
+from lightning_parallel.values import map_tensors
+
+HOST = torch.device("cpu")
+STEPS = {"fit": "training_step", "validate": "validation_step", "test": "test_step", "predict": "predict_step"}
 
 
 class Postponed:
@@ -29,6 +36,9 @@ class Postponed:
         host: all ranks.
         divide: divides the model, given what takes the step to analyze.
         batches: of the run, of which one may be read before its time.
+
+    Attributes:
+        analyzes: whether the step runs at the moment for its analysis.
     """
 
     def __init__(
@@ -42,11 +52,12 @@ class Postponed:
         self._trainer, self._mesh, self._host, self._divide = trainer, mesh, host, divide
         self._batches = batches
         self._loaded: list[tuple[Optimizer, dict[str, Any]]] = []
-        #: whether the step runs at the moment for its analysis
         self.analyzes = False
 
+    # ---------------------------------------------------------------- states of optimizers
+
     def load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Keeps the state of an optimizer for `states`; options of its groups, as the learning rate, are set now."""
+        """Keep the state of an optimizer for `states`; options of its groups, as the learning rate, are set now."""
         for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=False):
             group.update({name: option for name, option in saved.items() if name != "params"})
         self._loaded.append((optimizer, state))
@@ -56,22 +67,62 @@ class Postponed:
         present = [(optimizer, state) for optimizer, state in self._loaded if optimizer in self._trainer.optimizers]
         return [(optimizer, _with_groups_of(optimizer, state)) for optimizer, state in present]
 
+    # ---------------------------------------------------------------- the division
+
     def divide_to_train(self, batch: Any, batch_idx: int) -> None:
-        """Divides the model, whose training step is analyzed on the batch that it is about to get."""
-        takes = takes_index(self._trainer.lightning_module.training_step)
+        """Divide the model, whose training step is analyzed on the batch that it is about to get."""
+        takes = _takes_index(self._trainer.lightning_module.training_step)
         self.divide_at_step("training_step", (batch, batch_idx) if takes else (batch,))
 
     def divide_at_step(self, name: str, args: Sequence[Any]) -> None:
-        """Divides the model, whose step is analyzed with the arguments that it is about to get."""
-        self._divide_by(partial(sample_of, self._trainer, self._mesh, self._host, name, args))
+        """Divide the model, whose step is analyzed on a copy of the batch of rank 0.
+
+        Args:
+            name: of the step.
+            args: what Lightning is about to give it: the batch, on this rank's device, and numbers.
+        """
+
+        def take() -> Sample:
+            batch, *numbers = args
+            on_host = self._trainer.lightning_module.transfer_batch_to_device(batch, HOST, 0)
+            return self._sample(name, on_host, numbers)
+
+        self._divide_by(take)
 
     def divide_early(self, why: str) -> None:
-        """Divides the model before the first batch; the step is analyzed on a batch that is read ahead."""
+        """Divide the model before the first batch, on which the step is analyzed; the loop gets the batch later.
+
+        Raises:
+            RuntimeError: another rank could not make its loaders, or read a batch.
+        """
         try:
-            self._divide_by(partial(take_sample, self._trainer, self._mesh, self._host, self._batches))
+            self._divide_by(self._read_ahead)
         except Exception as error:
             add_note(error, f"A pipeline ran the step before the first batch, and before hooks that precede it: {why}")
             raise
+
+    def _read_ahead(self) -> Sample:
+        trainer, module = self._trainer, self._trainer.lightning_module
+        assert trainer.state.fn is not None
+        loop: Any = trainer.fit_loop if trainer.state.fn.value == "fit" else internals.running_evaluation(trainer)
+        name = STEPS[trainer.state.fn.value]
+        first = self._batches.first_pass = FirstPass(loop, self._batches.share_generators, self._host)
+        combined = internals.combined_of(loop)
+        in_turn = combined is not None and internals.reads_in_turn(combined) and len(combined.flattened) > 1
+        with untouched(trainer):
+            batch = trainer.precision_plugin.convert_input(map_tensors(Tensor.clone, first.batch))
+            batch = internals.transferred(module, batch, HOST, 0)
+        return self._sample(name, batch, [0] * (_takes_index(getattr(module, name)) + in_turn))
+
+    def _sample(self, name: str, on_host: Any, numbers: Sequence[int]) -> Sample:
+        trainer, module = self._trainer, self._trainer.lightning_module
+        batch, step = of_rank_zero(on_host, self._host), self._mesh.as_user(getattr(module, name))
+
+        def run(on: Any = batch) -> Any:
+            with untouched(trainer), without_traces(module), trainer.precision_plugin.forward_context():
+                return step(on, *numbers)
+
+        return Sample(run, batch, HOST, partial(parts_unchanged, module))
 
     def _divide_by(self, sample: Callable[[], Sample]) -> None:
         device = self._trainer.strategy.root_device
@@ -79,6 +130,11 @@ class Postponed:
         with torch.enable_grad():  # an evaluation has taken it off
             self._mesh.as_library(self._divide)(sample)
         drawn.restore(device)  # one device draws nothing here
+
+
+def _takes_index(step: Callable[..., Any]) -> bool:
+    """Whether Lightning gives the step the batch's index, whatever the step calls it."""
+    return is_param_in_hook_signature(step, "batch_idx", min_args=2)
 
 
 def _with_groups_of(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:

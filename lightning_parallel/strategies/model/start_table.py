@@ -16,10 +16,10 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from lightning_parallel.mesh import AXES, Axis
+from lightning_parallel.strategies.lightning_internals import combined_of
 from lightning_parallel.strategies.lightning_package import Trainer, rank_zero_info
 from lightning_parallel.strategies.model.divided_model import DividedModel
 from lightning_parallel.strategies.ranks.agreement import gather_objects
-from lightning_parallel.strategies.trainer.lightnings import combined_of
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.tools.shards import local
 
@@ -49,9 +49,16 @@ class Row:
 
 
 def tell(trainer: Trainer, whole: DividedModel, step: Step, host: dist.ProcessGroup) -> None:
-    """Print the table once for all ranks. Collective over `host`, all ranks."""
+    """Print the table once for all ranks, and the global batch size where one loader knows its own. Collective."""
     rows = gather_objects(own_row(trainer, whole, step), host)
-    rank_zero_info("\n".join([*table(whole.mesh.sizes, rows), *global_batch(trainer, whole.mesh.data.size())]))
+    lines, readers, accumulated = table(whole.mesh.sizes, rows), whole.mesh.data.size(), trainer.accumulate_grad_batches
+    combined = combined_of(trainer.fit_loop)
+    loaders = [] if combined is None else combined.flattened
+    if len(loaders) == 1 and isinstance(loaders[0], DataLoader):
+        size = loaders[0].batch_size or getattr(loaders[0].batch_sampler, "batch_size", None)
+        product = f"{size} a batch x {accumulated} accumulated x {readers} readers"
+        lines += [] if size is None else [f"Global batch: {size * accumulated * readers} samples = {product}"]
+    rank_zero_info("\n".join(lines))
 
 
 def own_row(trainer: Trainer, whole: DividedModel, step: Step) -> Row:
@@ -131,15 +138,3 @@ def amount(size: int) -> str:
         if size >= unit:
             return f"{size / unit:,.1f} {name}"
     return f"{size} B"
-
-
-def global_batch(trainer: Trainer, readers: int) -> list[str]:
-    """The global batch size, where there is one loader and it knows its batch size."""
-    combined = combined_of(trainer.fit_loop)
-    loaders = [] if combined is None else combined.flattened
-    if len(loaders) != 1 or not isinstance(loaders[0], DataLoader):
-        return []
-    size = loaders[0].batch_size or getattr(loaders[0].batch_sampler, "batch_size", None)
-    accumulated = trainer.accumulate_grad_batches
-    product = f"{size} a batch x {accumulated} accumulated x {readers} readers"
-    return [] if size is None else [f"Global batch: {size * accumulated * readers} samples = {product}"]

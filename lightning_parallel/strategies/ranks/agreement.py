@@ -30,45 +30,39 @@ def run_or_raise_on_all(act: Callable[[], T], what: str, group: dist.ProcessGrou
         what: it does, for messages: "rank 1 could not ...".
         group: whose ranks all call.
     """
-    result: Any = None
-    failure: Exception | None = None
     try:
-        result = act()
+        result, failure = act(), None
     except Exception as error:
         failure = error
-    said = gather_objects("" if failure is None else f"{type(failure).__name__}: {failure}", group)
+    errors = gather_objects("" if failure is None else f"{type(failure).__name__}: {failure}", group)
     if failure is not None:
         raise failure
-    for rank, theirs in enumerate(said):
+    for rank, theirs in enumerate(errors):
         if theirs:
             raise RuntimeError(f"rank {rank} could not {what}: {theirs}")
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 def describe(batch: Any) -> str:
     """The structure of a batch: its containers, and the type, dtype and dimensions of what they hold.
 
-    Of lists that may have an item for each sample, as of file names or targets, neither the length is told nor what one
+    Of lists that may have an item for each sample, as of file names or targets, it has neither the length nor what one
     item has and another one has not: a rank's part of the last batch may be smaller.
     """
     if isinstance(batch, Tensor):
         return f"{str(batch.dtype).removeprefix('torch.')} tensor with {batch.dim()} dimensions"
+    kind = type(batch).__name__
     if isinstance(batch, ATOMS) or not (children := children_of(batch)):
-        return type(batch).__name__
-    parts = list(map(describe, children))
-    if isinstance(batch, (list, tuple)):
-        kinds = {type(child).__name__ for child in children}
-        if all(isinstance(child, ATOMS) for child in children):
-            held = "values"
-        elif len({*parts}) == 1 and isinstance(children[0], Tensor):
-            held = parts[0]
-        else:
-            held = f"{kinds.pop()}s" if len(kinds) == 1 and Tensor.__name__ not in kinds else f"[{', '.join(parts)}]"
-        return f"{type(batch).__name__} of {held}"
-    keys: Any = batch if isinstance(batch, Mapping) else field_names(batch.__class__)
-    return (
-        f"{type(batch).__name__} of {{{', '.join(f'{key!r}: {part}' for key, part in zip(keys, parts, strict=True))}}}"
-    )
+        return kind
+    if isinstance(batch, (list, tuple)) and all(isinstance(child, ATOMS) for child in children):
+        return f"{kind} of values"
+    parts, kinds = list(map(describe, children)), {type(child) for child in children}
+    if not isinstance(batch, (list, tuple)):
+        keys: Any = batch if isinstance(batch, Mapping) else field_names(batch.__class__)
+        return f"{kind} of {{{', '.join(f'{key!r}: {part}' for key, part in zip(keys, parts, strict=True))}}}"
+    if len(kinds) == 1 and Tensor not in kinds:
+        return f"{kind} of {kinds.pop().__name__}s"
+    return f"{kind} of {parts[0] if len({*parts}) == 1 else '[' + ', '.join(parts) + ']'}"
 
 
 def described(value: object) -> str:
@@ -91,13 +85,10 @@ def fingerprint_model(module: nn.Module) -> str:
 
 
 def require_same(what: str, values: Sequence[object], remedy: str) -> None:
-    """Raises on every rank, naming ranks and values, unless all values are equal."""
-    if len(set(map(str, values))) == 1:
-        return
-    by_value: dict[str, list[int]] = {}
+    """Raise on every rank, naming ranks and values, unless all values are equal."""
+    by_value: dict[str, list[str]] = {}
     for rank, value in enumerate(values):
-        by_value.setdefault(str(value), []).append(rank)
-    listed = "; ".join(
-        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {v}" for v, ranks in by_value.items()
-    )
-    raise ValueError(f"{what} must be the same on every rank, but they differ ({listed}); {remedy}")
+        by_value.setdefault(str(value), []).append(str(rank))
+    if len(by_value) > 1:
+        listed = "; ".join(f"rank{'s' * (len(n) > 1)} {', '.join(n)}: {value}" for value, n in by_value.items())
+        raise ValueError(f"{what} must be the same on every rank, but they differ ({listed}); {remedy}")

@@ -1,8 +1,10 @@
-"""Launchers start the processes of a run, after what can be checked before."""
+"""Launchers start the processes of a run, after what can be checked before, and end them together."""
 
 from __future__ import annotations
 
+import ctypes
 import inspect
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -31,16 +33,17 @@ from lightning_parallel.strategies.lightning_package import (
     _SubprocessScriptLauncher,
 )
 from lightning_parallel.strategies.ranks.failures import add_note
-from lightning_parallel.strategies.ranks.signals import EXIT_CODE, LAUNCHER
+from lightning_parallel.strategies.ranks.signals import EXIT_CODE
 
+LAUNCHER = "LIGHTNING_PARALLEL_LAUNCHER"
+"""The environment variable in which a launched script finds the process id of its launcher."""
 KEYWORDS = ("last", "best", "hpc", "registry")  # values of `ckpt_path` for which Lightning finds a file
 OBSERVER_SECONDS = 10.0
-"""For which a process that launched others may still run when one of these has failed: unless it hangs it fails itself
-soon, and says why."""
+"""How long a launching process goes on when a rank has failed: unless it hangs, it fails itself soon and says why."""
 GRACE_SECONDS = 5.0
 
 HangSummary = Callable[[], str]
-"""Of a hang that goes on: who is behind, in one line."""
+"""Returns which rank is behind in a hang that goes on, in one line."""
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
@@ -81,8 +84,8 @@ class _Observer(_ChildProcessObserver):
         return super()._run()
 
     def _terminate_all(self) -> None:
-        if said := self._hang_summary():
-            print(said, file=sys.stderr, flush=True)
+        if summary := self._hang_summary():
+            print(summary, file=sys.stderr, flush=True)
         super()._terminate_all()
         os._exit(1)  # process 1 of a container cannot kill itself by a signal
 
@@ -135,9 +138,7 @@ def make_launcher(
     Raises:
         ValueError: a notebook, which is no script that could be run again, and whose functions cannot be imported.
     """
-    if start_method == "fork":
-        return ProcessLauncher(strategy, "fork", summary)
-    if _IS_INTERACTIVE and not environment.creates_processes_externally:
+    if _IS_INTERACTIVE and start_method != "fork" and not environment.creates_processes_externally:
         how = "runs the script again" if start_method == "popen" else "imports the script anew"
         raise ValueError(
             f"start_method={start_method!r} {how} on every rank, but a notebook or a Python prompt is no script; pass "
@@ -165,6 +166,30 @@ def end_children(processes: Sequence[subprocess.Popen[bytes] | BaseProcess]) -> 
         with suppress(subprocess.TimeoutExpired):
             process.join(seconds) if isinstance(process, BaseProcess) else process.wait(seconds)
         process.kill()  # nothing, of a process that has ended
+
+
+def launcher_of(local_rank: int, start_method: str) -> int | None:
+    """The id of the process whose launcher started this rank; None for a rank that somebody else started."""
+    if start_method != "popen":
+        parent = multiprocessing.parent_process()
+        return None if parent is None else parent.pid
+    return int(os.environ[LAUNCHER]) if local_rank > 0 and LAUNCHER in os.environ else None
+
+
+def die_with(launcher: int | None) -> None:
+    """Let the kernel kill this process when its launcher dies, even by SIGKILL; None takes that back (Linux).
+
+    Args:
+        launcher: the launcher's process id, which is 1 for a container's command.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    death_signal = 0 if launcher is None else signal.SIGKILL
+    ctypes.CDLL(None, use_errno=True).prctl(1, death_signal)  # PR_SET_PDEATHSIG
+    if launcher not in (None, os.getppid()):  # it died before the call
+        print(f"process {launcher}, which launched this rank, has ended; so does this rank", file=sys.stderr)
+        sys.stderr.flush()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def backend_for(devices: Sequence[torch.device], chosen: str | None) -> str:

@@ -1,4 +1,4 @@
-"""The roll call before ranks form a group: torch waits for its timeout and does not say who is missing."""
+"""The roll call before ranks form a group: torch waits for its timeout and does not say which rank is missing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightning_parallel.collectives.functional import answer_of, notes_at
 from lightning_parallel.strategies.lightning_package import ClusterEnvironment, SLURMEnvironment
 
 REPORT_SECONDS = 20.0
-"""After which a rank that waits says for whom; then after twice as many, and so on."""
+"""After this time a waiting rank prints which ranks are missing; then after twice as long, and so on."""
 CONNECT_SECONDS, POLL_SECONDS, ANSWER_SECONDS = 10.0, 0.2, 30.0
 
 
@@ -22,7 +22,7 @@ def wait_for_all(environment: ClusterEnvironment, timeout: timedelta) -> Any:
     """Wait until all ranks have started, and report on stderr which have not. Collective over all ranks.
 
     Returns:
-        The store in which they met, to be kept until the group is formed: rank 0's process serves it.
+        The store in which the ranks joined. Keep it until the group is formed: rank 0's process serves it.
 
     Raises:
         RuntimeError: a rank has not joined within the timeout, or the process that serves the store has ended.
@@ -33,19 +33,15 @@ def wait_for_all(environment: ClusterEnvironment, timeout: timedelta) -> Any:
     if isinstance(environment, SLURMEnvironment):
         hint = "; under SLURM, srun starts all ranks: srun python SCRIPT"
         report = report if "SLURM_STEP_ID" in os.environ else 0.0  # srun sets it in all processes that it starts
-    store, mine = _connect(environment), 0
+    store, round_ = None, 0
     while True:
-        store = store or _connect(environment)
-        if store is not None and not mine:
-            mine = store.add(f"joins_of_{rank}", 1)  # more than one where the store outlives a process group
-            store.add("joins", 1)
-        if store is not None and _joins(store, address) >= mine * ranks:
+        if store is None:
+            store, round_ = _join(environment)
+        if store is not None and _all_have_joined(store, round_, address):
             return store
         waited = time.monotonic() - began
         if waited > min(report, limit):
-            missing = [0]
-            if store is not None:
-                missing = [other for other in range(ranks) if store.add(f"joins_of_{other}", 0) < mine]
+            missing = [0] if store is None else [n for n in range(ranks) if store.add(f"joins_of_{n}", 0) < round_]
             named = ", ".join(map(str, missing[:8])) + " and more" * (len(missing) > 8)
             late = f"rank {named} of {ranks} has not joined at {address} after {waited:.0f} s{hint}"
             if waited > limit:
@@ -55,21 +51,26 @@ def wait_for_all(environment: ClusterEnvironment, timeout: timedelta) -> Any:
         time.sleep(POLL_SECONDS)
 
 
-def _connect(environment: ClusterEnvironment) -> Any:
-    """The store; None where rank 0 does not serve it yet."""
-    serves = environment.global_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+def _join(environment: ClusterEnvironment) -> tuple[Any, int]:
+    """The store, and how often this rank has joined in it; None where rank 0 does not serve it yet."""
+    rank, ranks = environment.global_rank(), environment.world_size()
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     name = f"lightning_parallel_joins_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     try:
-        return notes_at(name, environment.main_address, environment.main_port, serves, CONNECT_SECONDS)
+        store = notes_at(name, environment.main_address, environment.main_port, serves, CONNECT_SECONDS)
     except dist.DistNetworkError:
         if serves:
             raise
-        return None
+        return None, 0
+    round_ = store.add(f"joins_of_{rank}", 1)  # above 1 where the store outlives a process group
+    if store.add("joins", 1) >= round_ * ranks:
+        store.set(f"all_{round_}", "")
+    return store, round_
 
 
-def _joins(store: Any, address: str) -> int:
+def _all_have_joined(store: Any, round_: int, address: str) -> bool:
     try:
-        return answer_of(lambda: int(store.add("joins", 0)), ANSWER_SECONDS)
+        return answer_of(lambda: bool(store.check([f"all_{round_}"])), ANSWER_SECONDS)
     except dist.DistNetworkError as error:
         raise RuntimeError(
             f"the process at {address} ended, or is stopped, while ranks joined: that is rank 0, or torchrun on the "

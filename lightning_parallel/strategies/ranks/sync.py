@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,37 +35,22 @@ class SyncPoint(IntEnum):
 
 @dataclass(frozen=True)
 class Message:
-    """What a rank tells all others at a sync point.
-
-    Attributes:
-        point: where it is.
-        loader: the index of the batch's loader.
-        batch: the index of the batch.
-        is_last: whether it is the last batch of a loader that has no length.
-        checksum: of all else that must be the same, as the structure of the batch.
-        samples: the number of samples that this rank has of the batch.
-        means: the number of means that the step computed, in which ranks may differ.
-        learned_means: of these, those that have gradients.
-        stop: the signal that asked this process to stop, 0 if none has.
-        requeue: whether SLURM asked to requeue.
-        save_failed: whether a save in the background has failed.
-    """
+    """What a rank sends to all others at a sync point."""
 
     point: SyncPoint
-    loader: int = 0
-    batch: int = 0
-    is_last: bool = False
-    checksum: int = 0
-    samples: int = 0
-    means: int = 0
-    learned_means: int = 0
-    stop: int = 0
-    requeue: bool = False
-    save_failed: bool = False
+    loader: int = 0  #: the index of the batch's loader
+    batch: int = 0  #: the index of the batch
+    is_last: bool = False  #: whether it is the last batch of a loader that has no length
+    checksum: int = 0  #: of all else that must be the same, as the structure of the batch
+    samples: int = 0  #: that this rank has of the batch
+    means: int = 0  #: the number of means that the step computed, in which ranks may differ
+    learned_means: int = 0  #: of these, those that have gradients
+    stop: int = 0  #: the signal that asked this process to stop, 0 if none has
+    requeue: bool = False  #: whether SLURM asked to requeue
+    save_failed: bool = False  #: whether a save in the background has failed
 
 
-@dataclass(frozen=True)
-class Reply:
+class Reply(NamedTuple):
     """What the messages of all ranks say together: the highest signal, the least number of samples, and so on."""
 
     fewest_samples: int
@@ -75,19 +61,12 @@ class Reply:
     save_failed: bool
 
 
-@dataclass(frozen=True)
-class Words:
-    """A message in words, made only where ranks differ.
+class Words(NamedTuple):
+    """A message in words, made only where ranks differ."""
 
-    Attributes:
-        place: where the rank is, "batch 3 of loader 0".
-        structure: of its batch.
-        settings: the numbers by which its optimizers step.
-    """
-
-    place: str
-    structure: str = ""
-    settings: str = ""
+    place: str  #: "batch 3 of loader 0"
+    structure: str = ""  #: of the batch
+    settings: str = ""  #: the numbers by which optimizers step
 
 
 class Exchange:
@@ -137,17 +116,16 @@ RULES = {
 """Of a sync point at which only some ranks are, or with different checksums: what differs, and the remedy."""
 
 
-def _explain(said: list[tuple[SyncPoint, Words]]) -> None:
-    points = {point for point, _ in said}
-    places = [words.place for _, words in said]
+def _explain(received: list[tuple[SyncPoint, Words]]) -> None:
+    places, structures, settings = zip(*(words for _, words in received), strict=True)
     for point, (what, remedy) in RULES.items():
-        if point in points:
+        if any(other == point for other, _ in received):
             require_same(what, places, remedy)
     require_same("the end of the data", places, f"{EVENLY}, or set trainer.should_stop when all others do")
-    require_same("the structure of a batch", [words.structure for _, words in said], "look at the dataset there")
+    require_same("the structure of a batch", structures, "look at the dataset there")
     require_same(
         "learning rates, momenta and weight decays of optimizers",
-        [words.settings for _, words in said],
+        settings,
         "set them where all ranks come, such as on_train_batch_end, by what all of them have: "
         "trainer.callback_metrics, or self.all_gather(loss).mean()",
     )
@@ -158,25 +136,23 @@ def require_same_content(checksum: int | None, shard: int, shards: int, place: s
 
     Args:
         checksum: of this rank's batch; None where it is not known.
-        shard: which part of the data this rank reads. Ranks that hold parts of one model for the same samples have the
-            same.
-        shards: the number of parts.
+        shard: the number of the part of the data that this rank reads. Ranks that hold shards of one model for the same
+            samples have the same.
+        shards: the number of such parts.
         place: names the batch in the error.
         group: all ranks.
     """
-    unknown = float("-inf")
-    highest_and_lowest = np.full(2 * shards, unknown)
+    numbers = torch.full((2, shards), -torch.inf, dtype=torch.float64)
     if checksum is not None:
-        highest_and_lowest[shard], highest_and_lowest[shards + shard] = checksum, -checksum
-    numbers = torch.from_numpy(highest_and_lowest)
+        numbers[:, shard] = torch.tensor([checksum, -checksum])
     highest(numbers, group).wait()
-    most, least = numbers[:shards], -numbers[shards:]
-    if not bool(((most != least) & (most != unknown)).any()):
+    most, least = numbers[0], -numbers[1]
+    if not bool(((most != least) & most.isfinite()).any()):
         return
-    said = gather_objects((shard, checksum), group)
+    received = gather_objects((shard, checksum), group)
     for each in range(shards):
-        ranks = [rank for rank, (other, _) in enumerate(said) if other == each]
-        if len({said[rank][1] for rank in ranks}) > 1:
+        ranks = [rank for rank, (other, _) in enumerate(received) if other == each]
+        if len({received[rank][1] for rank in ranks}) > 1:
             raise ValueError(
                 f"{place} differs between ranks {', '.join(map(str, ranks))}, which must read the same samples: each "
                 "holds a part of the model for them. Where data is made at random, call seed_everything(N) before it "

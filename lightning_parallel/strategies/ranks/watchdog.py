@@ -1,8 +1,8 @@
 """A thread that reports a hang before the backend gives up: which rank is behind, and at which line of the user's code.
 
 A backend ends a collective that waited longer than its timeout, and says neither which rank did not come nor where that
-one is. So a rank that stood still for most of that time asks all others through the store of the process group, and
-all ranks leave their places there.
+rank is. So a rank that stood still for 0.7 of that time asks all others through the store of the process group, and all
+ranks write there where they are.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from lightning_parallel.strategies.lightning_package import lightning, lightning
 PATIENCE = 0.7
 """Of the timeout: a rank that stood still for so long asks where the others are. The rest is for them to answer."""
 POLLS, POLL_SECONDS = 30, (0.1, 15.0)
-"""How often a rank is looked at within a timeout, and the least and most seconds between two polls."""
+"""How often a rank is polled within a timeout, and the least and most seconds between two polls."""
 MAX_RANKS = 8
 PACKAGE = Path(__file__).parents[2]
 LIBRARIES = (
@@ -44,15 +44,15 @@ SILENT = "says nothing: it is stopped, or has ended"
 
 
 class Place(NamedTuple):
-    """Where a rank stands.
+    """Where a rank is.
 
     Attributes:
         waits: whether it is in a collective, as far as Python shows, and not in code of the user's or a library's.
         step: the optimizer's step.
         function: the collective, or else the innermost function, with its line.
         stack: the script's lines that led there, outermost first.
-        begun: the collectives that it has begun in each group.
-        seconds: for how long it has stood there.
+        begun: the number of collectives that it has begun in each group.
+        seconds: for how long it has been there.
     """
 
     waits: bool
@@ -67,21 +67,22 @@ class Place(NamedTuple):
 
 
 class Watchdog:
-    """Watches the thread that made it, from one of its own, until it is stopped.
+    """Watches the thread that made it, from one of its own, until it is stopped or has reported a hang.
 
-    | seen at a poll                                               | what the rank does                                |
-    |--------------------------------------------------------------|---------------------------------------------------|
-    | it stands at one place for `PATIENCE` of the timeout         | asks all, which is the next round; then answers   |
-    | some rank asked                                              | leaves its place in the store, reads all          |
-    | some are behind, for which others stood that long            | reports their places and its own; polls no more   |
-    | all do the same, or nobody waits                             | goes on polling; the next to ask begins a round   |
+    At each poll:
+        - If this rank is at one place for 0.7 of the timeout, it asks all ranks.
+        - If some rank asked, each writes its place in the store and reads those of all others.
+        - If others waited that long for some ranks, it reports their places and its own. Else it goes on polling.
 
     Args:
         rank: this rank.
         ranks: the number of ranks.
         timeout: of collectives.
         step: returns the optimizer's step.
-        begun: returns the collectives that this rank has begun in each of its groups.
+        begun: returns the number of collectives that this rank has begun in each of its groups.
+
+    Attributes:
+        report: of a hang: who is behind in the first line, then a line for each of some ranks; else empty.
     """
 
     def __init__(
@@ -95,7 +96,6 @@ class Watchdog:
         notes = notes_under("lightning_parallel_watchdog")
         self._notes = notes_under(f"run_{notes.add(f'runs_of_{rank}', 1)}", notes)
         self._watched, self._stopped = threading.get_ident(), threading.Event()
-        #: the report of a hang: who is behind in the first line, then a line for each of some ranks
         self.report = ""
         self._reported_at: tuple[int, Mapping[str, int]] = (0, {})
         self._thread = threading.Thread(target=self._watch, name="lightning_parallel watchdog", daemon=True)
@@ -116,16 +116,20 @@ class Watchdog:
         place, since, number = self._place(), time.monotonic(), 0
         try:
             while not self._stopped.wait(self._period) and not self.report:
-                now = self._place()
-                if now != place:
+                if (now := self._place()) != place:
                     place, since = now, time.monotonic()
-                seconds = time.monotonic() - since
-                round_ = notes_under(f"round_{number}", self._notes)
-                if answer_of(partial(_is_asked, round_, seconds > self._patience), self._answering):
+                seconds, round_ = time.monotonic() - since, notes_under(f"round_{number}", self._notes)
+
+                def is_asked(asks: bool = seconds > self._patience, round_: Any = round_) -> bool:
+                    if asks:
+                        round_.set("asked", "")
+                    return bool(round_.check(["asked"]))
+
+                if answer_of(is_asked, self._answering):
                     self._tell(self._answers(round_, place._replace(seconds=seconds)))
                     since, number = time.monotonic(), number + 1
         except Unanswered as error:
-            self._say(f"ranks wait; {error}", place)
+            self._print(f"ranks wait; {error}", place)
         except RuntimeError:  # the store's process has ended, and the run with it
             return
 
@@ -151,25 +155,17 @@ class Watchdog:
         waiting = [place for rank, place in places.items() if rank not in behind and (behind or place.waits)]
         if not any(place.seconds > 0.9 * self._patience for place in waiting):
             return
-        shown = sorted({*(behind or places)} - {self._rank})[:MAX_RANKS]
         lines = [summary(places, behind)]
-        for rank in [*shown, self._rank]:
-            place = places.get(rank)
-            where = (
-                SILENT if place is None else f"{place} for {place.seconds:.0f} s, at {' < '.join(place.stack[:-5:-1])}"
-            )
+        for rank in [*sorted({*(behind or places)} - {self._rank})[:MAX_RANKS], self._rank]:
+            place, where = places.get(rank), SILENT
+            if place is not None:
+                where = f"{place} for {place.seconds:.0f} s, at {' < '.join(place.stack[:-5:-1])}"
             lines.append(f"rank {rank} {where}")
-        self._say("\n  ".join(lines), places[self._rank])
+        self._print("\n  ".join(lines), places[self._rank])
 
-    def _say(self, report: str, place: Place) -> None:
+    def _print(self, report: str, place: Place) -> None:
         print(f"[rank{self._rank}] {report}", file=sys.stderr, flush=True)
         self._reported_at, self.report = (place.step, place.begun), report
-
-
-def _is_asked(round_: Any, asks: bool) -> bool:
-    if asks:
-        round_.set("asked", "")
-    return bool(round_.check(["asked"]))
 
 
 def _frames_of(thread: int) -> list[tuple[str, int, str]]:
@@ -182,14 +178,9 @@ def _frames_of(thread: int) -> list[tuple[str, int, str]]:
     with open(os.memfd_create("frames"), "w+") if memory else tempfile.TemporaryFile("w+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
-        written = file.read()
-    found, here = list[tuple[str, int, str]](), False
-    for line in written.splitlines():
-        if begins := re.match(r"(?:Current thread|Thread) 0x([0-9a-f]+)", line):
-            here = int(begins[1], 16) == thread
-        elif here and (frame := re.fullmatch(r'  File "(.*)", line (\d+) in (.*)', line)):
-            found.append((frame[1], int(frame[2]), frame[3]))
-    return found[::-1] or [("an unknown place", 0, "unknown code")]
+        section = re.search(rf"hread 0x0*{thread:x} .*\n((?:  .*\n)*)", file.read())
+    frames = re.findall(r'  File "(.*)", line (\d+) in (.*)', section[1] if section else "")
+    return [(path, int(line), name) for path, line, name in frames[::-1]] or [("an unknown place", 0, "unknown code")]
 
 
 def ranks_behind(places: Mapping[int, Place], ranks: int) -> list[int]:
@@ -203,17 +194,16 @@ def ranks_behind(places: Mapping[int, Place], ranks: int) -> list[int]:
     most: dict[str, int] = {}
     for place in places.values():
         most |= {group: max(n, most.get(group, 0)) for group, n in place.begun.items()}
-    late_in = {rank: {g for g, n in place.begun.items() if n < most[g]} for rank, place in places.items()}
+    late_in = {rank: frozenset(g for g, n in place.begun.items() if n < most[g]) for rank, place in places.items()}
     late = [rank for rank, groups in late_in.items() if groups]
     busy = [rank for rank, place in places.items() if not place.waits]
     found = [rank for rank in late if rank in busy] or late or busy
-    if len(found) < ranks or not late:
-        return found if len(found) < ranks else []
-    alike: dict[frozenset[str], list[int]] = {}
-    for rank, groups in late_in.items():
-        alike.setdefault(frozenset(groups), []).append(rank)
-    first, *others = sorted(alike.values(), key=len)
-    return first if others and len(first) < len(others[0]) else []
+    if len(found) < ranks:
+        return found
+    common = Counter(late_in.values()).most_common()
+    if len(common) == 1 or common[-1][1] == common[-2][1]:
+        return []
+    return [rank for rank, groups in late_in.items() if groups == common[-1][0]]
 
 
 def summary(places: Mapping[int, Place], behind: Sequence[int]) -> str:

@@ -8,11 +8,9 @@ from typing import Any, TypeVar, cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_parallel.strategies import lightning_internals as internals
 from lightning_parallel.strategies.lightning_package import LightningModule, LightningOptimizer, Strategy
-from lightning_parallel.strategies.trainer import lightnings
-from lightning_parallel.strategies.trainer.own_methods import run_on_stored
-from lightning_parallel.techniques.gradients.groups import Pair
-from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer
+from lightning_parallel.techniques.gradients.stored_optimizer import Pair, StoredOptimizer
 from lightning_parallel.techniques.step import Step
 
 T = TypeVar("T")
@@ -59,8 +57,14 @@ class StoredOptimizers:
     def reach_wrappers(self) -> None:
         """Methods of optimizers act on what is stored by whatever name they are called; Lightning has new wrappers."""
         for stored in self._known.values():
-            wrappers = lightnings.wrapped_optimizers(self._strategy)
-            run_on_stored(stored, [each for each in wrappers if each.optimizer is stored.optimizer])
+            for wrapper in internals.wrapped_optimizers(self._strategy):
+                if wrapper.optimizer is stored.optimizer:
+                    stored.reach(wrapper)
+
+    def close(self) -> None:
+        """Give all optimizers their own methods back, as the run is over; they may still be saved."""
+        for stored in self._known.values():
+            stored.close(internals.wrapped_optimizers(self._strategy))
 
     def of(self, optimizer: Any) -> StoredOptimizer:
         """What makes this one step what is stored, or the one that it wraps for Lightning."""
@@ -68,7 +72,8 @@ class StoredOptimizers:
         return self._known[id(optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)]
 
     def in_step(self, module: LightningModule) -> Callable[..., Any]:
-        """The module's `training_step`, in which groups hold what the module shows."""
+        """The module's `training_step` of manual optimization, in which groups hold what the module shows."""
+        self.take()
         tables = [part._parameters for part in module.modules()]
         places: list[tuple[dict[str, Any], str, Any]] = [(table, *each) for table in tables for each in table.items()]
 
@@ -95,7 +100,7 @@ class StoredOptimizers:
         return [group.get(name) for each in optimizers for group in each.param_groups for name in SCHEDULED]
 
     def step(self, optimizer: Optimizer, run: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Runs the step of an optimizer. One that raised is as on one device, for who handles that and goes on.
+        """Runs the step of an optimizer.
 
         Raises:
             ValueError: it steps a parameter that came while the run went on.
@@ -104,18 +109,16 @@ class StoredOptimizers:
         parameters = stored.parameters()
         if self._parameters is not None and not self._parameters.keys() >= set(map(id, parameters)):
             self._refuse(optimizer, parameters)
-        try:
-            return run(optimizer, *args, **kwargs)
-        except Exception:
-            stored.give_up()
-            raise
+        return run(optimizer, *args, **kwargs)
 
     def reduced(self, step: Step, found: Iterable[Tensor]) -> list[Any]:
         """The stored parameters of those that are about to be clipped or stepped; each rank has its part of gradients.
 
         Gradients that a step of manual optimization gave, or changed, are means of all ranks from here on.
         """
-        parameters: list[Any] = [self._held.get(id(parameter), parameter) for parameter in found]
+        parameters: list[Any] = list(found)
+        if self._held:
+            parameters = [self._held.get(id(parameter), parameter) for parameter in parameters]
         if not cast(LightningModule, self._strategy.lightning_module).automatic_optimization:
             step.average_given(parameters)
         step.shard_gradients(parameters)

@@ -15,12 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
-from lightning_parallel.arguments import one_of, true_or_false
-from lightning_parallel.collectives.elements import Ranks
+from lightning_parallel.arguments import one_of, true_or_false, whole_number
+from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.mesh import Axis, Size
-from lightning_parallel.techniques.context_parallel.attention import ContextAttention
-from lightning_parallel.techniques.context_parallel.attention.choice import METHODS
-from lightning_parallel.techniques.context_parallel.sequence import Sequences
+from lightning_parallel.techniques.context_parallel.attention import METHODS, ContextAttention
 from lightning_parallel.techniques.divided import rules  # noqa: F401  (enters them in the table)
 from lightning_parallel.techniques.divided.parcels import packed, unpacked
 from lightning_parallel.techniques.divided.step import DividedStep
@@ -28,6 +26,7 @@ from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.division import Division, PartitionContext
 from lightning_parallel.techniques.step import Step, StepFn
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
+from lightning_parallel.values import held_by_objects, map_tensors, tensors_of
 
 T = TypeVar("T")
 
@@ -43,17 +42,22 @@ class ContextParallel(Technique):
             no other technique claims.
         method: how attention sees all positions. "ring": keys and values travel around; "ulysses": heads are divided
             in place of positions, while attention runs; "all_gather": every rank gets all keys and values; "hybrid":
-            ulysses within a ring; "auto": what sends the fewest bytes, for each shape of attention.
+            ulysses within teams of `ulysses_size` neighbouring ranks, a ring between teams; "auto": ulysses if `size`
+            divides the heads of queries and divides those of keys or is a multiple of them, and no mask has other rows
+            for other queries; else ring.
+        ulysses_size: for "hybrid", e.g. 2 of 4 ranks: two teams, whose heads two ranks divide.
         load_balance: whether a rank has positions from the front and from the back, so that causal attention is equal
             work; False for consecutive ones.
 
     Raises:
-        ValueError: an unknown method, or (in the first step) a batch without sequences, or heads that do not fit.
+        ValueError: an unknown method, sizes that do not divide, or (in the first step) a batch without sequences, or
+            heads that do not fit.
     """
 
     size: Size = "auto"
     _: KW_ONLY
     method: Method = "auto"
+    ulysses_size: int | None = None
     load_balance: bool = True
 
     phase: ClassVar[Phase] = Phase.PARTITION
@@ -61,6 +65,14 @@ class ContextParallel(Technique):
     def __post_init__(self) -> None:
         one_of("ContextParallel", "method", self.method, METHODS)
         true_or_false("ContextParallel", load_balance=self.load_balance)
+        whole_number("ContextParallel", "ulysses_size", self.ulysses_size, None)
+        if (self.method == "hybrid") != (self.ulysses_size is not None):
+            raise ValueError(
+                f"ContextParallel(method={self.method!r}, ulysses_size={self.ulysses_size}): method='hybrid' needs the "
+                "number of ranks in a team, as ulysses_size=2, and no other method takes it"
+            )
+        if isinstance(self.size, int):
+            self._require_teams(self.size)
 
     @property
     def axes(self) -> Mapping[Axis, Size]:
@@ -76,9 +88,79 @@ class ContextParallel(Technique):
         """Leaves the model as it is; what is divided is the batch that it sees."""
         if ground.mesh.sizes["cp"] == 1:
             return Division(model)
+        self._require_teams(ground.mesh.sizes["cp"])
         ranks = Ranks(ground.mesh["cp"].get_group(), "cp")
-        ranks.attention = ContextAttention(self.method)
+        ranks.attention = ContextAttention(self.method, self.ulysses_size)
         return DividedSequences(model, Sequences(ranks, ground.plan.sequence_dim, self.load_balance, repr(self)))
+
+    def _require_teams(self, size: int) -> None:
+        team = self.ulysses_size
+        if team is not None and (not 1 < team < size or size % team):
+            fit = [number for number in range(2, size) if size % number == 0]
+            remedy = f"use one of {fit}" if fit else "use method='ulysses' or 'ring'"
+            raise ValueError(
+                f"ContextParallel(method='hybrid', ulysses_size={team}) needs several teams of several ranks, but "
+                f"{size} ranks do not form such teams; {remedy}"
+            )
+
+
+class Sequences:
+    """Divides the tensors of a batch that run along a sequence.
+
+    All ranks read the same samples, so each keeps the whole of these tensors beside its own elements: numbers of tokens
+    are small, and code that needs all of them, such as a shift of labels, costs no message.
+
+    Args:
+        ranks: among which positions are divided.
+        dim: the dimension of a batch's tensors that runs along the sequence.
+        balanced: whether a rank has a chunk from the front and one from the back; else one chunk.
+        asker: the technique, for messages.
+    """
+
+    def __init__(self, ranks: Ranks, dim: int, balanced: bool, asker: str) -> None:
+        self.ranks, self._dim, self._balanced, self._asker = ranks, dim, balanced, asker
+
+    def elements(self, length: int) -> Elements:
+        """The positions of a sequence of this length that ranks have."""
+        return self.ranks.zigzag(length) if self._balanced else self.ranks.chunks(length)
+
+    def divided(self, batch: Any) -> Any:
+        """The batch in which tensors along a sequence look as they did, and have only this rank's positions.
+
+        Raises:
+            ValueError: a batch with tensors of which none runs along a sequence, or one does within an object.
+        """
+        dim, tensors = self._dim, tensors_of(batch)
+        # Tokens, labels, masks are [batch, sequence, ...]; features as long as they are run along the sequence, too.
+        able = [tensor for tensor in tensors if tensor.dim() > max(dim, 1)]
+        lengths = {tensor.shape[dim] for tensor in able if not tensor.is_floating_point()}
+        found = [
+            tensor for tensor in able
+            if not tensor.is_floating_point() or (tensor.shape[dim] in lengths if lengths else tensor.dim() == 3)
+        ]  # fmt: skip
+        chosen = {id(tensor): tensor.shape[: dim + 1] for tensor in found if tensor.shape[dim] > 1}
+        for holder, tensor in held_by_objects(batch):
+            if not found or (tensor.dim() > max(dim, 1) and tensor.shape[: dim + 1] in chosen.values()):
+                kind = type(holder).__name__
+                raise ValueError(
+                    f"{self._asker} divides the sequences of tensors in dicts, lists, tuples and dataclasses, but a "
+                    f"tensor of shape {tuple(tensor.shape)} is an attribute of a {kind}, which is none of them: every "
+                    f"rank would compute all of it; make {kind} a dataclass, or let collate_fn return a dict or a tuple"
+                )
+        if tensors and not found:
+            raise ValueError(
+                f"{self._asker} divides sequences, but none of the batch's tensors, of shapes "
+                f"{[tuple(tensor.shape) for tensor in tensors]}, runs along one: it looks for tokens (batch, sequence) "
+                f"or features (batch, sequence, features), with the sequence in dimension {dim}. Name another "
+                "dimension, as in plan=ParallelPlan(sequence_dim=0), or train a model without sequences with "
+                "DataParallelStrategy or ZeroStrategy"
+            )
+        return map_tensors(lambda each: self._marked(each) if id(each) in chosen else each, batch)
+
+    def _marked(self, whole: Tensor) -> Tensor:
+        elements = self.elements(whole.shape[self._dim])
+        made = Divided(elements.take(whole, self._dim), {self._dim: elements})
+        return made if whole.requires_grad else made.known_to_be(whole)
 
 
 @dataclass(eq=False)

@@ -36,7 +36,6 @@ from lightning_parallel.techniques.tools.redirect import (
     default_dtype,
     own_forward,
     redirect_forward,
-    unheard,
     with_surroundings_of,
 )
 from lightning_parallel.techniques.tools.telling import warn_of_stage
@@ -110,9 +109,7 @@ class Graphs:
         self._warned: set[str] = set()
         self.code = inside.__code__.replace(co_consts=(*inside.__code__.co_consts, object()))
         """A code of its own: a compiler keeps graphs by the code that it has read."""
-        self.inside = unheard(
-            compiled(FunctionType(self.code, inside.__globals__), fullgraph=True, asks_for=asked_of_blocks)
-        )
+        self.inside = compiled(FunctionType(self.code, inside.__globals__), fullgraph=True, asks_for=asked_of_blocks)
         self._calls: dict[Any, Call] = {}
         self._words: dict[Any, str] = {}
 
@@ -177,7 +174,7 @@ class CompiledForward:
         self._attributes = list(map(vars, self._parts))
         self._led: list[Any] = []
         self._plain_forwards: list[tuple[dict[str, Any], Redirected, Forward | None]] = []
-        self._plain, self._plain_static = (unheard(each.compiled(forward)) for each in (graphs, graphs.static))
+        self._plain, self._plain_static = (each.compiled(forward) for each in (graphs, graphs.static))
         self._eager = False
         self._dtype = torch.get_default_dtype()
         self._surrounded = with_surroundings_of(forward, self._run)

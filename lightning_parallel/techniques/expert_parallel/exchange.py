@@ -25,12 +25,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import Function
 from torch.distributed.tensor import DTensor
 
 from lightning_parallel.collectives.by_elements import counted, entered, joined, part
 from lightning_parallel.collectives.elements import Ranks
-from lightning_parallel.collectives.rows import any_of, exchanged, told
+from lightning_parallel.collectives.rows import all_to_all, any_of, told
 from lightning_parallel.techniques.divided.table import Cuts
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided, own_of
 from lightning_parallel.techniques.expert_parallel.outside import stored_of
@@ -49,27 +48,6 @@ FORM = (
     "with a result of shape (tokens, features)"
 )
 REMEDY = "write it so, or leave ExpertParallel out and shard its weights with Zero"
-
-
-class AllToAll(Function):
-    """Rows for every rank, as many as each gets; gradients take the way back. Differentiable any number of times."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-        """Sends rows (sum of sent, features), returns (sum of received, features)."""
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return exchanged(rows, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        """Sends the gradients of received rows to the ranks that they came from."""
-        return all_to_all(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None
-
-
-def all_to_all(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """See `AllToAll`. Collective over the group."""
-    arrived: Tensor = AllToAll.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
-    return arrived
 
 
 class Exchange:

@@ -241,6 +241,6 @@ def _in_lists(technique: ExpertParallel, names: Sequence[str]) -> str:
     return (
         f"{technique!r} sends tokens to stacked experts, but {names[0]} is a list of modules, of which only the module "
         "around it knows which token goes where. Stack their weights into parameters of shape (experts, ...) of one "
-        "module that is called as experts(tokens, indices, weights), see docs/techniques/expert_parallel.md, or leave "
+        "module that is called as experts(tokens, indices, weights), see docs/guide/expert_parallel.md, or leave "
         "ExpertParallel out and shard the list with Zero"
     )

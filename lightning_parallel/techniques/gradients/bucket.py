@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import reduce
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ TOGETHER, SMALL_BYTES = 16, 2**16
 
 
 class Bucket(ABC):
-    """Some parameters whose gradients travel in one message.
+    """Some parameters whose gradients travel in one message, which is made anew in every backward pass.
 
     With the gradients travels one flag per parameter that says whether this rank had a gradient for it: a parameter
     that no rank used must end with `grad = None`, as it does on one device, or weight decay would move it.
@@ -35,12 +34,11 @@ class Bucket(ABC):
     Args:
         parameters: of one dtype and device, held by the same ranks.
         holders: of the parameters.
-        divided: by how many what sends the message divides it once more.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], holders: Holders, divided: int = 1) -> None:
-        self.parameters = list(parameters)
-        self._computed, self._given = holders.scale * divided, divided / holders.all.size()
+    def __init__(self, parameters: Sequence[nn.Parameter], holders: Holders) -> None:
+        self.parameters, self.dtype = list(parameters), parameters[0].dtype
+        self._computed, self._given = holders.scale, 1 / holders.all.size()
         self.scale = self._computed
         """By what each rank's gradients are multiplied before they are summed."""
         self.missing: set[int] = set()
@@ -48,17 +46,6 @@ class Bucket(ABC):
         self.synced = True
         self._small = [local(parameter.detach()).nbytes <= SMALL_BYTES for parameter in self.parameters]
         self._arrived: list[int] = []  # small ones that lie where they arrived
-        self.dtype = self.parameters[0].dtype
-        self.agreed = False
-
-    @property
-    def wanted(self) -> torch.dtype:
-        """The dtype into which all gradients fit; another one than the message's if modules cast their parameters."""
-        return reduce(torch.promote_types, (parameter.dtype for parameter in self.parameters), self.dtype)
-
-    def agree(self, dtype: torch.dtype) -> None:
-        """From here on the message has this dtype, on all ranks."""
-        self.dtype, self.agreed = dtype, True
 
     def begin(self, synced: bool, given: bool = False) -> None:
         """Before the first gradient; a bucket of frozen parameters stays out of it.
@@ -107,9 +94,6 @@ class Bucket(ABC):
 
     def reopen(self) -> None:  # noqa: B027
         """Before gradients grow in any pass: those that are reduced stay the same when they are reduced once more."""
-
-    def keep(self, index: int) -> None:  # noqa: B027
-        """The gradient of one parameter grew in a pass that is not reduced."""
 
     def put(self, indices: Sequence[int]) -> None:
         """Moves what parameters have for `grad` into the message, zeros for those that have none."""

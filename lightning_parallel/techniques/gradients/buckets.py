@@ -9,7 +9,7 @@ Source: S. Li et al., PyTorch Distributed, VLDB 2020.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial, reduce
+from functools import partial
 from typing import cast
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from lightning_parallel.collectives.functional import all_reduce
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.techniques.gradients.bucket import Bucket
 from lightning_parallel.techniques.step import Step, WrappedStep
@@ -27,9 +26,6 @@ from lightning_parallel.techniques.tools.shards import local
 
 IN_FLIGHT = 2
 """How many messages may be under way: more would hold more memory than they hide time."""
-
-WIDER = (torch.float32, torch.float64, torch.complex64, torch.complex128)
-"""What parameters may be cast to, so that their gradients no longer fit into the message that they were to have."""
 
 
 class Given:
@@ -78,8 +74,8 @@ class BucketedStep(WrappedStep):
     ) -> None:
         super().__init__(inner)
         self.buckets: list[Bucket] = []
-        self.places: dict[nn.Parameter, tuple[Bucket, int]] = {}
-        self._holders_of, self._ranks = partial(holders_of, mesh=mesh), mesh.loss
+        self.places: dict[int, tuple[Bucket, int]] = {}  # by `id`: a tensor takes a call of Python's to be hashed
+        self._holders_of = partial(holders_of, mesh=mesh)
         self._make_bucket = make_bucket
         self._bucket_bytes = bucket_bytes
         self._accumulates_locally, self._replicas = accumulates_locally, replicas
@@ -98,7 +94,7 @@ class BucketedStep(WrappedStep):
         if self._replicas is not None:
             self._replicas.require_alike()
             self._replicas = None
-        if not self.synced and self._accumulates_locally and self._all_local():
+        if not self.synced and self._accumulates_locally and not self._holds_shards():
             for bucket in self.buckets:
                 bucket.reopen()
             return self.inner.backward(run)
@@ -132,36 +128,22 @@ class BucketedStep(WrappedStep):
 
     # ---------------------------------------------------------------- during backward
 
-    def _all_local(self) -> bool:
-        return not any(has_shard(p) for bucket in self.buckets for p in bucket.parameters)
+    def _holds_shards(self) -> bool:
+        return any(has_shard(parameter) for bucket in self.buckets for parameter in bucket.parameters)
 
     def _begin(self, given: bool = False) -> None:
         self._adopt_unfrozen()
-        self._agree()
         for bucket in self.buckets:
             bucket.begin(self.synced, given)
         self._active = [bucket for bucket in self.buckets if bucket.active]
         self._next = 0
         self._running = True
 
-    def _agree(self) -> None:
-        """Modules may cast their parameters in their first forward, and where data decide, on some ranks only."""
-        new = [bucket for bucket in self.buckets if not bucket.agreed]
-        if not new:
-            return
-        asked = [[bucket.wanted != bucket.dtype and bucket.wanted == wider for wider in WIDER] for bucket in new]
-        known = torch.tensor(asked, dtype=torch.float32, device=new[0].parameters[0].device)
-        all_reduce(known, self._ranks.get_group()).wait()
-        for bucket, ranks in zip(new, known.tolist(), strict=True):
-            wider = [dtype for dtype, count in zip(WIDER, ranks, strict=True) if count > 0]
-            bucket.agree(reduce(torch.promote_types, wider, bucket.dtype))
-
     def _on_gradient(self, bucket: Bucket, index: int, parameter: Tensor) -> None:
         if parameter.grad is None:  # a function of autograd, as that of a pipeline, had none to give
             return
         if not self._running:
             if not self.synced:
-                bucket.keep(index)
                 return
             # The user called `loss.backward()` without the strategy: reduce all the same.
             self._begin()
@@ -203,7 +185,7 @@ class BucketedStep(WrappedStep):
             bucket = self._make_bucket(group, holders)
             self.buckets.append(bucket)
             for index, parameter in enumerate(group):
-                self.places[parameter] = (bucket, index)
+                self.places[id(parameter)] = (bucket, index)
                 hook = partial(self._on_gradient, bucket, index)
                 register = cast(Callable[..., RemovableHandle], parameter.register_post_accumulate_grad_hook)
                 self._handles.append(register(hook))

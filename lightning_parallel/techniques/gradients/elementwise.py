@@ -1,8 +1,9 @@
-"""Which optimizers can step shards as they are: those that treat every element alike."""
+"""Which optimizers can step shards as they are, and which can step the parameters of one pipeline stage alone."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 
 from torch import optim
 from torch.optim import Optimizer
@@ -22,10 +23,23 @@ ELEMENTWISE: set[type[Optimizer]] = {
 }
 """Optimizers in which no element of a parameter looks at another one; add your own to have it step shards."""
 
+BY_PARAMETER: set[type[Optimizer]] = {optim.Adafactor, optim.Muon, optim.SparseAdam}
+"""Optimizers beside these that look at all elements of one parameter, but at no other parameter."""
+
 
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether the optimizer is one of `ELEMENTWISE`, or of a subclass that steps as it does."""
-    return any(isinstance(optimizer, known) and _steps_as(type(optimizer), known) for known in ELEMENTWISE)
+    return _is_one_of(ELEMENTWISE, optimizer)
+
+
+def steps_each_parameter(optimizer: Optimizer) -> bool:
+    """Whether the optimizer steps each parameter by itself: a known class, or the user says so by an attribute."""
+    said = getattr(optimizer, "steps_each_parameter", False)
+    return bool(said) or is_elementwise(optimizer) or _is_one_of(BY_PARAMETER, optimizer)
+
+
+def _is_one_of(kinds: Iterable[type[Optimizer]], optimizer: Optimizer) -> bool:
+    return any(isinstance(optimizer, known) and _steps_as(type(optimizer), known) for known in kinds)
 
 
 def _steps_as(kind: type[Optimizer], known: type[Optimizer]) -> bool:

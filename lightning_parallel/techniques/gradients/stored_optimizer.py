@@ -3,15 +3,17 @@
 The user, Lightning and LR schedulers see the optimizer that `configure_optimizers` returned, with its state under the
 module's parameters. Only while `step` runs, the parameters in its groups are replaced: by this rank's local shards for
 optimizers that treat every element alike (41 us a block, against 1,618 through DTensor), and by whole tensors for all
-others (Muon, LBFGS, a user's own), whose arithmetic over matrices and norms DTensor would refuse or round differently.
+others (Muon, a user's own), whose arithmetic over matrices and norms DTensor would refuse or round differently.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial, wraps
 from itertools import chain
+from types import MethodType
 from typing import Any
 
 import torch
@@ -20,37 +22,42 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from lightning_parallel.arguments import is_closure
-from lightning_parallel.techniques.gradients.absent import AbsentTensor
 from lightning_parallel.techniques.gradients.elementwise import is_elementwise
-from lightning_parallel.techniques.gradients.groups import (
-    Pair,
-    emptied,
-    exchange,
-    filled,
-    learns_as,
-    turned,
-)
-from lightning_parallel.techniques.gradients.hooked_steps import HookedSteps
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.tools.moved import stand_again, stand_for
-from lightning_parallel.techniques.tools.shards import as_shard, is_sharded, shard_of, whole_tensor
+from lightning_parallel.techniques.tools.shards import as_shard, bear, is_sharded, shard_of, whole_tensor
 from lightning_parallel.techniques.tools.telling import warn
+
+METHODS = ("train", "eval", "first_step", "second_step", "ascent_step", "descent_step")
+"""Methods of third parties' optimizers that act on parameters as `step` does: schedule-free and sharpness-aware."""
+
+HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
+Pair = tuple[Tensor, Tensor]
+"""A parameter of which ranks hold parts, and what stands for it."""
+
+
+def exchange(optimizer: Optimizer, pairs: Sequence[Pair]) -> None:
+    """Put the second of each pair where the first is: in the groups, and as the key of its state."""
+    after_of = {id(before): after for before, after in pairs}
+    for group in optimizer.param_groups if pairs else ():
+        group["params"][:] = [after_of.get(id(parameter), parameter) for parameter in group["params"]]
+    for before, after in pairs:
+        if before in optimizer.state:
+            optimizer.state[after] = optimizer.state.pop(before)
 
 
 class StoredOptimizer:
     """Makes `optimizer.step` act on stored parameters, and reads and writes its state in its single-device form.
 
-    What is stepped for a parameter is itself, this rank's shard of it (`elementwise`), or the whole, gathered.
+    What is stepped for a parameter is itself, this rank's shard of it (elementwise optimizers), or the gathered whole.
+    While an optimizer of a pipeline steps, its groups hold the parameters of this rank's stage only.
 
-    | state                          | the groups hold | the state lies under | `wholes`        |
-    |--------------------------------|-----------------|----------------------|-----------------|
-    | between steps                  | parameters      | parameters, in parts | without memory  |
-    | `_enter` … `_leave`            | what is stepped | what is stepped      | gathered        |
-    | within a closure, after that   | parameters      | what is stepped      | out of date     |
-    | `_leave`, then `_sleep`        | parameters      | parameters, in parts | without memory  |
-
-    A closure that is evaluated again, as LBFGS does, goes from the third row to the second and back.
+    | state                   | the groups hold | the state lies under | wholes          |
+    |-------------------------|-----------------|----------------------|-----------------|
+    | between steps           | parameters      | parameters, in parts | without memory  |
+    | within a closure        | parameters      | parameters, in parts | without memory  |
+    | `_enter` … `_leave`     | what is stepped | what is stepped      | gathered        |
 
     Args:
         optimizer: the user's.
@@ -72,7 +79,7 @@ class StoredOptimizer:
         manual: bool,
         local: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self.optimizer, self._elsewhere, self._manual = optimizer, elsewhere, manual
+        self.optimizer, self._elsewhere, self._manual, self._shards = optimizer, elsewhere, manual, shards
         self._local, self._inside = local, ExitStack()
         self._step, self._mean, self._elementwise = step, mean, is_elementwise(optimizer)
         #: whether the optimizer may decide by what its closure returns, which `mean` makes the same on all ranks
@@ -81,36 +88,56 @@ class StoredOptimizer:
         self._shown: Sequence[Pair] = ()
         # under their `id`: a tensor takes a call of Python's to be hashed, and each is asked for in every step
         self._stepped: dict[int, tuple[nn.Parameter, Tensor]] = {}
-        self._wholes: dict[nn.Parameter, nn.Parameter] = {}  # the same in every step: optimizers may keep them
-        self._copied: dict[nn.Parameter, nn.Parameter] = {}
-        self._rooms: dict[nn.Parameter, Tensor] = {}  # the memory of wholes
-        self._absent: dict[nn.Parameter, AbsentTensor] = {}
+        # the whole and its memory, the same in every step: optimizers may keep them
+        self._wholes: dict[nn.Parameter, tuple[nn.Parameter, Tensor]] = {}
         self._adopted: dict[int, nn.Parameter] = {}
-        self._say_what_is_gathered()
-        with torch.no_grad():
-            for parameter in self.parameters():
-                self._adopt(parameter)
-        # else the optimizer's own step is all there is
-        self.leads = shards or manual or not self._elementwise or local is not nullcontext
-        if self.leads:
-            HookedSteps(optimizer, self._before_step, self._after_step)
-        if (
-            local is not nullcontext
-        ):  # it asks each parameter for its gradient, which hooks are told from stage to stage
-            vars(optimizer)["zero_grad"] = wraps(optimizer.zero_grad)(partial(self._zero_grad, optimizer.zero_grad))
-
-    def _zero_grad(self, zero_grad: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        with self._local():
-            zero_grad(*args, **kwargs)
-
-    def _say_what_is_gathered(self) -> None:
-        sharded = any(is_sharded(self._step.stored(parameter)) for parameter in self.parameters())
+        self._replaced: dict[str, Any] = {}
+        sharded = any(is_sharded(step.stored(parameter)) for parameter in self.parameters())
         if sharded and not self._elementwise:
             warn(
-                f"{type(self.optimizer).__name__} may look at several elements of a parameter at once, so every rank "
+                f"{type(optimizer).__name__} may look at several elements of a parameter at once, so every rank "
                 "holds whole parameters and gradients while it steps; if it does not, add it to "
                 "elementwise.ELEMENTWISE to save the memory"
             )
+        with torch.no_grad():
+            for parameter in self.parameters():
+                self._adopt(parameter)
+        in_pipeline = local is not nullcontext
+        if shards or manual or in_pipeline or not self._elementwise:  # else its own step is all there is
+            for name in ("step", *(name for name in METHODS if name in dir(type(optimizer)))):
+                self._replace(name, self._run_step if name == "step" else self._run)
+        if in_pipeline:  # it asks each parameter for its gradient, which hooks are told from stage to stage
+            self._replace("zero_grad", self._run_locally)
+
+    def _replace(self, name: str, run: Callable[..., Any]) -> None:
+        """Let `run` lead a method of this optimizer until `close`; it gets the optimizer's own method."""
+        own = getattr(self.optimizer, name)
+
+        @functools.wraps(own)
+        def led(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            return run(own, args, kwargs) if self._replaced else own(*args, **kwargs)
+
+        self._replaced[name] = vars(self.optimizer).get(name), MethodType(led, self.optimizer)
+        vars(self.optimizer)[name] = self._replaced[name][1]
+
+    def reach(self, wrapper: Any) -> None:
+        """Let a wrapper that Lightning made run the methods of the optimizer that act on what is stored."""
+        names = [name for name in METHODS if name in self._replaced]
+        vars(wrapper).update({name: self._replaced[name][1] for name in names})
+
+    def close(self, wrappers: Iterable[Any]) -> None:
+        """Give the optimizer its own methods back; the groups hold the module's parameters."""
+        for owner in (self.optimizer, *wrappers):
+            for name, (before, method) in self._replaced.items():
+                if vars(owner).get(name) is method:  # a scheduler may have wrapped it
+                    del vars(owner)[name]
+                    if before is not None and owner is self.optimizer:
+                        vars(owner)[name] = before
+        self._replaced = {}
+
+    def _run_locally(self, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        with self._local():
+            return own(*args, **kwargs)
 
     def show(self, pairs: Sequence[Pair]) -> None:
         """From now on groups hold what stands for parameters in the user's code, but while the optimizer steps.
@@ -118,7 +145,7 @@ class StoredOptimizer:
         Args:
             pairs: what stands for what.
         """
-        exchange(self.optimizer, turned(self._shown))
+        exchange(self.optimizer, [(shown, held) for held, shown in self._shown])
         exchange(self.optimizer, pairs)
         self._shown = pairs
 
@@ -140,61 +167,60 @@ class StoredOptimizer:
         try:
             yield
         finally:
-            with self._inside.pop_all():
-                self._leave()
-                self._sleep()
+            self._end()
 
-    def _before_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._groups is not None:  # the step before this one raised, and nobody knew
-            self._after_step()
-        optimizer, *positional = args
-        closure = kwargs.get("closure", positional[0] if positional else None)
-        if closure is None:
-            self._enter_to_step()
-            return None
-        if not self._elementwise and any(parameter.grad is not None for parameter in self.parameters()):
-            self._enter_to_step()  # it may move before it calls the closure, as sharpness-aware ones do
-        outside = self._outside(closure)
-        return (optimizer, outside, *positional[1:]), {k: v for k, v in kwargs.items() if k != "closure"}
+    def _run_step(self, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run `step` between the user's hooks of it, which look for the module's parameters, as averages do."""
+        if self._groups is not None:  # a step runs it
+            return own(*args, **kwargs)
+        optimizer, held = self.optimizer, vars(self.optimizer)
+        before, after = (held.get(name, {}) for name in HOOKS)
+        for hook in before.values():
+            if (changed := hook(optimizer, (optimizer, *args), kwargs)) is not None:
+                (_, *args), kwargs = changed
+        held.update({name: OrderedDict() for name in HOOKS})
+        try:
+            result = self._run(own, args, kwargs)
+        finally:
+            held.update(zip(HOOKS, (before, after), strict=True))
+        for hook in after.values():
+            hook(optimizer, (optimizer, *args), kwargs)
+        return result
+
+    def _run(self, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run `step`, or another method, on what is stored; a closure runs on the module's parameters before that."""
+        if self._groups is not None:  # a step runs it
+            return own(*args, **kwargs)
+        values = (*args, *kwargs.values())
+        closures = [callable(each) and not isinstance(each, (nn.Module, type)) for each in values]
+        given = [self._outside(each) if closure else each for each, closure in zip(values, closures, strict=True)]
+        try:
+            if True not in closures:
+                self._enter_to_step()
+            result = own(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
+        except Exception:
+            self._end(publish=True)  # other ranks may have stepped, and wait for this one's rows
+            raise
+        self._end(publish=True)
+        return result
 
     def _outside(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure runs the user's step and backward, on the module's own parameters; then the optimizer goes on."""
 
         def run() -> Any:
-            if self._groups is not None:  # evaluated again, as LBFGS does: the parameters have moved
-                with self._inside.pop_all():
-                    self._leave()
-                    self._publish()
+            if self._groups is not None:
+                if self._shards:
+                    raise RuntimeError(
+                        f"{type(self.optimizer).__name__} evaluates its closure again within one step, but ranks hold "
+                        "shards of the parameters, and its step runs on gathered copies of them by then; use "
+                        "DataParallelStrategy, or call first_step and second_step around two backward passes"
+                    )
+                self._end(publish=True)
             result = closure()
             self._enter_to_step()
             return result if self._elementwise else self._mean(result)
 
         return run
-
-    def _after_step(self) -> None:
-        with self._inside.pop_all():
-            self._leave()
-            self._sleep()
-            self._publish()
-
-    def give_up(self) -> None:
-        """A step raised, and its post-hook does not come: other ranks, which may have stepped, wait for its rows."""
-        if self._groups is not None:
-            self._after_step()
-
-    def _publish(self) -> None:
-        self._step.after_optimizer_step(self.parameters())
-
-    def run(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs a method of the optimizer's own on what it steps; closures on the module's parameters, as in a step."""
-        if self._groups is not None:  # it is the step that calls it
-            return method(*args, **kwargs)
-        self._enter_to_step()
-        try:
-            given = [self._outside(each) if is_closure(each) else each for each in (*args, *kwargs.values())]
-            return method(*given[: len(args)], **dict(zip(kwargs, given[len(args) :], strict=True)))
-        finally:
-            self._after_step()
 
     def _enter_to_step(self) -> None:
         if self._manual:
@@ -206,96 +232,92 @@ class StoredOptimizer:
         if self._groups is not None:
             return
         self._inside.enter_context(self._local())
-        if self._shown:
-            exchange(self.optimizer, turned(self._shown))
+        exchange(self.optimizer, [(shown, held) for held, shown in self._shown])
         self._groups = [list(group["params"]) for group in self.optimizer.param_groups]
         self._step.before_optimizer_step([*chain.from_iterable(self._groups)])
         for group in self.optimizer.param_groups:
-            group["params"][:] = [self._wake(parameter) for parameter in group["params"]]
+            mine = group["params"]
+            if self._elsewhere:
+                mine = [parameter for parameter in mine if parameter not in self._elsewhere]
+            group["params"][:] = [self._wake(parameter) for parameter in mine]
         for parameter, tensor in () if self._elementwise else self._stepped.values():
             stand_for(parameter, tensor)  # in lists of the optimizer's own, and in its closures
 
     @torch.no_grad()
-    def _leave(self) -> None:
-        if self._groups is None:
+    def _end(self, publish: bool = False) -> None:
+        """Store what was stepped; the state lies under the module's parameters, each rank keeps its part of it."""
+        if self._groups is None:  # its step has evaluated no closure, or raised before
             return
-        for parameter, _ in () if self._elementwise else self._stepped.values():
-            stand_again(parameter)
-        for group, parameters in zip(self.optimizer.param_groups, self._groups, strict=True):
-            for tensor, parameter in zip(group["params"], parameters, strict=True):
+        state = self.optimizer.state
+        with self._inside.pop_all():
+            for parameter, _ in () if self._elementwise else self._stepped.values():
+                stand_again(parameter)
+            for group, parameters in zip(self.optimizer.param_groups, self._groups, strict=True):
+                group["params"][:] = parameters
+            self._groups = None
+            for parameter, tensor in self._stepped.values():
                 self._store(tensor, parameter)
-            group["params"][:] = parameters
-        self._groups = None
+                if state and (values := state.pop(tensor, None)) is not None:
+                    state[parameter] = values
+                whole, room = self._wholes.get(parameter, (None, None)) if self._wholes else (None, None)
+                if whole is not None and tensor is whole and room is not None:
+                    self._rest(parameter)
+                    room.untyped_storage().resize_(0)
+                    whole.data = room
+            self._stepped.clear()
+            exchange(self.optimizer, self._shown)
+            if publish:
+                self._step.after_optimizer_step(self.parameters())
 
     def _wake(self, parameter: nn.Parameter) -> Tensor:
-        tensor = self._to_step(parameter)
-        if tensor is parameter:
-            return tensor
-        tensor.grad = self._gradient(parameter, tensor)
+        """The tensor to step for a parameter, with its gradient and state."""
+        stored = self._step.stored(parameter)
+        if not isinstance(stored, DTensor):
+            return stored
+        gathers = not self._elementwise and is_sharded(stored)
+        tensor = stored._local_tensor if self._elementwise else self._whole_of(parameter, stored, gathers)
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor):
+            gradient = whole_tensor(gradient) if gathers else gradient._local_tensor
+        tensor.grad = gradient if gradient is None or gradient.device == tensor.device else gradient.to(tensor.device)
         if id(parameter) not in self._adopted:
             self._adopt(parameter)
         state = self.optimizer.state
-        if id(parameter) not in self._stepped and (values := state.pop(parameter, None)) is not None:
+        if state and (values := state.pop(parameter, None)) is not None:
             state[tensor] = values
-            if self._wholes and self._is_whole(tensor, parameter):
+            if gathers:
                 _convert(values, whole_tensor)
         self._stepped[id(parameter)] = parameter, tensor
         return tensor
 
-    def _is_whole(self, tensor: Tensor, parameter: nn.Parameter) -> bool:
-        return tensor is self._wholes.get(parameter)
-
-    def _to_step(self, parameter: nn.Parameter) -> Tensor:
-        if self._elsewhere and parameter in self._elsewhere:
-            if parameter not in self._absent:
-                self._absent[parameter] = AbsentTensor.like(parameter)
-            return self._absent[parameter]
-        stored = self._step.stored(parameter)
-        if not isinstance(stored, DTensor):
-            return stored
-        if self._elementwise:
-            return stored._local_tensor
-        if not is_sharded(stored):
-            made = self._copied[parameter] = learns_as(parameter, stored._local_tensor, self._copied.get(parameter))
-            return made
-        value = whole_tensor(stored).to(stored.device)
-        room = self._rooms.setdefault(parameter, value)
-        whole = self._wholes[parameter] = learns_as(parameter, room, self._wholes.get(parameter))
-        return filled(whole, room, value)
-
-    def _gradient(self, parameter: nn.Parameter, tensor: Tensor) -> Tensor | None:
-        gradient = None if parameter in self._elsewhere else parameter.grad
-        if isinstance(gradient, DTensor):
-            whole = self._wholes and self._is_whole(tensor, parameter)
-            gradient = whole_tensor(gradient) if whole else gradient._local_tensor
-        return gradient if gradient is None or gradient.device == tensor.device else gradient.to(tensor.device)
+    def _whole_of(self, parameter: nn.Parameter, stored: DTensor, gathers: bool) -> nn.Parameter:
+        """The parameter to step whole: optimizers may ask whether it learns, or for attributes that users gave it."""
+        value = whole_tensor(stored).to(stored.device) if gathers else stored._local_tensor
+        whole, room = self._wholes.get(parameter, (None, value))
+        if whole is None:
+            whole = nn.Parameter(value, parameter.requires_grad)
+        if gathers:
+            room.untyped_storage().resize_(value.untyped_storage().nbytes())
+            whole.data = room
+            whole.copy_(value)
+        else:
+            whole.data = value
+        bear(whole, parameter)
+        whole.requires_grad_(parameter.requires_grad)
+        if gathers:
+            self._wholes[parameter] = whole, room
+        return whole
 
     def _store(self, tensor: Tensor, parameter: nn.Parameter) -> None:
-        if tensor is parameter:
-            return
-        if tensor.grad is None and not isinstance(tensor, AbsentTensor):
+        if tensor.grad is None:
             parameter.grad = None  # it is the optimizer that zeroed it
         tensor.grad = None
-        if not self._elementwise and isinstance(tensor, nn.Parameter):
+        if not self._elementwise:
             stored = self._step.stored(parameter)
             assert isinstance(stored, DTensor)
             stored.to_local().copy_(shard_of(tensor, stored).to_local())
 
     # ---------------------------------------------------------------- state between steps
-
-    @torch.no_grad()
-    def _sleep(self) -> None:
-        """Between steps the state lies under the module's parameters, and each rank keeps its part of it."""
-        state = self.optimizer.state
-        for parameter, tensor in self._stepped.values():
-            if (values := state.pop(tensor, None)) is not None:
-                state[parameter] = values
-            if self._wholes and self._is_whole(tensor, parameter):
-                self._rest(parameter)
-                emptied(tensor, self._rooms[parameter])
-        self._stepped.clear()
-        if self._shown:
-            exchange(self.optimizer, self._shown)
 
     def _adopt(self, parameter: nn.Parameter) -> None:
         """Divides state that was made for a whole parameter: by Adagrad when it was made, or loaded while frozen.
@@ -303,7 +325,7 @@ class StoredOptimizer:
         Of what another rank holds it is given up.
         """
         if parameter in self._elsewhere:
-            _convert(self.optimizer.state.get(parameter), partial(_without_values, parameter))
+            self.optimizer.state.pop(parameter, None)
         elif isinstance(self._step.stored(parameter), DTensor):
             self._rest(parameter)
         else:
@@ -336,73 +358,56 @@ class StoredOptimizer:
         """
         if self._has_own_form():
             with self.stored():
-                own: dict[str, Any] = _mapped(change, self.optimizer.state_dict())
+                own: dict[str, Any] = pytree.tree_map_only(Tensor, change, self.optimizer.state_dict())
             return own
+
+        def whole(value: Tensor, stored: Tensor | None) -> Tensor:
+            in_parts = self._elementwise and isinstance(stored, DTensor) and is_sharded(stored)
+            if in_parts and value.dim() > 0 and value.shape == stored.to_local().shape:  # type: ignore[union-attr]
+                value = as_shard(value, stored)  # type: ignore[arg-type]
+            return change(value)
+
         state: dict[str, Any] = self.optimizer.state_dict()
-        held = {index: values for index, values in state["state"].items() if self._is_held(index)}
-        state["state"] = {index: self._whole(values, index, change) for index, values in held.items()}
-        return state
+        return {**state, "state": self._of_held(state["state"], whole)}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes the state that one device would have, each rank its own part of every tensor that it holds."""
-        if self._has_own_form():
-            parts = _mapped(torch.clone, state)
-        else:
-            mine = {index: values for index, values in state["state"].items() if self._is_held(index)}
-            parts = {**state, "state": {index: self._parts(values, index) for index, values in mine.items()}}
-        with self.stored():
-            held = self.optimizer.state
-            made: dict[Tensor, Any] = {key: held[key] for key in self._absent.values() if key in held}
-            self.optimizer.load_state_dict(parts)
-            for key in self._absent.values():
-                self.optimizer.state.pop(key, None)
-            self.optimizer.state.update(made)
 
-    def _has_own_form(self) -> bool:
-        """Whether the optimizer writes its state in a way of its own, as those that combine others do."""
-        return type(self.optimizer).state_dict is not Optimizer.state_dict
-
-    def _whole(self, values: Any, index: Any, change: Callable[[Tensor], Tensor]) -> Any:
-        stored = self._stored_of(index)
-
-        def whole(value: Tensor) -> Tensor:
-            part_of = stored if self._elementwise and isinstance(stored, DTensor) and is_sharded(stored) else None
-            if part_of is not None and value.dim() > 0 and value.shape == part_of.to_local().shape:
-                value = as_shard(value, part_of)
-            return change(value)
-
-        return _mapped(whole, values)
-
-    def _parts(self, values: Any, index: Any) -> Any:
-        stored = self._stored_of(index)
-
-        def own(value: Tensor) -> Tensor:
+        def own(value: Tensor, stored: Tensor | None) -> Tensor:
             part = self._part(value, stored) if self._elementwise else value
             is_copy = part is not value and not isinstance(value, DTensor)
             # A checkpoint's tensors may be pages of its file: copy them. Few subclasses of tensors have `clone`.
             return part if is_copy else part.to(part.device, copy=True)
 
-        return _mapped(own, values)
+        if self._has_own_form():
+            parts = pytree.tree_map_only(Tensor, torch.clone, state)
+        else:
+            here = [not self._elsewhere or each not in self._elsewhere for each in self.parameters()]
+            groups = [
+                {**group, "params": [index for index in group["params"] if here[index]]}
+                for group in state["param_groups"]
+            ]
+            parts = {**state, "state": self._of_held(state["state"], own), "param_groups": groups}
+        with self.stored():
+            self.optimizer.load_state_dict(parts)
 
-    def _is_held(self, index: Any) -> bool:
-        return not isinstance(index, int) or self.parameters()[index] not in self._elsewhere
+    def _has_own_form(self) -> bool:
+        """Whether the optimizer writes its state in a way of its own, as those that combine others do."""
+        return type(self.optimizer).state_dict is not Optimizer.state_dict
 
-    def _stored_of(self, index: Any) -> Tensor | None:
-        """What is stored for the parameter of this number; optimizers may have state for other keys too."""
-        return self._step.stored(self.parameters()[index]) if isinstance(index, int) else None
+    def _of_held(self, state: dict[Any, Any], change: Callable[..., Tensor]) -> dict[Any, Any]:
+        """The states of parameters that this rank holds, their tensors changed; other keys than numbers stay."""
+        parameters, made = self.parameters(), dict[Any, Any]()
+        for index, values in state.items():
+            parameter = parameters[index] if isinstance(index, int) else None
+            if parameter is None or parameter not in self._elsewhere:
+                stored = None if parameter is None else self._step.stored(parameter)
+                made[index] = pytree.tree_map_only(Tensor, functools.partial(change, stored=stored), values)
+        return made
 
 
 def _convert(state: Any, change: Callable[[Tensor], Tensor]) -> None:
     """Changes the tensors of a parameter's state in place: optimizers may hold on to the dictionary."""
     for name, value in state.items() if isinstance(state, dict) else ():
         state[name] = change(value) if isinstance(value, Tensor) else value
-
-
-def _without_values(parameter: nn.Parameter, value: Tensor) -> Tensor:
-    """Numbers of steps are numbers, also of a parameter that another rank has."""
-    return AbsentTensor.like(value) if value.dim() or value.shape == parameter.shape else value
-
-
-def _mapped(change: Callable[[Tensor], Tensor], values: Any) -> Any:
-    return pytree.tree_map_only(Tensor, change, values)

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_parallel.arguments import true_or_false
 from lightning_parallel.collectives.elements import Ranks
+from lightning_parallel.collectives.overlap import overlap_compiled_products
 from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.plan.plan import ParallelPlan
 from lightning_parallel.plan.styles import find_styles
@@ -51,8 +52,8 @@ class TensorParallel(Technique):
             dropout included: the same bytes on the wire, activations divided by `size`.
         regather: with a split sequence, keeps only this rank's part of what enters a region and gathers it again in
             backward: all activations divided by `size`, for a quarter more bytes on the wire.
-        overlap: with a split sequence, lets products of plain linear maps overlap with the collective before or after
-            them, on GPUs that reach each other's memory. Elsewhere it changes nothing but rounding.
+        overlap: with a split sequence, lets torch's compiler overlap products of compiled blocks with the collective
+            before or after them, on GPUs that reach each other's memory. Without `Compile` it changes nothing.
 
     Raises:
         ValueError: switches that contradict each other, or (when training starts) a model without a known way to divide
@@ -109,7 +110,9 @@ class TensorParallel(Technique):
         mesh, divided = ground.mesh, found_again(model, seen)
         divide_parameters(model, divided, mesh["tp"])
         sequence_dim = ground.plan.sequence_dim if self.sequence_parallel else None
-        ranks = Ranks(mesh["tp"].get_group(), "tp", sequence_dim, self.regather, self.overlap)
+        ranks = Ranks(mesh["tp"].get_group(), "tp", sequence_dim, self.regather)
+        if self.overlap:
+            overlap_compiled_products(ranks.group)
         return DividedFeatures(model, Partition(model, _blocks(model, ground.plan, divided), ranks))
 
 

@@ -25,6 +25,7 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -169,6 +170,16 @@ class GlobalShard(DTensor):
             protocol
         )
 
+    def __create_write_items__(self, fqn: str, object: Any) -> Any:  # noqa: A002
+        """What `torch.distributed.checkpoint.save` writes of the tensor."""
+        _require_all_parts(self)
+        return super().__create_write_items__(fqn, object)
+
+    def __create_chunk_list__(self) -> Any:
+        """What `torch.distributed.checkpoint.load` reads of the tensor."""
+        _require_all_parts(self)
+        return super().__create_chunk_list__()  # type: ignore[no-untyped-call]
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See the module's docstring."""
@@ -190,6 +201,23 @@ class GlobalShard(DTensor):
             if done:
                 return result
         return _on_wholes(func, name, args, kwargs)
+
+
+def _require_all_parts(shard: DTensor) -> None:
+    """Raise where ranks with parts of a tensor are not in torch's default group: a checkpoint would lack these parts.
+
+    In hooks the default group has the ranks that read different samples.
+    """
+    default = dist.group.WORLD
+    present = set[int]() if default is None else set(dist.get_process_group_ranks(default))
+    if missing := sorted(set(shard.device_mesh.mesh.flatten().tolist()) - present):
+        raise RuntimeError(
+            f"torch.distributed.checkpoint asks for a tensor of shape {tuple(shard.shape)} of which ranks "
+            f"{', '.join(map(str, missing))} hold parts, but only ranks {', '.join(map(str, sorted(present)))} take "
+            "part in what this hook calls; enter trainer.strategy.full_parameters() on all ranks and save there on one "
+            "(if trainer.is_global_zero: save(..., no_dist=True)), or call trainer.save_checkpoint, to which all ranks "
+            "write their parts with checkpoint='sharded'"
+        )
 
 
 def _like(part: Tensor, shard: DTensor) -> DTensor:

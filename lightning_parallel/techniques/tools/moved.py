@@ -2,8 +2,8 @@
 
 Ranks replace parameters by shards, by the parts of a tensor-parallel layer, or by nothing where another stage has them.
 A local variable, a list, a closure or an optimizer of the user's may still hold the old object. That object gets a
-class whose operations act on what stands at its place in the module now, and it holds no memory of its own. Only its
-`id` and its hash do not follow: read parameters from the module where these matter.
+class whose operations act on what stands at its place in the module now, and it holds no memory of its own, but for a
+shard after the run. Only its `id` and its hash do not follow: read parameters from the module where these matter.
 """
 
 from __future__ import annotations
@@ -72,14 +72,22 @@ def places(module: nn.Module) -> dict[Place, nn.Parameter]:
     return found
 
 
-def follow(old: Tensor, new: Tensor | Place) -> None:
-    """Let an old parameter stand for another tensor, or for whatever is at a place of the module."""
+def follow(old: Tensor, new: Tensor | Place, keeps_shard: bool = False) -> None:
+    """Let an old parameter stand for another tensor, or for whatever is at a place of the module.
+
+    Args:
+        old: the parameter that was replaced.
+        new: what it stands for from now on.
+        keeps_shard: whether it keeps this rank's shard, as after a run, when optimizers whose state lies in the same
+            parts may still be saved.
+    """
     vars(old)[KEY] = new
     if is_moved(old):
         return
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         if isinstance(old, DTensor):
-            old._local_tensor = old._local_tensor.new_empty(0)
+            if not keeps_shard:
+                old._local_tensor = old._local_tensor.new_empty(0)
             old.__class__ = MovedShard
         else:
             old.grad, old.data = None, old.data.new_empty(0)
@@ -87,7 +95,9 @@ def follow(old: Tensor, new: Tensor | Place) -> None:
 
 
 def stand_for(parameter: Tensor, tensor: Tensor) -> None:
-    """Let a parameter stand for another tensor for a while."""
+    """Let a parameter stand for another tensor for a while, unless it was replaced for good."""
+    if is_moved(parameter):
+        return
     was = type(parameter)
     vars(parameter).update({KEY: tensor, WAS: was})
     parameter.__class__ = MovedShard if issubclass(was, DTensor) else Moved

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, _pop_mode, _push_mode
 
 Forward = Callable[..., Any]
 
@@ -90,35 +89,6 @@ def plain_forwards(module: nn.Module) -> Iterator[None]:
     finally:
         for part, redirected in before.items():
             vars(part)["forward"] = redirected
-
-
-class Listener(TorchFunctionMode):
-    """A mode that hears what a step computes, but not what is in graphs: these are read, and run, without it."""
-
-
-def unheard(forward: Forward) -> Forward:
-    """The forward without listeners, for each of which a compiler would read it once more."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch._C._is_torch_function_mode_enabled() or torch.compiler.is_dynamo_compiling():
-            return forward(*args, **kwargs)
-        modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-        others = [mode for mode in modes if not isinstance(mode, Listener)]
-        _replace_modes(modes, others)
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            _replace_modes(others, modes)
-
-    return run
-
-
-def _replace_modes(before: list[Any], now: list[Any]) -> None:
-    if len(before) != len(now):
-        for _ in before:
-            _pop_mode()  # type: ignore[no-untyped-call]
-        for mode in now:
-            _push_mode(mode)  # type: ignore[no-untyped-call]
 
 
 @contextmanager

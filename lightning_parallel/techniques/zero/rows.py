@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,9 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel.collectives.functional import All, Pending, Waitable, all_gather, all_gather_rows, uses_exchange
+from lightning_parallel.collectives.functional import All, Pending, Waitable, all_gather
 from lightning_parallel.mesh import place_in
-from lightning_parallel.techniques.gradients.memory import users_of
 from lightning_parallel.techniques.tools.shards import divided_again, local
 
 IN_PLACE_BYTES = 2**20
@@ -38,6 +38,7 @@ class RowShard:
         self.even = kept.numel() == self.chunk * mesh.size()
         self._large = kept.nbytes >= IN_PLACE_BYTES
         self.chunk_bytes = self.chunk * kept.element_size()
+        self._is_dtensor = isinstance(parameter, DTensor)
         self._stored: DTensor | None = None
         self._rows: Tensor | None = None
         self._targets: list[Tensor] = []
@@ -55,7 +56,9 @@ class RowShard:
 
     def stored(self) -> DTensor:
         """This rank's rows in the parameter's own memory, or their copy on the host."""
-        if self._stored is None or local(self.parameter).data_ptr() != self._address:
+        kept: Any = self.parameter
+        address = (kept._local_tensor if self._is_dtensor else kept).data_ptr()
+        if self._stored is None or address != self._address:
             # made anew where the memory was replaced, as `module.to` does
             self._stored, self._rows, self._targets = None, None, []
             before = users_of(self.parameter)
@@ -86,7 +89,9 @@ class RowShard:
     @property
     def is_exposed(self) -> bool:
         """Whether somebody uses the parameter's memory through another tensor."""
-        return users_of(self.parameter) > 1 + self._own_views
+        storage = self.parameter.untyped_storage()
+        users: int = torch._C._storage_Use_Count(storage._cdata)
+        return users > 2 + self._own_views  # the parameter and `storage` itself
 
     def copy_whole(self, source: Tensor, chunks: Tensor, scale: float) -> None:
         """Lays the whole tensor out as the chunks of all ranks, (ranks, chunk), the last ones padded with zeros."""
@@ -108,16 +113,17 @@ class RowShard:
             return [(whole, chunks)]
         return [(whole, chunks[: self._full]), (rest, chunks[self._full, : rest.shape[0]])]
 
-    def lies_in_place(self, gathers_uneven_rows: bool) -> bool:
+    @property
+    def lies_in_place(self) -> bool:
         """Whether the rows of all ranks are gathered where they belong, with no message beside the parameter."""
-        return self._large and (self.even or gathers_uneven_rows)
+        return self._large and self.even
 
     def gather_in_place(self, group: dist.ProcessGroup) -> Pending:
         """Starts to gather the rows of all ranks into the parameter's own memory."""
         flat = local(self.parameter.detach()).view(-1)
         if self.offload:
             flat[self.start : self.stop].copy_(self.rows())
-        return all_gather_rows(flat, self.chunk, group)
+        return all_gather(flat, flat[self.start : self.stop], group)
 
 
 class Gathering:
@@ -129,10 +135,9 @@ class Gathering:
     """
 
     def __init__(self, shards: Sequence[RowShard], group: dist.ProcessGroup) -> None:
-        uneven = uses_exchange(group)
         self._group = group
-        self._large = [shard for shard in shards if shard.lies_in_place(uneven)]
-        self._small = [shard for shard in shards if not shard.lies_in_place(uneven)]
+        self._large = [shard for shard in shards if shard.lies_in_place]
+        self._small = [shard for shard in shards if not shard.lies_in_place]
         self._chunks = [shard.chunk for shard in self._small]
         self.nbytes = sum(shard.chunk_bytes for shard in self._small) * group.size()
         """Of the message that lies beside the parameters while it is under way."""
@@ -155,3 +160,10 @@ class Gathering:
             torch._foreach_copy_([target for target, _ in copies], [source for _, source in copies])
 
         return Pending(all_gather(whole, own, self._group), unpack)
+
+
+def users_of(tensor: Tensor) -> int:
+    """How many tensors use the memory of a tensor."""
+    storage = tensor.untyped_storage()
+    count: int = torch._C._storage_Use_Count(storage._cdata)
+    return count - 1  # `storage` itself

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from recipes import resolvers
+import recipes.train  # noqa: F401  # registers what configurations ask the machine
 from recipes.gpt import GPTConfig, GPTModule
 from tests.benchmarks.gpu.device import Device
 
@@ -79,7 +79,6 @@ class Job:
 
 
 def configured(model: str) -> Any:
-    resolvers.register()
     with initialize_config_dir(str(CONF), version_base="1.3"):
         return compose("train", [f"model={model}", "output_dir=."]).model
 

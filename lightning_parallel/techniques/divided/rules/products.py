@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_parallel.collectives.elements import Ranks
-from lightning_parallel.collectives.overlap import gather_and_multiply, multiply_and_scatter
-from lightning_parallel.techniques.divided.looks import no_view, state_of
+from lightning_parallel.techniques.divided.looks import no_view
 from lightning_parallel.techniques.divided.meeting import (
     as_divided,
     brought_together,
@@ -34,11 +33,8 @@ def _linear(func: Any, args: Any, kwargs: Any) -> Any:
     )
     if weight.dim() != 2 or not x.dim() or not (bias is None or bias.shape == weight.shape[:1]):
         return NotImplemented  # a weight may be a vector, a bias anything that can be added to the result
-    if is_divided(weight):
-        if is_divided(x) and weight.only.ranks.overlaps and (made := _overlapping(x, weight)) is not None:
-            return made if bias is None else made + bias
-        if (usual := _usual(x, weight, bias)) is not None:
-            return usual
+    if is_divided(weight) and (usual := _usual(x, weight, bias)) is not None:
+        return usual
     return _of_any(x, weight, bias)
 
 
@@ -52,7 +48,7 @@ def _usual(x: Tensor, weight: Divided, bias: Tensor | None) -> LocalCall | None:
 
     They lead into features, from the whole or from a sequence of which ranks have parts, or out of the same features.
     """
-    if len(weight.cuts) > 1 or weight.only.ranks.overlaps:  # whether these overlap, what was gathered before decides
+    if len(weight.cuts) > 1:
         return None
     ((dim, rows),) = weight.cuts.items()
     last = x.dim() - 1
@@ -94,38 +90,6 @@ def _out_of_features(ranks: Ranks, x: Divided, weight: Divided, bias: Tensor | N
     own = x.own
     made = summed_up(F.linear(in_dtype(own, autocast_dtype(own)), weight.own), ranks, {})
     return made if bias is None else made + bias
-
-
-def _overlapping(x: Divided, weight: Divided) -> Tensor | None:
-    """The product together with the collective before or after it, of a split sequence; None where it cannot be."""
-    (dim, rows), *more = weight.cuts.items()
-    ranks, sequence = rows.ranks, rows.ranks.sequence_dim
-    if more or not ranks.overlaps or sequence is None or x.dim() != 3 or torch.compiler.is_dynamo_compiling():
-        return None
-    if set(x.cuts) == {sequence} and x.cuts[sequence].ranks is ranks and dim == 0:
-        return _after_gathering(x, weight, sequence)
-    if set(x.cuts) == {2} and x.cuts[2].same(rows) and dim == 1 and x.shape[sequence] % ranks.count == 0:
-        own, matrix = _in_autocast(x.own, weight.own)
-        parts = ranks.chunks(x.shape[sequence])
-        return Divided(multiply_and_scatter(own, matrix, sequence, ranks.group), {sequence: parts})
-    return None
-
-
-def _after_gathering(x: Divided, weight: Divided, sequence: int) -> Tensor | None:
-    elements, rows = x.cuts[sequence], weight.cuts[0]
-    if not elements.even or rows.ranks.regathers or x.gathers:
-        return None
-    own, matrix = _in_autocast(x.own, weight.own)
-    whole, product = gather_and_multiply(own, matrix, sequence, rows.ranks.group)
-    dtype = None if own is x.own else own.dtype
-    x.gathers[sequence, torch.is_grad_enabled(), dtype, state_of(x.own)] = whole
-    return Divided(product, {2: rows})
-
-
-def _in_autocast(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    dtype = autocast_dtype(x)
-    own = in_dtype(x, dtype)
-    return own, weight.to(own.dtype)
 
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from lightning_parallel.collectives.functional import all_gather, reduce_scatter
 from lightning_parallel.techniques.tools.shards import bear
 
 
@@ -55,6 +51,14 @@ def parameters_of(root: nn.Module) -> Iterator[Any]:
             yield from group.fsdp_params
 
 
+def put_in_tables(modules: Iterable[Any], whole: bool) -> None:
+    """Lets modules have the wholes, or the shards, of parameters that are whole; what is gathered stays."""
+    for module in modules:
+        for group in groups_of(module._get_fsdp_state()):
+            for parameter in group.fsdp_params if group.is_unsharded else ():
+                parameter._setattr_on_modules(parameter.unsharded_param if whole else parameter.sharded_param)
+
+
 def slots_of(parameter: Any) -> Iterator[tuple[nn.Module, str]]:
     """The modules that have a parameter, and the name that each gives it."""
     info = parameter._module_info
@@ -79,30 +83,3 @@ def _make_whole(parameter: Any) -> None:
     parameter.__class__.init_unsharded_param(parameter)
     del vars(parameter)["init_unsharded_param"]
     bear(parameter._unsharded_param, parameter.sharded_param)
-
-
-class OwnAllGather(AllGather):
-    """How `fully_shard` gathers where processes exchange messages by themselves."""
-
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:  # noqa: D102
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(  # noqa: D102
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> None:
-        all_gather(output_tensor, input_tensor, group).wait()
-
-
-class OwnReduceScatter(ReduceScatter):
-    """How it reduces gradients there."""
-
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:  # noqa: D102
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(  # noqa: D102
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> None:
-        assert op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
-        reduce_scatter(output_tensor, input_tensor, group).wait()
-        if op == dist.ReduceOp.AVG:
-            output_tensor.div_(group.size())

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
-from lightning_parallel.collectives.functional import uses_exchange
+from lightning_parallel.collectives.functional import is_gloo
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.plan import ParallelPlan
 from lightning_parallel.techniques.tools.holders import copied_axes
@@ -24,8 +24,6 @@ from lightning_parallel.techniques.tools.redirect import redirect_forward
 from lightning_parallel.techniques.tools.shards import bear, divides, dtensor_of, has_no_rows
 from lightning_parallel.techniques.zero.gradients import StepsGradients
 from lightning_parallel.techniques.zero.sharded.groups import (
-    OwnAllGather,
-    OwnReduceScatter,
     bear_when_whole,
     shards_of,
 )
@@ -107,16 +105,14 @@ class Kind:
         fully_shard(
             mine if len(mine) > 1 else mine[0],
             mesh=self.mesh,
-            reshard_after_forward=True,
+            reshard_after_forward=root not in mine,  # it is needed at once, in backward
             offload_policy=policy,
             ignored_params={p for p in root.model.parameters() if p not in self.parameters or p in besides},
         )
         for module in mine:
-            if uses_exchange(self.mesh.get_group(self.mesh.ndim - 1)):
-                module.set_custom_all_gather(OwnAllGather())
-                module.set_custom_reduce_scatter(OwnReduceScatter())
             if self.scale is not None:
                 module.set_gradient_divide_factor(1.0)
+            if self.scale is not None or is_gloo(self.mesh.get_group(self.mesh.ndim - 1)):
                 module.set_force_sum_reduction_for_comms(True)  # what divides within a sum, NCCL alone has
         if self.scale is not None:
             root.fewer.update(dict.fromkeys(mine, self))

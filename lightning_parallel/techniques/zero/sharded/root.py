@@ -86,10 +86,17 @@ class Root(nn.Module):
         finally:
             self.running = False
 
+    def drop(self) -> None:
+        """Makes shards of what belongs to no unit, where it is whole."""
+        for module in (self, *self.shells):
+            module.set_reshard_after_forward(True, recurse=False)  # else nothing is done where a forward has failed
+            module.reshard()
+            module.set_reshard_after_forward(False, recurse=False)
+
     def gather(self) -> None:
         """Makes whole what belongs to no unit or is read outside of it, anew where it is whole already."""
+        self.drop()
         for module in (self, *self.shells):
-            module.reshard()
             module.unshard()
         self.reads.gather()
 

@@ -14,10 +14,10 @@ from lightning_parallel.techniques.gradients.buckets import Given, nothing
 from lightning_parallel.techniques.step import Step, StepFn, WrappedStep
 from lightning_parallel.techniques.zero.casts import refuse_casts
 from lightning_parallel.techniques.zero.sharded.backward import ShardedBackward
-from lightning_parallel.techniques.zero.sharded.groups import states_of
+from lightning_parallel.techniques.zero.sharded.groups import put_in_tables, states_of
 from lightning_parallel.techniques.zero.sharded.learning import Learning
 from lightning_parallel.techniques.zero.sharded.root import entrances, remove_hooks_of_state_dicts
-from lightning_parallel.techniques.zero.sharded.writes import StepsWrites, refuse_views
+from lightning_parallel.techniques.zero.sharded.writes import StepsWrites
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ class ShardedParametersStep(WrappedStep):
         self._backward = ShardedBackward(root, mesh.loss.get_group())
         self._flags = Learning({id(module): module for module in (root, *entrances(root.model))})
         self._given = Given()
-        self._began = False
+        self._began = self._went_back = False
         self._writes, self._gradients = StepsWrites(states_of(root), root), root.reads.gradients
         root.before_forward_of, root.before_end = self._flags.agree, self._writes.end
 
@@ -50,24 +50,34 @@ class ShardedParametersStep(WrappedStep):
             self._flags.agree(self._root)
             return output if torch.is_grad_enabled() else self._writes.with_copies(output)
 
+        self._root.drop()  # hooks may have written to the shards since a forward that no backward followed
+        self._went_back = False
         try:
             result: T = self._root(whole, *args, **kwargs)
         finally:
             self._gradients.settle()
+        if torch.is_grad_enabled() and not self._went_back:  # backward needs the root whole, and hooks shards
+            put_in_tables((self._root, *self._root.shells), whole=False)
+        else:
+            self._root.drop()
         refuse_casts(self._root.model, self._backward.casts())
-        refuse_views(result)  # on one device they would follow the optimizer's step, which copies do not
+        self._writes.refuse_views(result)  # on one device they would follow the optimizer's step, as copies do not
         return result
 
     def backward(self, run: Callable[[], None]) -> None:
         """See `Step.backward`. Inside a step (manual optimization) the root's parameters stay whole."""
         if self._root.running:
             self._flags.agree(self._root)  # what was frozen when it was used may learn by now
-        self._root.in_backward = True
+        else:
+            put_in_tables((self._root, *self._root.shells), whole=True)
+        self._root.in_backward = self._went_back = True
         self._gradients.settle()
         try:
             self._backward.run(lambda: self.inner.backward(run), given=run is nothing)
         finally:
             self._root.in_backward = False
+        if not self._root.running:
+            self._root.drop()
         if run is not nothing:
             self._given.stepped = set()
         if self._root.running:
@@ -121,5 +131,6 @@ class ShardedParametersStep(WrappedStep):
     def close(self) -> None:
         """See `Step.close`."""
         self._backward.close()
+        self._root.drop()
         self._root.tables.put_back()
         self.inner.close()

@@ -54,10 +54,28 @@ class StepsWrites:
 
     def with_copies(self, output: T) -> T:
         """What a step returns, with copies of what lies in the memory of wholes, which is about to go."""
-        wholes = (_elements(each) for group in self._groups if group.is_unsharded for each in group.fsdp_params)
-        memory = {whole.untyped_storage().data_ptr() for whole in wholes}
+        memory = self._memory_of_wholes()
         made: T = map_tensors(lambda each: each.clone() if _address(each) in memory else each, output)
         return made
+
+    def refuse_views(self, output: Any) -> None:
+        """After a step: what it returned must have memory, also when backward is over.
+
+        Raises:
+            ValueError: it is a view of a parameter that was gathered.
+        """
+        views = [each for each in tensors_of(output) if each.numel() and (each._is_view() or each.grad_fn is None)]
+        memory = {0, *self._memory_of_wholes()} if views else set()
+        lost = [each for each in views if _address(each) in memory]
+        if lost:
+            raise ValueError(
+                f"the step returned a view of a parameter (of shape {tuple(lost[0].shape)}), of which ZeRO 3 keeps a "
+                "part once the step is over; return a copy: .clone()"
+            )
+
+    def _memory_of_wholes(self) -> set[int]:
+        wholes = (_elements(each) for group in self._groups if group.is_unsharded for each in group.fsdp_params)
+        return {whole.untyped_storage().data_ptr() for whole in wholes}
 
     @contextmanager
     def forgotten(self) -> Iterator[None]:
@@ -126,20 +144,6 @@ class StepsWrites:
             with torch.autograd.grad_mode._unsafe_preserve_version_counter(memory):
                 memory.copy_(whole)
             local(parameter.unsharded_param).data = memory
-
-
-def refuse_views(output: Any) -> None:
-    """After a step: what it returned must have memory.
-
-    Raises:
-        ValueError: it is a view of a parameter that was gathered.
-    """
-    lost = [each for each in tensors_of(output) if each.numel() and _address(each) == 0]
-    if lost:
-        raise ValueError(
-            f"the step returned a view of a parameter (of shape {tuple(lost[0].shape)}), of which ZeRO 3 keeps a part "
-            "once the step is over; return a copy: .clone()"
-        )
 
 
 def _address(tensor: Tensor) -> int | None:

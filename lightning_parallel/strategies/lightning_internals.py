@@ -1,0 +1,353 @@
+"""Private fields of Lightning that batches, loaders, callback, sample and lifecycle need: known here, and nowhere else.
+
+Written against Lightning 2.6. Loops and combined loaders are `Any` where their classes are private or differ by loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from inspect import unwrap
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
+from torch.utils._pytree import tree_unflatten
+from torch.utils.data import BatchSampler, DataLoader
+
+from lightning_parallel.mesh import DefaultGroup
+from lightning_parallel.strategies.lightning_package import (
+    BaseFinetuning,
+    Callback,
+    CombinedLoader,
+    LightningModule,
+    LightningOptimizer,
+    ModelCheckpoint,
+    Strategy,
+    Trainer,
+    WeightAveraging,
+    _IndexBatchSamplerWrapper,
+    _Metadata,
+)
+from lightning_parallel.strategies.ranks.agreement import run_or_raise_on_all
+
+# ---------------------------------------------------------------- a trainer
+
+
+def callbacks_of(trainer: Trainer) -> list[Callback]:
+    """The trainer's own list: to change it is to change who is called."""
+    callbacks: list[Callback] = vars(trainer)["callbacks"]
+    return callbacks
+
+
+def averages_of(callbacks: Iterable[Callback]) -> list[AveragedModel]:
+    """The averages of the model that callbacks keep."""
+    found = [callback._average_model for callback in callbacks if isinstance(callback, WeightAveraging)]
+    return [average for average in found if average is not None]
+
+
+def divides_data(trainer: Trainer) -> bool:
+    """Whether Lightning may put its own DistributedSampler in the place of the user's sampler."""
+    return bool(trainer._accelerator_connector.use_distributed_sampler)
+
+
+def leave_samplers_alone(trainer: Trainer) -> Callable[[], object]:
+    """Keep Lightning from replacing the user's sampler, and its order, by its own. Returns what undoes it."""
+    connector, before = trainer._accelerator_connector, divides_data(trainer)
+    connector.use_distributed_sampler = False
+    return partial(setattr, connector, "use_distributed_sampler", before)
+
+
+def choose_checkpoint(trainer: Trainer, choose: Callable[[Any], Any]) -> None:
+    """Has somebody choose from which checkpoint the next run goes on, by the one that the user named, if any."""
+    connector: Any = trainer._checkpoint_connector
+    restore = type(connector)._restore_modules_and_callbacks
+
+    def restore_chosen(path: Any = None, weights_only: bool | None = None) -> None:
+        vars(connector).pop("_restore_modules_and_callbacks", None)
+        restore(connector, choose(path), weights_only)
+
+    vars(connector)["_restore_modules_and_callbacks"] = restore_chosen
+
+
+def link_by(callback: ModelCheckpoint, link: Callable[[str, str], None]) -> Callable[[], object]:
+    """Let somebody make the callback's links to its last checkpoint. Returns what undoes it.
+
+    Lightning removes one link before it makes the next.
+    """
+
+    def make(trainer: Trainer, filepath: str, linkpath: str) -> None:
+        link(filepath, linkpath)
+        trainer.strategy.barrier()
+
+    return _replaced(callback, "_link_checkpoint", make)
+
+
+def count_as_saved(trainer: Trainer) -> None:
+    """Tells every ModelCheckpoint that saves between batches that the present step is saved: the run resumes from it.
+
+    A new ModelCheckpoint would save step 3 again after the next batch, within an accumulation, over the one of step 3.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and not callback.every_n_epochs:
+            callback._last_global_step_saved = trainer.global_step
+
+
+def wrapped_optimizers(strategy: Strategy) -> list[LightningOptimizer]:
+    """What Lightning gives users for optimizers, made anew where these are set: their classes inherit from theirs."""
+    return strategy._lightning_optimizers
+
+
+def find_parameters_by_identity(callbacks: Iterable[Callback]) -> Callable[[], object]:
+    """Let finetuning callbacks look for a parameter in an optimizer by its identity. Returns what undoes it.
+
+    Lightning compares the values of each with each instead, which ranks would have to gather.
+    """
+    if not any(isinstance(callback, BaseFinetuning) for callback in callbacks):
+        return lambda: None
+    own = vars(BaseFinetuning)["filter_on_optimizer"]
+
+    def not_in(optimizer: Optimizer, params: Iterable[Any]) -> list[Any]:
+        known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return [parameter for parameter in params if id(parameter) not in known]
+
+    BaseFinetuning.filter_on_optimizer = staticmethod(not_in)  # type: ignore[method-assign]
+    return partial(setattr, BaseFinetuning, "filter_on_optimizer", own)
+
+
+# ---------------------------------------------------------------- a loop
+
+
+def evaluation_loops(trainer: Trainer) -> tuple[Any, ...]:
+    """The loops that evaluate; that of a fit comes first."""
+    return trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop
+
+
+def running_evaluation(trainer: Trainer) -> Any:
+    """The evaluation loop that runs now."""
+    fit, validate, test, predict = evaluation_loops(trainer)
+    assert trainer.state.fn is not None
+    return {"fit": fit, "validate": validate, "test": test, "predict": predict}[trainer.state.fn.value]
+
+
+def _replaced(owner: Any, name: str, method: Callable[..., Any]) -> Callable[[], object]:
+    """Put a method in the place of an object's own. Returns what undoes it."""
+    vars(owner)[name] = method
+    return lambda: vars(owner).pop(name, None)
+
+
+def agree_when_to_validate(trainer: Trainer, agree: Callable[[bool], bool]) -> Callable[[], object]:
+    """Let ranks decide by one clock when to validate, if time decides. Returns what undoes it."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    if trainer._val_check_time_interval is None:  # type: ignore[attr-defined]
+        return lambda: None
+    return _replaced(
+        loop, "_should_check_val_fx", lambda fetcher: agree(type(loop)._should_check_val_fx(loop, fetcher))
+    )
+
+
+def before_validation_reads(trainer: Trainer, act: Callable[[Any], None]) -> Callable[[], object]:
+    """Act before the validation of a fit reads its loaders, for which it has no hook. Returns what undoes it."""
+    loop: Any = trainer.fit_loop.epoch_loop.val_loop
+
+    def reset() -> None:
+        act(combined_of(loop))
+        type(loop).reset(loop)
+
+    return _replaced(loop, "reset", reset)
+
+
+def loaders_left_to_validate(trainer: Trainer) -> list[Any]:
+    """The loaders of the validation that follows the batch that ends now; whoever goes on from here leaves it out."""
+    loop: Any = trainer.fit_loop.epoch_loop
+    batches, combined = loop.batch_progress.total, loop.val_loop._combined_loader
+    ends_now = trainer.training and batches.completed < batches.processed
+    by_time = trainer._val_check_time_interval is not None  # type: ignore[attr-defined]
+    if not ends_now or by_time or combined is None or not loop._should_check_val_fx(trainer.fit_loop._data_fetcher):
+        return []
+    return list(combined.flattened)
+
+
+def skip_without_draws(trainer: Trainer, preserved: Callable[[], AbstractContextManager[None]]) -> Callable[[], object]:
+    """Keep random states where a fit only counts an evaluation that it leaves out. Returns what undoes it."""
+    loop: Any = trainer.fit_loop.epoch_loop.val_loop
+    skip = loop.increment_progress_to_evaluation_end
+
+    def skipped() -> None:
+        with preserved():
+            skip()
+
+    return _replaced(loop, "increment_progress_to_evaluation_end", skipped)
+
+
+def combined_of(loop: Any) -> CombinedLoader | None:
+    """The loaders that a loop reads, once it has set up its data."""
+    combined: CombinedLoader | None = loop._combined_loader
+    return combined
+
+
+def compare_validating(trainer: Trainer, compare: Callable[[str, str], None]) -> None:
+    """Has ranks compare whether training is to be validated: without loaders, Lightning leaves it out."""
+    source: Any = trainer.fit_loop.epoch_loop.val_loop._data_source
+    compare(source.name, "some" if source.is_defined() else "none")
+
+
+def compare_loaders(loop: Any, host: dist.ProcessGroup, compare: Callable[[str, int], None]) -> Callable[[], object]:
+    """Let ranks compare how many loaders a loop gets, by a name; all raise where one cannot make its own.
+
+    Lightning then meets for each loader. Returns what undoes it.
+    """
+    source = loop._data_source
+    make = source.dataloader
+
+    def made_together() -> Any:
+        given = run_or_raise_on_all(make, "make its data loaders", host)
+        compare(source.name, len((given if isinstance(given, CombinedLoader) else CombinedLoader(given)).flattened))
+        return given
+
+    return _replaced(source, "dataloader", made_together)
+
+
+def fetched_first(loop: Any) -> Any:
+    """The batch that Lightning has read ahead, where loaders have no length; None where they have one."""
+    fetched = getattr(loop._data_fetcher, "batches", [])
+    return fetched[0][0] if fetched else None
+
+
+def leave_sigterm_alone(trainer: Trainer) -> Callable[[], object]:
+    """Keep the fit loop from telling other ranks of SIGTERM, as `Batches` does. Returns what undoes it."""
+    return _replaced(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
+
+
+def switch_worlds(trainer: Trainer, user_world: DefaultGroup, full_world: DefaultGroup) -> Callable[[], object]:
+    """Run the hooks of module, data module and callbacks in `user_world`, what they call of the trainer in the other.
+
+    Lightning enters a context of the profiler around each of them, which is extended here. Returns what undoes it.
+    """
+    profiler: Any = trainer.profiler  # type: ignore[attr-defined]
+    profile = profiler.profile
+
+    @contextmanager
+    def profile_in_world(action: str) -> Iterator[Any]:
+        of_user = action.startswith(("[LightningModule]", "[LightningDataModule]", "[Callback]"))
+        before, group = dist.group.WORLD, (user_world if of_user else full_world).group
+        dist.GroupMember.WORLD = group
+        try:
+            with profile(action) as profiled:
+                yield profiled
+        finally:
+            if before is not group:  # else a hook may have ended the process group
+                dist.GroupMember.WORLD = before
+
+    return _replaced(profiler, "profile", profile_in_world)
+
+
+def take_patches_back() -> None:
+    """Torch's loaders are as they were: where a hook that makes them raises, Lightning leaves its wrappers there."""
+    kinds: list[type] = [DataLoader, BatchSampler]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        for name in ("__init__", "__setattr__", "__delattr__"):
+            if (kept := f"__old{name}") in vars(kind):
+                setattr(kind, name, getattr(kind, kept))
+                delattr(kind, kept)
+
+
+def loader_states(loop: Any) -> list[Any]:
+    """What a checkpoint holds of a fit loop's loaders and nobody has loaded: Lightning does so within an epoch only."""
+    states: list[Any] = loop._combined_loader_states_to_load
+    return states
+
+
+def restart_loaders(loop: Any, load: bool) -> None:
+    """Loaders of a fit loop are iterated over anew, and go on from where a checkpoint says if that is loaded."""
+    if load:
+        loop._combined_loader._load_state_dicts(loader_states(loop))
+        loop._combined_loader_states_to_load = []
+    iter(loop._data_fetcher)
+
+
+def end_epoch_without_length(loop: Any) -> None:
+    """A run goes on after the last batch of loaders that have no length: the next epoch counts its batches from 0.
+
+    Lightning does this in `_TrainingEpochLoop.reset` where the length is known, and else counts on from the last batch.
+    """
+    epoch = loop.epoch_loop
+    epoch.batch_progress.increment_completed()
+    epoch.batch_progress.reset_on_run()
+    epoch.scheduler_progress.reset_on_run()
+    epoch.automatic_optimization.optim_progress.reset_on_run()
+    epoch.val_loop.batch_progress.total.reset()
+    epoch.reset_restart_stage()
+
+
+def kept_predictions(loop: Any, dataloader_idx: int) -> tuple[list[Any], list[Any]]:
+    """The predictions that a loop keeps of one loader, and the indices of their samples: lists, one item a batch."""
+    return loop._predictions[dataloader_idx], loop.epoch_batch_indices[dataloader_idx]
+
+
+def saved_fit_loop(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """The state of the fit loop and its loaders in a checkpoint."""
+    state: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+    return state
+
+
+# ---------------------------------------------------------------- loaders read together
+
+
+def reads_in_turn(combined: CombinedLoader) -> bool:
+    """Whether loaders are read one after the other, and a batch is one loader's."""
+    return combined._mode == "sequential"
+
+
+def as_given(combined: CombinedLoader, items: list[Any]) -> Any:
+    """One item for each loader, in the structure in which the user gave the loaders."""
+    return tree_unflatten(items, combined._spec)
+
+
+def iterators_of(combined: CombinedLoader, dataloader_idx: int) -> list[Any] | None:
+    """The iterators that a batch came from; None where Lightning, fetching ahead, is at the next loader already."""
+    iterator: Any = combined._iterator
+    if not reads_in_turn(combined):
+        return list(iterator.iterators)
+    return list(iterator.iterators[:1]) if iterator._iterator_idx == dataloader_idx else None
+
+
+def own_batch_sampler(batch_sampler: Any) -> tuple[Any, bool]:
+    """The user's batch sampler, and whether Lightning wrapped it to remember the indices of samples."""
+    if isinstance(batch_sampler, _IndexBatchSamplerWrapper):
+        return batch_sampler._batch_sampler, True
+    return batch_sampler, False
+
+
+def remembering_indices(batch_sampler: Any) -> Any:
+    """Takes the unwrapping of `own_batch_sampler` back."""
+    return _IndexBatchSamplerWrapper(batch_sampler)
+
+
+# ---------------------------------------------------------------- a batch
+
+
+def require_reduction(name: str, options: Mapping[str, Any]) -> None:
+    """Raises Lightning's own error for the options of a value that is logged, where it has no such reduction."""
+    if "reduce_fx" in options:
+        _Metadata("training_step", name, reduce_fx=options["reduce_fx"])
+
+
+def transferred(module: LightningModule, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+    """The batch of a loader on a device, having passed the module's hooks before, at and after the transfer."""
+    before = module._on_before_batch_transfer(batch, dataloader_idx)
+    return module._apply_batch_transfer_handler(before, device, dataloader_idx)
+
+
+def somebody_overrides(hooks: tuple[str, ...], module: LightningModule, callbacks: list[Callback]) -> bool:
+    """Whether the module overrides one of these hooks, or a callback the first."""
+    base = getattr(Callback, hooks[0])
+    found = [vars(callback).get(hooks[0], getattr(type(callback), hooks[0])) for callback in callbacks]
+    theirs = [hook for hook in found if hook is not None]  # which Lightning does not call
+    own = {name: unwrap(getattr(module, name)) for name in hooks}  # for callable objects `is_overridden` raises
+    overrides = [getattr(hook, "__func__", hook) is not getattr(LightningModule, name) for name, hook in own.items()]
+    return any(overrides) or any(hook is not base for hook in theirs)

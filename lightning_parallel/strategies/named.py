@@ -1,0 +1,159 @@
+"""The strategies of one technique each, by name, and the one of any set of techniques."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, final
+
+from lightning_parallel.mesh import Size
+from lightning_parallel.plan import ParallelPlan
+from lightning_parallel.strategies.mesh_strategy import MeshStrategy
+from lightning_parallel.techniques.context_parallel import ContextParallel
+from lightning_parallel.techniques.context_parallel.technique import Method
+from lightning_parallel.techniques.data_parallel import DataParallel
+from lightning_parallel.techniques.expert_parallel import ExpertParallel
+from lightning_parallel.techniques.gradients.average import Compression
+from lightning_parallel.techniques.pipeline_parallel.technique import LossOver, PipelineParallel
+from lightning_parallel.techniques.technique import Technique
+from lightning_parallel.techniques.tensor_parallel import TensorParallel
+from lightning_parallel.techniques.zero import Zero
+
+
+@final
+class DataParallelStrategy(MeshStrategy):
+    """Every rank holds the whole model and sees other samples; see `DataParallel` for the arguments."""
+
+    def __init__(
+        self, size: Size = "auto", *, compression: Compression | None = None, bucket_mb: float = 25, **lightning: Any
+    ) -> None:
+        super().__init__([DataParallel(size, compression=compression, bucket_mb=bucket_mb)], **lightning)
+
+
+@final
+class ZeroStrategy(MeshStrategy):
+    """Ranks share states (stage 1), gradients (2) and parameters (3); see `Zero` for the arguments."""
+
+    def __init__(
+        self,
+        size: Size = "auto",
+        *,
+        stage: Literal[1, 2, 3] = 3,
+        replicate: Size = 1,
+        offload: bool = False,
+        **lightning: Any,
+    ) -> None:
+        super().__init__([Zero(size, stage=stage, replicate=replicate, offload=offload)], **lightning)
+
+
+@final
+class TensorParallelStrategy(MeshStrategy):
+    """Ranks hold features of each layer and read the same samples; see `TensorParallel` for the arguments."""
+
+    def __init__(
+        self,
+        size: Size = "auto",
+        *,
+        sequence_parallel: bool = True,
+        regather: bool = False,
+        overlap: bool = False,
+        plan: ParallelPlan | None = None,
+        **lightning: Any,
+    ) -> None:
+        technique = TensorParallel(size, sequence_parallel=sequence_parallel, regather=regather, overlap=overlap)
+        super().__init__([technique], plan, **lightning)
+
+
+@final
+class ContextParallelStrategy(MeshStrategy):
+    """Ranks hold positions of each sequence and read the same samples; see `ContextParallel` for the arguments."""
+
+    def __init__(
+        self,
+        size: Size = "auto",
+        *,
+        method: Method = "auto",
+        ulysses_size: int | None = None,
+        load_balance: bool = True,
+        plan: ParallelPlan | None = None,
+        **lightning: Any,
+    ) -> None:
+        technique = ContextParallel(size, method=method, ulysses_size=ulysses_size, load_balance=load_balance)
+        super().__init__([technique], plan, **lightning)
+
+
+@final
+class ExpertParallelStrategy(MeshStrategy):
+    """Data parallel on all ranks, with the experts divided over them; see `ExpertParallel` for the arguments."""
+
+    def __init__(self, size: Size = "auto", *, plan: ParallelPlan | None = None, **lightning: Any) -> None:
+        super().__init__([DataParallel(), ExpertParallel(size)], plan, **lightning)
+
+
+@final
+class PipelineParallelStrategy(MeshStrategy):
+    """Layers on different ranks, microbatches on their way through them; see `PipelineParallel` for the arguments."""
+
+    def __init__(
+        self,
+        size: Size = "auto",
+        *,
+        schedule: str = "1f1b",
+        microbatches: int | Literal["auto"] = "auto",
+        stages_per_rank: int | None = None,
+        split: tuple[int, ...] | None = None,
+        loss_over: LossOver = "auto",
+        **lightning: Any,
+    ) -> None:
+        pipeline = PipelineParallel(
+            size,
+            schedule=schedule,
+            microbatches=microbatches,
+            stages_per_rank=stages_per_rank,
+            split=split,
+            loss_over=loss_over,
+        )
+        super().__init__([pipeline], **lightning)
+
+
+@final
+class LayerParallelStrategy(MeshStrategy):
+    """Layers on different ranks, which run in turn (naive model parallelism): a pipeline of one microbatch."""
+
+    def __init__(self, size: Size = "auto", *, split: tuple[int, ...] | None = None, **lightning: Any) -> None:
+        super().__init__([PipelineParallel(size, schedule="gpipe", microbatches=1, split=split)], **lightning)
+
+
+@final
+class HybridStrategy(MeshStrategy):
+    """Trains with the techniques given, in any order: `HybridStrategy(Zero(4), ActivationCheckpoint())`.
+
+    Args:
+        given: how training is divided; `HybridStrategy()` trains on a single device.
+        techniques: the same as a list, for files and commands in which every argument has a name.
+        plan: what the model's parts are; found by itself where it is not given.
+        lightning: Lightning's own arguments, see `MeshStrategy`.
+
+    Raises:
+        TypeError: something that is no technique.
+        ValueError: techniques in both forms, two that claim one axis, or sizes that do not fit.
+    """
+
+    def __init__(
+        self,
+        *given: Technique,
+        techniques: Sequence[Technique] | None = None,
+        plan: ParallelPlan | None = None,
+        **lightning: Any,
+    ) -> None:
+        if given and techniques is not None:
+            raise ValueError(
+                f"{', '.join(map(repr, given))} and techniques={techniques!r} are both given; "
+                "put all of them into the list, or all before it"
+            )
+        if isinstance(techniques, Technique):
+            raise TypeError(f"techniques={techniques!r} is no list; write techniques=[{techniques!r}]")
+        chosen = given if techniques is None else techniques
+        for technique in chosen:
+            if not isinstance(technique, Technique):
+                raise TypeError(f"{technique!r} is no technique; pass objects such as Zero(4) or DataParallel()")
+        super().__init__(chosen, plan, **lightning)

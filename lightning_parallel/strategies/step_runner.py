@@ -1,0 +1,161 @@
+"""The user's steps on the divided model: one batch from its division among ranks to the gradients of its loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, TypeVar
+
+from torch import Tensor
+from torch.nn import SyncBatchNorm
+from torch.optim import Optimizer
+
+from lightning_parallel.strategies.data.batches import Batches
+from lightning_parallel.strategies.logged.logging import ObservedStep, StepLog
+from lightning_parallel.strategies.logged.microbatch_step import MicrobatchStep
+from lightning_parallel.strategies.logged.probing import ProbingRun, silent
+from lightning_parallel.strategies.model.between_steps import BetweenSteps
+from lightning_parallel.strategies.model.divided_model import DividedModel
+from lightning_parallel.strategies.precision import NonFinite, scale_of
+from lightning_parallel.strategies.rank_strategy import RankStrategy
+from lightning_parallel.techniques.step import BatchContext, BatchRecords, Step, StepFn
+
+T = TypeVar("T")
+
+
+class StepRunner:
+    """Runs steps and backward passes of one run, from the division of the model to its end.
+
+    Everything that cannot change while the run goes on is decided here, once: a step passes what its layout needs.
+
+    Args:
+        strategy: of the run.
+        divided: the model.
+        step: what techniques do around a batch.
+        batches: agreed on by ranks; None for a single process, as is the log.
+        log: what `self.log` leads to.
+        between: switches what shards are at both ends of a step; None where no parameter is sharded.
+        nonfinite: looks at losses.
+
+    Attributes:
+        batch: of the step that runs, or that raised.
+        latest: of the step that ran last.
+        ran: whether a step has begun.
+    """
+
+    def __init__(
+        self,
+        strategy: RankStrategy,
+        divided: DividedModel,
+        step: Step,
+        batches: Batches | None,
+        log: StepLog | None,
+        between: BetweenSteps | None,
+        nonfinite: NonFinite,
+    ) -> None:
+        self._strategy, self._divided, self._module, self._step = strategy, divided, divided.module, step
+        self._batches, self._log, self._between, self._nonfinite = batches, log, between, nonfinite
+        self._meets_in_forward = any(technique.traits.meets_in_forward for technique in strategy.techniques)
+        self._pipelined = divided.pipeline.ranks > 1
+        self._alone, self._probes = log is None or log.alone, True
+        plain = between is None and divided.tree is None
+        self._in_step: Callable[[], AbstractContextManager[None]] = nullcontext if plain else self._inside
+        # Lightning calls it within the user's step where that optimizes manually
+        self.differentiate = divided.mesh.as_library(self._differentiate)
+        self.batch: BatchContext | None = None
+        self.latest, self.ran = BatchContext(), False
+
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Inside, parameters and the module's tree are as techniques need them."""
+        with self._divided.local(), nullcontext() if self._between is None else self._between.in_step():
+            yield
+
+    def run(self, precision: AbstractContextManager[None], run: Callable[..., T], args: Any, kwargs: Any) -> T:
+        """Run the user's step on this rank's part of a batch.
+
+        Args:
+            precision: the plugin's context of such a step.
+            run: the step.
+            args: what Lightning gives it, the batch first.
+            kwargs: the same.
+        """
+        divided, log, batches = self._divided, self._log, self._batches
+        batch, *numbers = args
+        self.ran = True
+        with self._in_step():
+            for part_of in divided.batch_maps:
+                batch = part_of(batch)
+            run = divided.mesh.as_user(run) if divided.mesh.shares_samples else run
+            context = self.batch = BatchContext()
+            if log is None or batches is None:
+                with precision:
+                    output = self._forward(run, context, batch, numbers, kwargs)
+            else:
+                observed: Any = ObservedStep(run, log)
+                if self._pipelined:
+                    observed = MicrobatchStep(run, self._module, log, divided.pipeline.rank, batches.batch_dims)
+                context = self.batch = self._context(observed, batches)
+                with precision, log.step(context):
+                    output = self._forward(observed, context, batch, numbers, kwargs)
+                log.reduce_step(context, output)
+        self.latest, self.batch = context, None  # not where it raised
+        return output
+
+    def _context(self, observed: Any, batches: Batches) -> BatchContext:
+        pipelined = self._pipelined
+        return BatchContext(
+            index=self._module.trainer.fit_loop.total_batch_idx if pipelined else 0,
+            weight=batches.weight,
+            samples=batches.fewest_samples if self._meets_in_forward else None,
+            scale=scale_of(self._strategy.precision_plugin) if pipelined else 1.0,
+            alone=self._alone,
+            records=observed if pipelined else BatchRecords(),
+            silent=partial(silent, self._module, observed, self._strategy.root_device),
+        )
+
+    def _forward(self, run: StepFn[T], context: BatchContext, batch: Any, numbers: Any, kwargs: Any) -> T:
+        self._step.begin_batch(context)
+        for around in self._divided.run_maps:
+            run = around(run)
+        if self._probes and self._batches is not None and self._module.trainer.training:
+            self._probes, run = False, self._probing(run, context, self._batches)
+        outputs = self._step.forward(run, batch, *numbers, **kwargs)
+        for join in self._divided.output_maps:
+            outputs = join(outputs)
+        return outputs
+
+    def _probing(self, run: StepFn[T], context: BatchContext, batches: Batches) -> StepFn[T]:
+        """The step, which measures its loss in the first batch of training; a pipeline does so by itself."""
+        module, strategy, samples, log = self._module, self._strategy, batches.fewest_samples or 1, self._log
+        alone = strategy.data_parallel_size == 1 or self._pipelined
+        synced = any(isinstance(each, SyncBatchNorm) for each in module.modules()) or self._divided.compares_samples
+        if alone or synced or samples < 2 or not module.automatic_optimization or log is None:
+            return run
+        strategy.has_gathered = False
+        return ProbingRun(run, module, samples, batches.batch_dims, context.silent, lambda: strategy.has_gathered, log)
+
+    def _differentiate(
+        self, loss: Tensor, optimizer: Optimizer | None, asked: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor:
+        """Run the backward pass of a loss by the weight of this rank's samples, inside the techniques' step.
+
+        Args:
+            loss: the user's.
+            optimizer: see Lightning's `Strategy.backward`.
+            asked: whether an optimizer decides by what its closure returns.
+            args: see Lightning.
+            kwargs: see Lightning.
+        """
+        plugin, module, step = self._strategy.precision_plugin, self._module, self._step
+        batch, log, tree = self.batch or self.latest, self._log, self._divided.tree
+        scaled = plugin.pre_backward(loss, module)
+        differentiated = self._nonfinite.seen(loss, scaled)
+        if batch.weight != 1.0 and not step.applies_sample_weight:
+            differentiated = differentiated * batch.weight
+        if tree is not None:
+            tree.gradients_changed()
+        with self._in_step(), nullcontext() if log is None else log.around_backward(batch, loss, asked):
+            step.backward(partial(plugin.backward, differentiated, module, optimizer, *args, **kwargs))
+        return plugin.post_backward(scaled, module)

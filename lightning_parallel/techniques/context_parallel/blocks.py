@@ -1,0 +1,116 @@
+"""Rectangles of attention scores: which queries of a rank meet which keys of another rank.
+
+Example: 2 ranks in zigzag over 8 positions, causal. Rank 0 has the positions 0-1 and 6-7, rank 1 has 2-5:
+
+| | keys 0-1 | 2-5 | 6-7 |
+|---|---|---|---|
+| queries 0-1 | diagonal | nothing | nothing |
+| 2-5 | all | diagonal | nothing |
+| 6-7 | all | all | diagonal |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from itertools import accumulate
+from typing import NamedTuple
+
+from lightning_parallel.collectives.spans import Runs, Span, joined, length_of
+
+
+class Relation(IntEnum):
+    """Which keys the queries of a rectangle meet."""
+
+    NOTHING = 0
+    MASKED = 1
+    """Those that a mask says."""
+    ALL = 2
+    DIAGONAL = 3
+    """Each query meets the keys up to its own position."""
+
+
+Table = Sequence[Sequence[Relation]]
+"""Relations of runs of queries (rows) to runs of keys (columns)."""
+
+
+class Piece(NamedTuple):
+    """Queries and keys of one kernel call."""
+
+    rows: Span
+    """Queries, numbered as this rank stores them."""
+    keys: Span
+    """Keys, numbered as they lie in the block."""
+    columns: Span
+    """Positions of the keys in the sequence: columns of a mask."""
+    relation: Relation
+
+    @property
+    def scores(self) -> int:
+        """The number of scores that count."""
+        rows, keys = (stop - start for start, stop in (self.rows, self.keys))
+        return rows * (rows + 1) // 2 if self.relation == Relation.DIAGONAL else rows * keys
+
+
+class Block(NamedTuple):
+    """A rank's queries and the keys of one rank that they meet."""
+
+    spans: Runs
+    """The keys that are needed, numbered as their owner stores them."""
+    length: int
+    """Number of these keys."""
+    pieces: tuple[Piece, ...]
+
+
+def causal_table(queries: Runs, keys: Runs) -> Table:
+    """Relations where each position meets earlier ones and itself. Runs are equal or disjoint."""
+    after = Relation.ALL, Relation.NOTHING
+    return [[Relation.DIAGONAL if query == key else after[key > query] for key in keys] for query in queries]
+
+
+def full_table(queries: Runs, keys: Runs) -> Table:
+    """Relations where each position meets all."""
+    return [[Relation.ALL] * len(keys) for _ in queries]
+
+
+def block_of(queries: Runs, keys: Runs, table: Table) -> Block:
+    """The block of a rank's queries and another rank's keys; needed keys lie one after the other in it."""
+    needed = [any(row[number] for row in table) for number in range(len(keys))]
+    lengths = [stop - start for start, stop in keys]
+    places = list(accumulate((length * need for length, need in zip(lengths, needed, strict=True)), initial=0))
+    starts = list(accumulate(lengths, initial=0))
+    spans = joined((starts[number], starts[number + 1]) for number, need in enumerate(needed) if need)
+
+    found: list[list[Piece]] = []
+    first = 0
+    for (start, stop), relations in zip(queries, table, strict=True):
+        rows = first, first + stop - start
+        first = rows[1]
+        pieces = _pieces_of_run(rows, keys, relations, places)
+        # Runs of queries that meet the same keys are one piece, unless each position has its own diagonal.
+        is_diagonal = any(piece.relation == Relation.DIAGONAL for piece in pieces)
+        if found and not is_diagonal and [piece[1:] for piece in found[-1]] == [piece[1:] for piece in pieces]:
+            found[-1] = [piece._replace(rows=(piece.rows[0], rows[1])) for piece in found[-1]]
+        else:
+            found.append(pieces)
+    return Block(spans, length_of(spans), tuple(piece for pieces in found for piece in pieces))
+
+
+def _pieces_of_run(rows: Span, keys: Runs, relations: Sequence[Relation], places: Sequence[int]) -> list[Piece]:
+    """Pieces of one run of queries; keys that lie side by side are one piece."""
+    found: list[Piece] = []
+    for (start, stop), relation, place in zip(keys, relations, places, strict=False):
+        if relation == Relation.NOTHING:
+            continue
+        piece = Piece(rows, (place, place + stop - start), (start, stop), relation)
+        last = found[-1] if found else None
+        if (
+            last is not None
+            and last.relation == relation != Relation.DIAGONAL
+            and last.keys[1] == place
+            and (relation == Relation.ALL or last.columns[1] == start)  # a mask's columns must lie side by side, too
+        ):
+            found[-1] = piece._replace(keys=(last.keys[0], piece.keys[1]), columns=(last.columns[0], stop))
+        else:
+            found.append(piece)
+    return found

@@ -1,0 +1,248 @@
+r"""Ring attention: keys and values go round, and meet the queries of every rank.
+
+In step k a rank attends to the keys and values of the rank k places before it, while those of step k + 1 travel. A
+rank sends another rank what that rank's queries meet, directly, and nothing else: two ranks that have nothing to do
+with each other in a step send no message. In backward keys and values go round again, and their gradients go back.
+
+What the queries find at each rank's keys is merged by the log-sum-exp l_k of its scores:
+
+    out = \sum_k exp(l_k - l) out_k      l = log \sum_k exp(l_k)
+
+Source: H. Liu, M. Zaharia, P. Abbeel, Ring Attention with Blockwise Transformers, 2023.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from lightning_parallel.collectives.by_elements import require_first_order
+from lightning_parallel.collectives.functional import Pending, exchange
+from lightning_parallel.collectives.spans import Runs, Span, length_of
+from lightning_parallel.techniques.context_parallel.blocks import Block, Piece, Relation, Table, block_of
+from lightning_parallel.techniques.context_parallel.kernels import KernelInputs, attend, attend_backward
+
+
+@dataclass(frozen=True)
+class RingSchedule:
+    """What one rank computes and sends in the steps of a ring.
+
+    Args:
+        members: ranks of the group, in the order of the ring.
+        place: of this rank among them.
+        blocks: for each step, this rank's queries and the keys that arrive.
+        sent: for each step k, this rank's keys that the rank k places after it needs.
+    """
+
+    members: tuple[int, ...]
+    place: int
+    blocks: tuple[Block, ...]
+    sent: tuple[Runs, ...]
+
+    @classmethod
+    def of(
+        cls, members: tuple[int, ...], place: int, runs: Sequence[Runs], table: Callable[[int, int], Table]
+    ) -> RingSchedule:
+        """The schedule of the member at `place`, given all members' runs and the table of two members' positions."""
+
+        def block(one: int, other: int) -> Block:
+            return block_of(runs[one], runs[other], table(one, other))
+
+        n = len(members)
+        blocks = tuple(block(place, (place - step) % n) for step in range(n))
+        return cls(members, place, blocks, tuple(block((place + step) % n, place).spans for step in range(n)))
+
+    def run(self, key: Tensor, value: Tensor, group: dist.ProcessGroup) -> Iterator[tuple[int, Block, Tensor, Tensor]]:
+        """Yield for each step its number, its block, and the keys and values of the block, [B, Hkv, keys, D]."""
+        packed: dict[Runs, Tensor] = {}  # most steps send the same positions
+
+        def start(step: int) -> tuple[Pending, Tensor]:
+            spans = self.sent[step]
+            if spans not in packed:
+                packed[spans] = pack([take(each, spans) for each in (key, value)])
+            message = room_for((key, value), self.blocks[step].length)
+            return self._exchange(step, packed[spans], message, group), message
+
+        arriving = start(1) if len(self.blocks) > 1 else None
+        for step, block in enumerate(self.blocks):
+            if step == 0:
+                keys, values = (take(each, block.spans) for each in (key, value))
+            else:
+                assert arriving is not None
+                pending, message = arriving
+                pending.wait()
+                keys, values = unpack(message, (key, value), block.length)
+                arriving = start(step + 1) if step + 1 < len(self.blocks) else None
+            yield step, block, keys, values
+
+    def send_back(
+        self, step: int, gradients: Sequence[Tensor], own: Sequence[Tensor], group: dist.ProcessGroup
+    ) -> tuple[Pending, Tensor, Runs]:
+        """Start to send the gradients of what arrived in a step to its owner; return those of this rank's own."""
+        message = room_for(own, length_of(self.sent[step]))
+        sent = pack([each.to(own[0].dtype) for each in gradients])
+        return self._exchange(-step, sent, message, group), message, self.sent[step]
+
+    def _exchange(self, distance: int, sent: Tensor, received: Tensor, group: dist.ProcessGroup) -> Pending:
+        """Send to the rank `distance` places after this one, receive from the one as many places before."""
+        to, source = (self.members[(self.place + each) % len(self.members)] for each in (distance, -distance))
+        return exchange({to: sent}, {source: received}, group)
+
+
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    schedule: RingSchedule,
+    group: dist.ProcessGroup,
+    scale: float | None,
+    dropout: float,
+) -> Tensor:
+    """Return this rank's rows of attention, [B, H, own, Dv].
+
+    Args:
+        query: [B, H, own, D].
+        key: [B, Hkv, own, D].
+        value: [B, Hkv, own, Dv].
+        mask: this rank's rows with all columns, broadcasts to [B, H, own, T].
+        schedule: of this rank. Collective over its members.
+        group: the process group of its members.
+        scale: of scores; None for one over the root of D.
+        dropout: of weights.
+    """
+    out: Tensor = _RingAttention.apply(query, key, value, mask, schedule, group, scale, dropout)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _RingAttention(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        schedule: RingSchedule,
+        group: dist.ProcessGroup,
+        *numbers: Any,
+    ) -> Tensor:
+        b, h, own, _ = query.shape
+        # Heads beside each other in memory, as torch's attention returns them: models join them next, without a copy.
+        out = query.new_zeros((b, own, h, value.shape[-1]), dtype=wide(query.dtype)).transpose(1, 2)
+        total = query.new_full((b, h, own), -math.inf, dtype=wide(query.dtype))  # log-sum-exp so far
+        ctx.states = []
+        for _, block, keys, values in schedule.run(key, value, group):
+            for piece in block.pieces:
+                inputs, part_of_mask = kernel_inputs(piece, query, keys, values, mask, *numbers)
+                found, found_total, state = attend(inputs, part_of_mask)
+                ctx.states.append(state)
+                rows = slice(*piece.rows)
+                before = total[:, :, rows]
+                after = torch.logaddexp(before, found_total)
+                base = after.masked_fill(after == -math.inf, 0.0)
+                out[:, :, rows].mul_((before - base).exp_()[..., None]).add_(
+                    found * (found_total - base).exp_()[..., None]
+                )
+                before.copy_(after)
+        out = out.to(query.dtype)
+        total.masked_fill_(total == -math.inf, 0.0)  # of queries that met nothing, whose output is zero
+        ctx.schedule, ctx.group, ctx.numbers = schedule, group, numbers
+        ctx.save_for_backward(query, key, value, mask, out, total)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        require_first_order()
+        query, key, value, mask, out, total = ctx.saved_tensors
+        schedule, group = ctx.schedule, ctx.group
+        gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
+        of_query, *of_own = (torch.zeros_like(each, dtype=wide(each.dtype)) for each in (query, key, value))
+        states = iter(ctx.states)
+        returning: tuple[Pending, Tensor, Runs] | None = None
+        for step, block, keys, values in schedule.run(key, value, group):
+            of_both = [torch.zeros_like(each, dtype=wide(each.dtype)) for each in (keys, values)]
+            for piece in block.pieces:
+                rows, columns = slice(*piece.rows), slice(*piece.keys)
+                inputs, part_of_mask = kernel_inputs(piece, query, keys, values, mask, *ctx.numbers)
+                of_out, of_rows, of_total = (each[:, :, rows] for each in (gradient, out, total))
+                found = attend_backward(of_out, of_rows, of_total, inputs, part_of_mask, next(states))
+                of_query[:, :, rows] += found[0]
+                for sums, each in zip(of_both, found[1:], strict=True):
+                    sums[:, :, columns] += each
+            if step == 0:
+                add(of_own, block.spans, of_both)
+                continue
+            last, returning = returning, schedule.send_back(step, of_both, (key, value), group)
+            if last is not None:  # gradients travel while those of the next step are computed
+                receive_gradients(of_own, *last)
+        if returning is not None:
+            receive_gradients(of_own, *returning)
+        gradients = [each.to(query.dtype) for each in (of_query, *of_own)]
+        return *gradients, *[None] * (3 + len(ctx.numbers))
+
+
+def kernel_inputs(
+    piece: Piece, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None, dropout: float
+) -> tuple[KernelInputs, Tensor | None]:
+    """What a kernel gets for a piece, and the piece's part of the mask; what is broadcast stays so."""
+    rows, at = slice(*piece.rows), slice(*piece.keys)
+    is_causal = piece.relation == Relation.DIAGONAL
+    inputs = KernelInputs(query[:, :, rows], keys[:, :, at], values[:, :, at], None, is_causal, scale, dropout)
+    if mask is None or piece.relation != Relation.MASKED:
+        return inputs, None
+    columns = slice(None) if mask.shape[-1] == 1 else slice(*piece.columns)
+    return inputs, mask[..., slice(None) if mask.shape[-2] == 1 else rows, columns]
+
+
+def receive_gradients(sums: Sequence[Tensor], pending: Pending, message: Tensor, spans: Runs) -> None:
+    """Wait for gradients of this rank's keys and values, and add them up."""
+    pending.wait()
+    add(sums, spans, unpack(message, sums, length_of(spans)))
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of sums."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+# ---------------------------------------------------------------- messages of several tensors, [B, heads, positions, D]
+
+
+def take(tensor: Tensor, spans: Sequence[Span]) -> Tensor:
+    """The positions of these spans, one after the other."""
+    parts = [tensor[:, :, start:stop] for start, stop in spans] or [tensor[:, :, :0]]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+def add(sums: Sequence[Tensor], spans: Sequence[Span], parts: Sequence[Tensor]) -> None:
+    """Add gradients of positions that `take` took."""
+    for total, part in zip(sums, parts, strict=True):
+        first = 0
+        for start, stop in spans:
+            total[:, :, start:stop] += part[:, :, first : first + stop - start]
+            first += stop - start
+
+
+def pack(tensors: Sequence[Tensor]) -> Tensor:
+    """One message, flat."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def room_for(like: Sequence[Tensor], length: int) -> Tensor:
+    """Memory for a message of such tensors with `length` positions."""
+    return like[0].new_empty(sum(b * h * length * d for b, h, _, d in (tensor.shape for tensor in like)))
+
+
+def unpack(message: Tensor, like: Sequence[Tensor], length: int) -> list[Tensor]:
+    """The tensors of a message."""
+    shapes = [(*tensor.shape[:2], length, tensor.shape[3]) for tensor in like]
+    parts = torch.split(message, [math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
