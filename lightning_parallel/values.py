@@ -121,15 +121,15 @@ def holds_alike(value: Any) -> bool:
 
 
 def outline_of(value: Any) -> Any:
-    """What a nested value of plain containers and tensors is, but for sizes and numbers; None where it holds others."""
+    """What a nested value of plain containers and tensors is, but for numbers; None where it holds others."""
     kind = type(value)
     if kind is Tensor:
-        return value.dtype, value.dim()
+        return value.dtype, value.shape
     if kind in (int, float, str, bool):
         return kind
     if kind not in (dict, list, tuple):
         return None
-    parts = [outline_of(child) for child in (value.values() if kind is dict else value)]
+    parts = [*map(outline_of, value.values() if kind is dict else value)]
     return None if None in parts else (kind, tuple(value) if kind is dict else (), *parts)
 
 

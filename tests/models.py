@@ -260,6 +260,54 @@ class Plain(Optimized):
         return logits, values - targets
 
 
+class TanhBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 12), nn.Linear(12, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class TiedWords(LightningModule):
+    """Predicts words by the weight that embeds them, which two stages of a pipeline hold; counts steps in a buffer."""
+
+    words = 19
+
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed, self.layers = nn.Embedding(self.words, 8), nn.ModuleList(TanhBlock(8) for _ in range(blocks))
+        self.head = nn.Linear(8, self.words, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("steps", torch.zeros((), dtype=torch.float64))
+        self.losses: list[Tensor] = []
+
+    def forward(self, words: Tensor) -> Tensor:
+        x = self.embed(words)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        return F.cross_entropy(self(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.steps += 1
+        self.losses.append(self.trainer.callback_metrics["loss"].clone())
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val", self.loss(batch))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.02)
+
+
 COLUMNS: dict[str, Callable[..., LightningModule]] = {
     "llama": Llama,
     "gpt2": GPT2,

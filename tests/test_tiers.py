@@ -3,11 +3,11 @@ from functools import partial
 
 import pytest
 
-from tests.tiers import cover, covering, sampled
+from tests.tiers import cover, covering, rows_covering, sampled
 
 
 @pytest.mark.parametrize("sizes", [(4, 4), (8, 4), (1, 3), (2, 3, 4), (7, 4, 3), (2, 2, 2, 2)], ids=str)
-def test_every_pair_is_covered_of_three_factors_and_every_value_of_two(sizes):
+def test_pairs_of_factors_are_covered(sizes):
     strength = min(2, len(sizes) - 1)
     chosen = cover(sizes, strength)
     for factors in itertools.combinations(range(len(sizes)), strength):
@@ -27,6 +27,13 @@ def test_no_cell_is_lost():
     rows = mark.args[1]
     assert {row.values for row in rows} == set(itertools.product(["one", "two"], "ab"))
     assert [[mark.name for mark in row.marks] for row in rows] == [[], ["exhaustive"], ["exhaustive"], []]
+
+
+def test_rows_cover_every_value():
+    given = [("a", 1), ("a", 2), ("b", 2), ("b", 3)]
+    (mark,) = rows_covering(("letter", "number"), given)(named("test")).pytestmark
+    assert [row.values for row in mark.args[1]] == given
+    assert [bool(row.marks) for row in mark.args[1]] == [False, True, False, False]
 
 
 def named(name):

@@ -20,16 +20,32 @@ MARK = "!"
 TENSORS: tuple[type, ...] = (Tensor, nn.Parameter, DTensor)
 FACTORIES = {"int": int, "float": float, "str": str, "list": list, "dict": dict, "set": set}
 
-SEQUENCES: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
 MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter", defaultdict: "default"}
-OTHERS: dict[type, tuple[str, Callable[[Any], Any]]] = {
-    float: ("float", repr),  # nan and inf
-    complex: ("complex", lambda value: [repr(value.real), repr(value.imag)]),
-    bytes: ("bytes", lambda value: base64.b64encode(value).decode()),
-    torch.Size: ("size", list),
-    torch.dtype: ("dtype", lambda value: str(value).removeprefix("torch.")),
-    torch.device: ("device", str),
+
+
+def _sorted(values: Any) -> list[Any]:
+    return sorted(values, key=repr)
+
+
+def _dtype(content: Any) -> torch.dtype:
+    found = vars(torch).get(content)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{content!r} is no dtype of torch {torch.__version__}")
+    return found
+
+
+KINDS: dict[type, tuple[str, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    tuple: ("tuple", list, tuple),
+    set: ("set", _sorted, set),
+    frozenset: ("frozenset", _sorted, frozenset),
+    float: ("float", repr, float),  # nan and inf
+    complex: ("complex", lambda value: [repr(value.real), repr(value.imag)], lambda it: complex(*map(float, it))),
+    bytes: ("bytes", lambda value: base64.b64encode(value).decode(), base64.b64decode),
+    torch.Size: ("size", list, torch.Size),
+    torch.dtype: ("dtype", lambda value: str(value).removeprefix("torch."), _dtype),
+    torch.device: ("device", str, torch.device),
 }
+"""Of a class: its name in the JSON, how it is written as a list or a string, and how it is read from that."""
 
 
 class NotPlain(TypeError):  # noqa: N818
@@ -86,15 +102,12 @@ class _Encoder:
             return name, self._set_apart(value, path)
         if isinstance(value, Path):
             return "path", str(value)
-        if kind in SEQUENCES:
-            items = value if kind is tuple else sorted(value, key=repr)
-            return SEQUENCES[kind], [self.encode(item, (*path, index)) for index, item in enumerate(items)]
         if kind in MAPPINGS:
             pairs = [[self.encode(key, (*path, key)), self.encode(item, (*path, key))] for key, item in value.items()]
             return MAPPINGS[kind], [self._factory(value, path), pairs] if kind is defaultdict else pairs
-        if kind in OTHERS:
-            name, write = OTHERS[kind]
-            return name, write(value)
+        if kind in KINDS:
+            name, write, _ = KINDS[kind]
+            return name, self.encode(write(value), path)
         raise NotPlain(path, value)
 
     def _factory(self, value: defaultdict[Any, Any], path: tuple[Any, ...]) -> str | None:
@@ -129,36 +142,18 @@ def decoded(tree: Any, tensor: Callable[[str], Tensor]) -> Any:
     if kind in ("tensor", "array", "scalar"):
         found = tensor(str(content))
         return found if kind == "tensor" else found.numpy() if kind == "array" else found.numpy()[()]
-    if kind not in _DECODE:
+    content = decoded(content, tensor)
+    if kind == "default":
+        factory, pairs = content
+        return defaultdict(None if factory is None else FACTORIES[factory], pairs)
+    if kind not in _READ:
         raise ValueError(f"a value of the kind {kind!r}, which this version does not know")
-    return _DECODE[kind](decoded(content, tensor))
+    return _READ[kind](content)
 
 
-def _dtype(content: Any) -> torch.dtype:
-    found = vars(torch).get(content)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"{content!r} is no dtype of torch {torch.__version__}")
-    return found
-
-
-def _default(content: Any) -> defaultdict[Any, Any]:
-    factory, pairs = content
-    return defaultdict(None if factory is None else FACTORIES[factory], pairs)
-
-
-_DECODE: dict[str, Callable[[Any], Any]] = {
-    "float": float,
-    "complex": lambda content: complex(*map(float, content)),
-    "bytes": base64.b64decode,
+_READ: dict[str, Callable[[Any], Any]] = {name: read for name, _, read in KINDS.values()} | {
     "path": Path,
-    "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
     "dict": dict,
     "ordered": OrderedDict,
     "counter": lambda content: Counter(dict(content)),
-    "default": _default,
-    "size": torch.Size,
-    "dtype": _dtype,
-    "device": torch.device,
 }

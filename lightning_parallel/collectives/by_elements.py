@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
 from lightning_parallel.collectives.elements import Elements, Ranks
@@ -47,41 +47,40 @@ def counted(x: Tensor, factor: float) -> Tensor:
     return _apply(_Count, x, factor)
 
 
-def reduced_later(x: Tensor, ranks: Ranks, factor: float = 1) -> Tensor:
-    """A parameter that each rank uses for its own elements; its gradient is reduced over the ranks when a step ends.
+def becomes_mean(x: Any, ranks: Ranks) -> bool:
+    """Whether a tensor is a parameter whose gradients become means over these ranks when the step ends; notes it."""
+    if torch.compiler.is_dynamo_compiling() or type(x) is not nn.Parameter or ranks.name != "tp":
+        return False
+    path = vars(x).get("_replicated_path")
+    if path is not None:
+        ranks.met[path] = None
+    return path is not None
 
-    In a backward pass of the user's own, as `torch.autograd.grad` within the step, it is summed at once: nobody does so
-    later, and an average of equal ones is the same.
 
-    Args:
-        x: the parameter.
-        ranks: over which is reduced.
-        factor: how often a rank's summand counts: as often as there are ranks, where they are averaged.
+def averaged_later(x: Tensor, ranks: Ranks) -> Tensor:
+    """A parameter that each rank uses for its own elements, and whose gradients become means when a step ends.
+
+    What a rank computed a summand of counts as often as there are ranks: the mean is the sum. Uses that all ranks have
+    alike need no such thing. In a backward pass of the user's own, as `torch.autograd.grad` within the step, it is
+    summed at once: nobody does so later, and a mean of equal ones is the same.
     """
     if not (x.requires_grad and torch.is_grad_enabled()):
         return x
     if torch.compiler.is_dynamo_compiling():  # whose graphs are the same for all backward passes
-        return x if factor == 1 else _apply(_Count, x, factor)
+        return counted(x, ranks.count)
     use = x.view_as(x)
     node: Any = use.grad_fn
-    node.register_prehook(partial(_reduce_later, ranks, factor))  # half the cost of a function of autograd
+    node.register_prehook(partial(_average_later, ranks))  # half the cost of a function of autograd
     return use
 
 
-def _reduce_later(ranks: Ranks, factor: float, gradients: tuple[Tensor | None]) -> tuple[Tensor] | None:
+def _average_later(ranks: Ranks, gradients: tuple[Tensor | None]) -> tuple[Tensor] | None:
     (gradient,) = gradients
-    if gradient is None or (ranks.reduces_later and factor == 1):
+    if gradient is None:
         return None
     if ranks.reduces_later:
-        return (gradient * factor,)
+        return (gradient * ranks.count,)
     return (total(gradient, ranks) if torch.is_grad_enabled() else summed(gradient, ranks.group),)
-
-
-def shared_out(x: Tensor, ranks: Ranks) -> Tensor:
-    """A parameter that all ranks use alike, while others of its uses are reduced later: each has its share."""
-    if torch.compiler.is_dynamo_compiling():
-        return _apply(_Count, x, 1 / ranks.count)
-    return _apply(_Share, x, ranks)
 
 
 def total(x: Tensor, ranks: Ranks) -> Tensor:
@@ -99,22 +98,15 @@ def joined(own: Tensor, dim: int, elements: Elements) -> Tensor:
     return _apply(_Joined, own, dim, elements)
 
 
-def gathered(own: Tensor, dim: int, elements: Elements, keep: bool = False) -> Tensor:
+def gathered(own: Tensor, dim: int, elements: Elements) -> Tensor:
     """The whole of what ranks have divided, of which each computes another part of what follows. ⇄ `total_part`.
 
     Args:
         own: this rank's elements.
         dim: the dimension that is divided.
         elements: which they are.
-        keep: whether backward keeps them, for `gathered_again`.
     """
-    return _apply(_Gathered, own, dim, elements, keep)
-
-
-def gathered_again(node: Any) -> Tensor:
-    """The whole that `gathered(..., keep=True)` returned, gathered anew from the node that it left in the graph."""
-    (own,) = node.saved_tensors
-    return whole_of(own, node.dim, node.elements)
+    return _apply(_Gathered, own, dim, elements)
 
 
 def total_part(x: Tensor, dim: int, elements: Elements) -> Tensor:
@@ -158,17 +150,6 @@ class _Count(Function):
         return gradient * ctx.factor, None
 
 
-class _Share(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
-        ctx.ranks = ranks
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return gradient / ctx.ranks.count if ctx.ranks.reduces_later else gradient, None
-
-
 class _Total(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, ranks: Ranks) -> Tensor:
@@ -207,17 +188,15 @@ class _Joined(Function):
 
 class _Gathered(Function):
     @staticmethod
-    def forward(ctx: Any, own: Tensor, dim: int, elements: Elements, keep: bool) -> Tensor:
+    def forward(ctx: Any, own: Tensor, dim: int, elements: Elements) -> Tensor:
         ctx.dim, ctx.elements = dim, elements
-        if keep:
-            ctx.save_for_backward(own)
         return result(whole_of(own, dim, elements))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         scatter = total_part if torch.is_grad_enabled() else part_of_sum
         own = scatter(gradient, ctx.dim, ctx.elements)
-        return summand_of(own, ctx.dim, ctx.elements), None, None, None
+        return summand_of(own, ctx.dim, ctx.elements), None, None
 
 
 class _TotalPart(Function):

@@ -31,7 +31,6 @@ class Ranks:
         name: of the axis of the mesh, by which other processes know what these ranks divide.
         sequence_dim: the dimension of a hidden state, (batch, sequence, features), that runs along the sequence, where
             these ranks keep their parts of it between the layers that they divide; None where they keep the whole.
-        regathers: whether backward gathers the inputs of products again, to keep only parts of them.
         averages: tells whether a tensor is a parameter whose gradients are averaged over these ranks when a step ends.
             What a rank computed a summand of then counts `count` times; otherwise it is summed where it is used. None
             where no parameter is.
@@ -42,25 +41,23 @@ class Ranks:
         group: dist.ProcessGroup,
         name: str,
         sequence_dim: int | None = None,
-        regathers: bool = False,
         averages: Callable[[Tensor], bool] | None = None,
     ) -> None:
         self.group, self.name, self.sequence_dim = group, name, sequence_dim
-        self.regathers, self.averages = regathers, averages
+        self.averages = averages
         self.rank, self.count = group.rank(), group.size()
         self.reduces_later = False
         """Whether a backward pass that runs now is the one after which gradients are reduced, not one of the user's."""
         self._chunks: dict[tuple[int | str, ...], Elements] = {}
         self._elements: dict[tuple[int, tuple[Runs, ...]], Elements] = {}
-        self.gathered: dict[tuple[Any, str, torch.Size], tuple[int, int]] = {}
-        """What was gathered for want of a rule: module, operation and shape, and how often and how many bytes."""
+        self.gathered: dict[tuple[str, torch.Size], tuple[int, int]] = {}
+        """What was gathered for want of a rule: operation and shape, and how often and how many bytes."""
         self.told: set[tuple[str, torch.Size]] = set()
         """The operations and shapes of which this was said."""
         self.viewed: list[Any] = []
-        """Tensors of whose wholes a step made views: before anything is computed they take what changed these."""
-        self._made_in: dict[int, Callable[[], Any]] = {}
-        self.met: dict[int, Tensor] = {}
-        """Parameters that met divided tensors, by their `id`, which nobody else gets while they are held here."""
+        """Gathered tensors of which a step has views: before anything is computed, what changed there is taken."""
+        self.met: dict[str, None] = {}
+        """The paths of parameters that met divided tensors since gradients became means."""
         self.last_entered: tuple[Any, Any, Tensor] | None = None
         """The tensor that entered last (a weak reference), what it was then and where, and what stands for it since."""
         self.last_in_graph: tuple[Tensor, Any, Tensor] | None = None
@@ -113,20 +110,6 @@ class Ranks:
             runs = [[bounds(size, 2 * self.count, number) for number in pair] for pair in pairs]
             self._chunks["zigzag", size] = self.elements(size, runs)
         return self._chunks["zigzag", size]
-
-    def note_viewed(self, tensor: Any, around: Callable[[], Any] | None) -> None:
-        """Notes a tensor of whose whole views are made, and drops those of recomputations that are over.
-
-        Args:
-            tensor: what is to take what changes in the views.
-            around: gives the checkpoint that it is made in, or its recomputation, while that is there; None if in none.
-        """
-        over = {number for number, made_in in self._made_in.items() if made_in() is None}
-        self.viewed[:] = [*(each for each in self.viewed if id(each) not in over), tensor]
-        self._made_in = {number: each for number, each in self._made_in.items() if number not in over}
-        self._made_in.pop(id(tensor), None)  # of one that is no more
-        if around is not None:
-            self._made_in[id(tensor)] = around
 
     def _chunks_of(self, starts: Sequence[int], sizes: Sequence[int], rank: int) -> list[Span]:
         chunks = [bounds(size, self.count, rank) for size in sizes]

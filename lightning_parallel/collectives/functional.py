@@ -95,10 +95,10 @@ def all_gather(output: Tensor, shard: Tensor, group: dist.ProcessGroup) -> Pendi
 
     `shard` may be this rank's part of `output`. Conjugate of `reduce_scatter`.
     """
+    if _is_read(output, group):
+        return Pending(_all_gather(_flat(output), _flat(shard), group=group, async_op=True))
     room = room_for(output, group)
-    # As bytes: backends do not know every dtype.
-    work = _all_gather(*map(_as_bytes, (room, sendable(shard, group))), group=group, async_op=True)
-    return filled(work, [(room, output)])
+    return filled(_all_gather(_flat(room), _flat(shard.cpu()), group=group, async_op=True), [(room, output)])
 
 
 def reduce_scatter(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> Pending:
@@ -106,13 +106,21 @@ def reduce_scatter(output: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> 
 
     Conjugate of `all_gather`.
     """
+    if _is_read(output, group):
+        return Pending(_reduce_scatter(output.view(-1), tensor.view(-1), group=group, async_op=True))
     room = room_for(output, group)
-    work = _reduce_scatter(room.view(-1), sendable(tensor, group).view(-1), group=group, async_op=True)
-    return filled(work, [(room, output)])
+    return filled(_reduce_scatter(room.view(-1), tensor.cpu().view(-1), group=group, async_op=True), [(room, output)])
 
 
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(-1).view(torch.uint8)
+def _is_read(tensor: Tensor, group: dist.ProcessGroup) -> bool:
+    """Whether the group reads the memory where a tensor lies."""
+    return tensor.is_cpu or not is_gloo(group)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The elements of a tensor in a row; as bytes where backends may not know its dtype."""
+    flat = tensor.view(-1)
+    return flat if flat.is_floating_point() and flat.element_size() > 1 else flat.view(torch.uint8)
 
 
 # The next three make a new tensor of another one. What `torch.compile` traces goes through torch's traceable forms,
@@ -210,12 +218,12 @@ def is_gloo(group: dist.ProcessGroup) -> bool:
 
 def sendable(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The tensor, where the group can read it."""
-    return tensor.cpu() if is_gloo(group) else tensor
+    return tensor if _is_read(tensor, group) else tensor.cpu()
 
 
 def room_for(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Memory that the group can write: the tensor itself, or as much on the host."""
-    return torch.empty_like(tensor, device="cpu") if is_gloo(group) and not tensor.is_cpu else tensor
+    return tensor if _is_read(tensor, group) else torch.empty_like(tensor, device="cpu")
 
 
 def filled(work: Waitable, rooms: Sequence[tuple[Tensor, Tensor]]) -> Pending:

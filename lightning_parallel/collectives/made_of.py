@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _top_saved_tensors_default_hooks
 
 T = TypeVar("T")
 
@@ -103,3 +104,26 @@ def version(tensor: Tensor) -> Version:
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return tensor._version, 0, 0
     return tensor._version, tensor.untyped_storage()._cdata, tensor.storage_offset()
+
+
+# ---------------------------------------------------------------- activation checkpointing
+
+
+def checkpoint_around() -> Any:
+    """Return a token of the enclosing checkpoint, or of its recomputation; None outside of one.
+
+    Tokens are equal within one run of one block, and keep nothing alive.
+    """
+    hooks: Any = _top_saved_tensors_default_hooks(True)
+    return weakref.ref(hooks[0]) if hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint" else None
+
+
+def is_in_checkpoint() -> bool:
+    """Whether a checkpoint is around what runs, which no compiler reads."""
+    return not torch.compiler.is_dynamo_compiling() and checkpoint_around() is not None
+
+
+def is_recomputed() -> bool:
+    """Whether what runs, and no compiler reads, is what a checkpoint recomputes in backward."""
+    hooks: Any = None if torch.compiler.is_dynamo_compiling() else _top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__qualname__.startswith("_recomputation_hook")

@@ -1,38 +1,38 @@
-"""Which modules hold experts, and in which of two forms: stacked in parameters, or as a list of modules.
+"""Find the modules that hold stacked experts: parameters with one row for each expert, (experts, ...).
 
-| form | what it is | how it is called |
-|---|---|---|
-| stacked | parameters with one row for each expert, (experts, ...) | once: `experts(tokens, indices, weights)` |
-| listed | a ModuleList or ModuleDict of modules that are alike | each by itself, with the tokens that chose it |
-
-A plan names them (`ParallelPlan(experts=...)`). Else a Hugging Face model's `ep_plan` does, or the structure: stacked
-matrices in a module that takes three arguments, or either form beside a router, which has one output for each expert.
+Such a module is called once, as `experts(tokens, indices, weights)`. A plan names it (`ParallelPlan(experts=...)`), or
+a Hugging Face model's `ep_plan`, or the structure tells: stacked matrices in a module that takes three arguments, or
+beside a router, which has one output for each expert. Lists of modules are not divided: only the code around a list
+knows which token goes to which module.
 """
 
 from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Literal
 
 from torch import nn
 
 from lightning_parallel.plan.metadata import experts_of, within
 from lightning_parallel.plan.plan import ParallelPlan, matching, starred
 
+STACK = (
+    "stack the weights of a list of experts into parameters of shape (experts, ...) of one module that is called as "
+    "experts(tokens, indices, weights), see docs/guide/expert_parallel.md, or leave ExpertParallel out and shard the "
+    "list with Zero"
+)
+
 
 @dataclass(frozen=True)
 class Experts:
-    """A module that holds experts.
+    """A module that holds stacked experts.
 
     Attributes:
         name: its FQN.
-        form: see above.
         count: how many experts it holds.
     """
 
     name: str
-    form: Literal["stacked", "listed"]
     count: int
 
 
@@ -40,63 +40,45 @@ def find_experts(model: nn.Module, plan: ParallelPlan) -> list[Experts]:
     """Return the modules of a model that hold experts, as far as this rank has them, each once wherever it stands.
 
     Raises:
-        ValueError: a module that the plan names holds no experts in a known form.
+        ValueError: a module that the plan names holds no stacked experts.
     """
-    found: dict[int, Experts] = {}
     if plan.experts:
-        for name, module in (each for pattern in plan.experts for each in matching(model, pattern)):
-            if any(True for _ in module.parameters()):
-                found.setdefault(id(module), _require(name, module, plan))
-        return list(found.values())
+        return _named(model, plan)
+    found: dict[int, Experts] = {}
     marked = experts_of(model)
-    blocks = tuple(f"{name}." for name in plan.find_blocks(model))
     for path, owner in model.named_modules():
         for own, module in owner.named_children():
-            name = within(path, own)
-            experts = _form_of(name, module)
-            if experts is None:
+            count, name = _count(module), within(path, own)
+            if count is None:
                 continue
-            in_block = not blocks or name.startswith(blocks)
-            routed = _routes(owner, module, experts.count) and (experts.form == "stacked" or in_block)
-            by_structure = routed or (experts.form == "stacked" and _takes_routes(module))
-            if starred(name) in marked or (by_structure and _has_matrices(module)):
-                found.setdefault(id(module), experts)
+            # Rows that are scales of heads, (heads, 1, 1), or kernels of torch's own modules are no experts.
+            matrices = any(each.dim() > 2 and min(each.shape[1:]) > 1 for each in module.parameters(recurse=False))
+            by_structure = matrices and not type(module).__module__.startswith("torch.")
+            if starred(name) in marked or (by_structure and (_routes(owner, module, count) or _takes_routes(module))):
+                found.setdefault(id(module), Experts(name, count))
     return list(found.values())
 
 
-def _require(name: str, module: nn.Module, plan: ParallelPlan) -> Experts:
-    found = _form_of(name, module)
-    if found is None:
-        raise ValueError(
-            f"{plan.source} says that {name} holds experts, but it is neither a module with parameters of the shape "
-            "(experts, ...) nor a ModuleList or ModuleDict of several modules that are alike; name such a one in "
-            "ParallelPlan(experts=...), or leave expert parallelism out"
-        )
-    return found
+def _named(model: nn.Module, plan: ParallelPlan) -> list[Experts]:
+    found: dict[int, Experts] = {}
+    for name, module in (each for pattern in plan.experts for each in matching(model, pattern)):
+        if any(True for _ in module.parameters()):
+            count = _count(module)
+            if count is None:
+                raise ValueError(
+                    f"{plan.source} says that {name} holds experts, but it has no parameters of the shape (experts, "
+                    f"...); {STACK}"
+                )
+            found.setdefault(id(module), Experts(name, count))
+    return list(found.values())
 
 
-def _form_of(name: str, module: nn.Module) -> Experts | None:
-    """Return a module as experts: stacked if each of its own parameters has a row for each, listed if it is a list."""
+def _count(module: nn.Module) -> int | None:
+    """Return the number of rows that all parameters of a module itself have, None where it holds no experts."""
     own = list(module.parameters(recurse=False))
     counts = {parameter.shape[0] for parameter in own if parameter.dim() > 1}
-    if len(counts) == 1 and any(parameter.dim() > 2 for parameter in own) and counts != {1}:
-        return Experts(name, "stacked", counts.pop())
-    if not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        return None
-    children = list(module.children())
-    if type(module).forward is not nn.Module.forward:  # its own forward may use more than experts, as a dropout
-        children = [child for child in children if any(True for _ in child.parameters())]
-    forms = {(type(each), tuple((own, it.shape) for own, it in each.named_parameters())) for each in children}
-    alike = len(children) > 1 and len(forms) == 1 and any(True for _ in children[0].parameters())
-    return Experts(name, "listed", len(children)) if alike else None
-
-
-def _has_matrices(module: nn.Module) -> bool:
-    """Return whether rows of parameters are matrices: those of scales of heads, (heads, 1, 1), and kernels are not."""
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-        return True
-    stacked = any(each.dim() > 2 and min(each.shape[1:]) > 1 for each in module.parameters(recurse=False))
-    return stacked and not type(module).__module__.startswith("torch.")
+    stacked = len(counts) == 1 and counts != {1} and any(parameter.dim() > 2 for parameter in own)
+    return counts.pop() if stacked else None
 
 
 def _takes_routes(module: nn.Module) -> bool:

@@ -1,13 +1,13 @@
 """Private fields of Lightning that batches, loaders, callback, sample and lifecycle need: known here, and nowhere else.
 
-Written against Lightning 2.6. Loops and combined loaders are `Any` where their classes are private or differ by loop.
+Written against Lightning 2.6. What changes an object of the user's registers on `back` how that is undone. Loops and
+combined loaders are `Any` where their classes are private or differ by loop.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from inspect import unwrap
 from typing import Any
 
@@ -54,11 +54,11 @@ def divides_data(trainer: Trainer) -> bool:
     return bool(trainer._accelerator_connector.use_distributed_sampler)
 
 
-def leave_samplers_alone(trainer: Trainer) -> Callable[[], object]:
-    """Keep Lightning from replacing the user's sampler, and its order, by its own. Returns what undoes it."""
-    connector, before = trainer._accelerator_connector, divides_data(trainer)
+def leave_samplers_alone(trainer: Trainer, back: ExitStack) -> None:
+    """Keep Lightning from replacing the user's sampler, and its order, by its own."""
+    connector = trainer._accelerator_connector
+    back.callback(setattr, connector, "use_distributed_sampler", divides_data(trainer))
     connector.use_distributed_sampler = False
-    return partial(setattr, connector, "use_distributed_sampler", before)
 
 
 def choose_checkpoint(trainer: Trainer, choose: Callable[[Any], Any]) -> None:
@@ -73,8 +73,8 @@ def choose_checkpoint(trainer: Trainer, choose: Callable[[Any], Any]) -> None:
     vars(connector)["_restore_modules_and_callbacks"] = restore_chosen
 
 
-def link_by(callback: ModelCheckpoint, link: Callable[[str, str], None]) -> Callable[[], object]:
-    """Let somebody make the callback's links to its last checkpoint. Returns what undoes it.
+def link_by(callback: ModelCheckpoint, link: Callable[[str, str], None], back: ExitStack) -> None:
+    """Let somebody make the callback's links to its last checkpoint.
 
     Lightning removes one link before it makes the next.
     """
@@ -83,7 +83,7 @@ def link_by(callback: ModelCheckpoint, link: Callable[[str, str], None]) -> Call
         link(filepath, linkpath)
         trainer.strategy.barrier()
 
-    return _replaced(callback, "_link_checkpoint", make)
+    _replace(callback, "_link_checkpoint", make, back)
 
 
 def count_as_saved(trainer: Trainer) -> None:
@@ -101,21 +101,20 @@ def wrapped_optimizers(strategy: Strategy) -> list[LightningOptimizer]:
     return strategy._lightning_optimizers
 
 
-def find_parameters_by_identity(callbacks: Iterable[Callback]) -> Callable[[], object]:
-    """Let finetuning callbacks look for a parameter in an optimizer by its identity. Returns what undoes it.
+def find_parameters_by_identity(callbacks: Iterable[Callback], back: ExitStack) -> None:
+    """Let finetuning callbacks look for a parameter in an optimizer by its identity.
 
     Lightning compares the values of each with each instead, which ranks would have to gather.
     """
     if not any(isinstance(callback, BaseFinetuning) for callback in callbacks):
-        return lambda: None
-    own = vars(BaseFinetuning)["filter_on_optimizer"]
+        return
 
     def not_in(optimizer: Optimizer, params: Iterable[Any]) -> list[Any]:
         known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         return [parameter for parameter in params if id(parameter) not in known]
 
+    back.callback(setattr, BaseFinetuning, "filter_on_optimizer", vars(BaseFinetuning)["filter_on_optimizer"])
     BaseFinetuning.filter_on_optimizer = staticmethod(not_in)  # type: ignore[method-assign]
-    return partial(setattr, BaseFinetuning, "filter_on_optimizer", own)
 
 
 # ---------------------------------------------------------------- a loop
@@ -133,31 +132,32 @@ def running_evaluation(trainer: Trainer) -> Any:
     return {"fit": fit, "validate": validate, "test": test, "predict": predict}[trainer.state.fn.value]
 
 
-def _replaced(owner: Any, name: str, method: Callable[..., Any]) -> Callable[[], object]:
-    """Put a method in the place of an object's own. Returns what undoes it."""
+def _replace(owner: Any, name: str, method: Callable[..., Any], back: ExitStack) -> None:
+    """Put a method in the place of an object's own."""
     vars(owner)[name] = method
-    return lambda: vars(owner).pop(name, None)
+    back.callback(vars(owner).pop, name, None)
 
 
-def agree_when_to_validate(trainer: Trainer, agree: Callable[[bool], bool]) -> Callable[[], object]:
-    """Let ranks decide by one clock when to validate, if time decides. Returns what undoes it."""
+def agree_when_to_validate(trainer: Trainer, agree: Callable[[bool], bool], back: ExitStack) -> None:
+    """Let ranks decide by one clock when to validate, if time decides."""
     loop: Any = trainer.fit_loop.epoch_loop
-    if trainer._val_check_time_interval is None:  # type: ignore[attr-defined]
-        return lambda: None
-    return _replaced(
-        loop, "_should_check_val_fx", lambda fetcher: agree(type(loop)._should_check_val_fx(loop, fetcher))
-    )
+
+    def should_check(fetcher: Any) -> bool:
+        return agree(type(loop)._should_check_val_fx(loop, fetcher))
+
+    if trainer._val_check_time_interval is not None:  # type: ignore[attr-defined]
+        _replace(loop, "_should_check_val_fx", should_check, back)
 
 
-def before_validation_reads(trainer: Trainer, act: Callable[[Any], None]) -> Callable[[], object]:
-    """Act before the validation of a fit reads its loaders, for which it has no hook. Returns what undoes it."""
+def before_validation_reads(trainer: Trainer, act: Callable[[Any], None], back: ExitStack) -> None:
+    """Act before the validation of a fit reads its loaders, for which it has no hook."""
     loop: Any = trainer.fit_loop.epoch_loop.val_loop
 
     def reset() -> None:
         act(combined_of(loop))
         type(loop).reset(loop)
 
-    return _replaced(loop, "reset", reset)
+    _replace(loop, "reset", reset, back)
 
 
 def loaders_left_to_validate(trainer: Trainer) -> list[Any]:
@@ -171,8 +171,10 @@ def loaders_left_to_validate(trainer: Trainer) -> list[Any]:
     return list(combined.flattened)
 
 
-def skip_without_draws(trainer: Trainer, preserved: Callable[[], AbstractContextManager[None]]) -> Callable[[], object]:
-    """Keep random states where a fit only counts an evaluation that it leaves out. Returns what undoes it."""
+def skip_without_draws(
+    trainer: Trainer, preserved: Callable[[], AbstractContextManager[None]], back: ExitStack
+) -> None:
+    """Keep random states where a fit only counts an evaluation that it leaves out."""
     loop: Any = trainer.fit_loop.epoch_loop.val_loop
     skip = loop.increment_progress_to_evaluation_end
 
@@ -180,7 +182,7 @@ def skip_without_draws(trainer: Trainer, preserved: Callable[[], AbstractContext
         with preserved():
             skip()
 
-    return _replaced(loop, "increment_progress_to_evaluation_end", skipped)
+    _replace(loop, "increment_progress_to_evaluation_end", skipped, back)
 
 
 def combined_of(loop: Any) -> CombinedLoader | None:
@@ -195,10 +197,10 @@ def compare_validating(trainer: Trainer, compare: Callable[[str, str], None]) ->
     compare(source.name, "some" if source.is_defined() else "none")
 
 
-def compare_loaders(loop: Any, host: dist.ProcessGroup, compare: Callable[[str, int], None]) -> Callable[[], object]:
+def compare_loaders(loop: Any, host: dist.ProcessGroup, compare: Callable[[str, int], None], back: ExitStack) -> None:
     """Let ranks compare how many loaders a loop gets, by a name; all raise where one cannot make its own.
 
-    Lightning then meets for each loader. Returns what undoes it.
+    Lightning then meets for each loader.
     """
     source = loop._data_source
     make = source.dataloader
@@ -208,7 +210,7 @@ def compare_loaders(loop: Any, host: dist.ProcessGroup, compare: Callable[[str, 
         compare(source.name, len((given if isinstance(given, CombinedLoader) else CombinedLoader(given)).flattened))
         return given
 
-    return _replaced(source, "dataloader", made_together)
+    _replace(source, "dataloader", made_together, back)
 
 
 def fetched_first(loop: Any) -> Any:
@@ -217,15 +219,15 @@ def fetched_first(loop: Any) -> Any:
     return fetched[0][0] if fetched else None
 
 
-def leave_sigterm_alone(trainer: Trainer) -> Callable[[], object]:
-    """Keep the fit loop from telling other ranks of SIGTERM, as `Batches` does. Returns what undoes it."""
-    return _replaced(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
+def leave_sigterm_alone(trainer: Trainer, back: ExitStack) -> None:
+    """Keep the fit loop from telling other ranks of SIGTERM, as `Batches` does."""
+    _replace(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", bool, back)
 
 
-def switch_worlds(trainer: Trainer, user_world: DefaultGroup, full_world: DefaultGroup) -> Callable[[], object]:
+def switch_worlds(trainer: Trainer, user_world: DefaultGroup, full_world: DefaultGroup, back: ExitStack) -> None:
     """Run the hooks of module, data module and callbacks in `user_world`, what they call of the trainer in the other.
 
-    Lightning enters a context of the profiler around each of them, which is extended here. Returns what undoes it.
+    Lightning enters a context of the profiler around each of them, which is extended here.
     """
     profiler: Any = trainer.profiler  # type: ignore[attr-defined]
     profile = profiler.profile
@@ -242,7 +244,7 @@ def switch_worlds(trainer: Trainer, user_world: DefaultGroup, full_world: Defaul
             if before is not group:  # else a hook may have ended the process group
                 dist.GroupMember.WORLD = before
 
-    return _replaced(profiler, "profile", profile_in_world)
+    _replace(profiler, "profile", profile_in_world, back)
 
 
 def take_patches_back() -> None:
@@ -308,12 +310,16 @@ def as_given(combined: CombinedLoader, items: list[Any]) -> Any:
     return tree_unflatten(items, combined._spec)
 
 
-def iterators_of(combined: CombinedLoader, dataloader_idx: int) -> list[Any] | None:
-    """The iterators that a batch came from; None where Lightning, fetching ahead, is at the next loader already."""
+def reading_of(combined: CombinedLoader, dataloader_idx: int) -> tuple[list[Any], list[Any] | None]:
+    """The loaders that a batch comes from, and their iterators.
+
+    Instead of iterators None where Lightning, fetching ahead, is at the next loader already.
+    """
     iterator: Any = combined._iterator
     if not reads_in_turn(combined):
-        return list(iterator.iterators)
-    return list(iterator.iterators[:1]) if iterator._iterator_idx == dataloader_idx else None
+        return combined.flattened, list(iterator.iterators)
+    reads = iterator._iterator_idx == dataloader_idx
+    return combined.flattened[dataloader_idx : dataloader_idx + 1], list(iterator.iterators[:1]) if reads else None
 
 
 def own_batch_sampler(batch_sampler: Any) -> tuple[Any, bool]:

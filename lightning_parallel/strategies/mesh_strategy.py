@@ -19,28 +19,31 @@ from lightning_parallel.plan.find import check_plan, find_plan
 from lightning_parallel.plan.plan import ParallelPlan, require_plan
 from lightning_parallel.strategies import lightning_internals as internals
 from lightning_parallel.strategies import refusals
-from lightning_parallel.strategies.build.born_sharded import is_born
-from lightning_parallel.strategies.checkpoint.auto import newest_checkpoint
+from lightning_parallel.strategies.build import is_born
+from lightning_parallel.strategies.checkpoint.reading import newest_checkpoint
 from lightning_parallel.strategies.checkpoint.resumption import Resumption
-from lightning_parallel.strategies.checkpoint.sharded import Source
-from lightning_parallel.strategies.data.batches import Batches
+from lightning_parallel.strategies.checkpoint.saver import Source
+from lightning_parallel.strategies.data.batches import Batches, MeshCallback
 from lightning_parallel.strategies.data.loaders import compared, divide
 from lightning_parallel.strategies.data.randomness import seed_per_data_rank
-from lightning_parallel.strategies.lightning_package import LightningModule, Trainer, TrainerFn
+from lightning_parallel.strategies.lightning_package import DoublePrecision, LightningModule, Trainer, TrainerFn
 from lightning_parallel.strategies.logged.logging import StepLog
 from lightning_parallel.strategies.model import between_steps, start_table
 from lightning_parallel.strategies.model.between_steps import BetweenSteps
 from lightning_parallel.strategies.model.buffers import Buffers
 from lightning_parallel.strategies.model.divided_model import DividedModel, no_sample
 from lightning_parallel.strategies.model.postponed import Postponed
-from lightning_parallel.strategies.precision import MeshPrecision, NonFinite, convert_before_loading
+from lightning_parallel.strategies.optimization import (
+    MeshPrecision,
+    NonFinite,
+    StoredOptimizers,
+)
+from lightning_parallel.strategies.patches import TrainerPatches
 from lightning_parallel.strategies.rank_strategy import RankStrategy
 from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.strategies.refusals import refuse
 from lightning_parallel.strategies.step_runner import StepRunner
-from lightning_parallel.strategies.trainer.callback import MeshCallback
-from lightning_parallel.strategies.trainer.optimizers import StoredOptimizers
-from lightning_parallel.strategies.trainer.patches import TrainerPatches
+from lightning_parallel.techniques.divided.parts import as_stored
 from lightning_parallel.techniques.division import Sample
 from lightning_parallel.techniques.gradients.stored_optimizer import StoredOptimizer
 from lightning_parallel.techniques.step import Step
@@ -104,7 +107,7 @@ class MeshStrategy(RankStrategy):
         mesh, trainer = self._mesh(), self._module().trainer
         self._divided = DividedModel(self._module(), mesh, self._host_group(), self.techniques)
         if mesh.shares_samples:
-            self._give_back.callback(internals.switch_worlds(trainer, mesh.users, mesh.everybody))
+            internals.switch_worlds(trainer, mesh.users, mesh.everybody, self._give_back)
         if self._checkpoints.resume == "auto" and trainer.state.fn == TrainerFn.FITTING:
             internals.choose_checkpoint(trainer, self._checkpoint_to_resume)
 
@@ -189,7 +192,7 @@ class MeshStrategy(RankStrategy):
         if fitting and postponed is None:
             self.setup_optimizers(trainer)
         elif fitting:
-            self._take_optimizers(with_states=True)
+            self._take_optimizers()
         if postponed is None:
             self.setup_precision_plugin()
         self._stored.reach_wrappers()
@@ -238,7 +241,7 @@ class MeshStrategy(RankStrategy):
         if not self.is_distributed:
             patches.ignore_sync_dist_warning()
             return
-        signals, acts = lambda: patches.signals, (self._others_come, self._unite_buffers, self._unite_metrics)
+        signals, acts = patches.signals, (self._others_come, self._unite_buffers, self._unite_metrics)
         self._batches = Batches(self._readers(), self._host_group(), signals, self._saves(), self._stored.settings)
         early = partial(self._divide_early, "a validation comes first; Trainer(num_sanity_val_steps=0) runs none then")
         self._callback = MeshCallback(self._batches, *acts, early)
@@ -274,10 +277,10 @@ class MeshStrategy(RankStrategy):
             return
         with self._whole.whole():
             super().setup_optimizers(trainer)
-        self._take_optimizers(with_states=False)
+        self._take_optimizers()
 
-    def _take_optimizers(self, with_states: bool) -> None:
-        self._whole.follow_in(self.optimizers, with_states)
+    def _take_optimizers(self) -> None:
+        self._whole.follow_in(self.optimizers)
         if self._whole.in_parts:
             faults = refusals.faults_of_old_parameters(self.optimizers, self._whole.known())
             refuse(faults, self._host_group())
@@ -389,9 +392,10 @@ class MeshStrategy(RankStrategy):
         assert self._runner is not None
         return self._runner.differentiate(closure_loss, optimizer, self._stored.look_at_loss, args, kwargs)
 
-    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
         """Lightning's, of an optimizer that a hook may have put in the place of another."""
-        return self._step_optimizer(optimizer, super().optimizer_step, *args, **kwargs)
+        step = partial(self._step_optimizer, optimizer, super().optimizer_step)
+        return as_stored(step, closure, *args, **kwargs) if self._in_step else step(closure, *args, **kwargs)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """See `RankStrategy.reduce`; the values of a step that is being logged wait for each other."""
@@ -460,7 +464,9 @@ class MeshStrategy(RankStrategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Loads into the whole model, or its shards; one that the user built on meta waits until it has values."""
-        convert_before_loading(self.precision_plugin, self._module())
+        if isinstance(self.precision_plugin, DoublePrecision):
+            # Lightning converts modules after that, by when values would have lost half of their digits
+            self.precision_plugin.convert_module(self._module())
         self._whole.load(checkpoint["state_dict"], strict, self._readers().rank == 0)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -496,7 +502,11 @@ class MeshStrategy(RankStrategy):
         if self._postponed is not None and sys.exc_info()[0] is None:
             self._whole.make_undivided()
         divided, together = self._divided, self._ready and not self._is_alone
-        if divided is not None and (not divided.in_parts or (together and divided.make_whole(self.num_processes))):
+        # after an error ranks may have states of different parameters
+        optimizers = self._stored.all if sys.exc_info()[0] is None else []
+        if divided is not None and (
+            divided.make_whole(optimizers, self.num_processes) if together else not divided.in_parts
+        ):
             divided.leave()
         if self._layer_sync is not None and module.trainer.state.fn == TrainerFn.FITTING:
             self._layer_sync.revert(module)

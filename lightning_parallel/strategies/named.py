@@ -54,12 +54,11 @@ class TensorParallelStrategy(MeshStrategy):
         size: Size = "auto",
         *,
         sequence_parallel: bool = True,
-        regather: bool = False,
         overlap: bool = False,
         plan: ParallelPlan | None = None,
         **lightning: Any,
     ) -> None:
-        technique = TensorParallel(size, sequence_parallel=sequence_parallel, regather=regather, overlap=overlap)
+        technique = TensorParallel(size, sequence_parallel=sequence_parallel, overlap=overlap)
         super().__init__([technique], plan, **lightning)
 
 

@@ -17,12 +17,10 @@ from lightning_parallel.collectives.functional import begun_in, hang_up, within_
 from lightning_parallel.collectives.samples import rows_of_all
 from lightning_parallel.mesh import Axis, ParallelMesh, resolve_sizes
 from lightning_parallel.strategies import lightning_internals as internals
-from lightning_parallel.strategies.checkpoint.files import AtomicCheckpointIO
-from lightning_parallel.strategies.checkpoint.loader import load
-from lightning_parallel.strategies.checkpoint.options import CheckpointOptions, Form, Resume
+from lightning_parallel.strategies.checkpoint.reading import AtomicCheckpointIO, CheckpointOptions, Form, Resume, load
 from lightning_parallel.strategies.checkpoint.saver import Saver
+from lightning_parallel.strategies.data.loaders import DataSharding
 from lightning_parallel.strategies.data.randomness import RandomState
-from lightning_parallel.strategies.data.sharding import DataSharding
 from lightning_parallel.strategies.lightning_package import (
     Accelerator,
     Callback,
@@ -37,8 +35,8 @@ from lightning_parallel.strategies.lightning_package import (
     fabric_rank_zero,
     rank_zero,
 )
-from lightning_parallel.strategies.logged.sums import reduce_tensor
-from lightning_parallel.strategies.precision import Policy
+from lightning_parallel.strategies.logged.logging import reduce_tensor
+from lightning_parallel.strategies.optimization import Policy
 from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.strategies.ranks.failures import Failure, Failures, add_note, one_line, report_to_torchrun
 from lightning_parallel.strategies.ranks.launchers import (
@@ -48,8 +46,8 @@ from lightning_parallel.strategies.ranks.launchers import (
     end_children,
     launcher_of,
     make_launcher,
+    wait_for_all,
 )
-from lightning_parallel.strategies.ranks.roll_call import wait_for_all
 from lightning_parallel.strategies.ranks.watchdog import Watchdog
 from lightning_parallel.techniques.technique import Technique
 
@@ -216,12 +214,11 @@ class RankStrategy(StrategyOfPackage):
         self._saver = Saver(self._checkpoints, self.checkpoint_io, self._host_group(), self._saving)
         if self.is_distributed:
             self._failures = Failures(self.global_rank, dist.get_world_size(), self._begun)
-            self._watchdog = self._new_watchdog()
-        self.share_randomness()  # not reset to its seed: one device draws on from where the user's script stands
-
-    def _new_watchdog(self) -> Watchdog:
-        timeout, trainer = self._timeout or default_pg_timeout, self._module().trainer
-        return Watchdog(self.global_rank, self._mesh().world_size, timeout, lambda: trainer.global_step, self._counts)
+            timeout, trainer = self._timeout or default_pg_timeout, self._module().trainer
+            step, begun = lambda: trainer.global_step, self._counts
+            self._watchdog = Watchdog(self.global_rank, self._mesh().world_size, timeout, step, begun)
+            # samplers draw the order of an epoch from the state of rank 0, from where the user's script stands
+            self.broadcast(RandomState.now()).restore()
 
     def _require_world_size(self) -> None:
         ranks = self._environment().world_size()
@@ -268,11 +265,6 @@ class RankStrategy(StrategyOfPackage):
         """Waits for all ranks, unless this one failed and others did not."""
         if self._control is not None and self._others_come("barrier"):
             dist.barrier(group=self._control)
-
-    def share_randomness(self) -> None:
-        """Gives all ranks the host's random state of rank 0, from which samplers draw the order of an epoch."""
-        if self.is_distributed:
-            self.broadcast(RandomState.now()).restore()
 
     @property
     def checkpoint_io(self) -> CheckpointIO:

@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Optimizer
 
 from lightning_parallel.mesh import ParallelMesh
-from lightning_parallel.strategies.build.born_sharded import is_born
+from lightning_parallel.strategies.build import is_born
 from lightning_parallel.strategies.lightning_package import (
     Callback,
     Checkpoint,
@@ -37,7 +37,6 @@ from lightning_parallel.strategies.ranks.agreement import gather_objects, run_or
 from lightning_parallel.techniques.gradients.elementwise import steps_each_parameter
 from lightning_parallel.techniques.technique import Technique
 from lightning_parallel.techniques.tools.elsewhere import tree_of
-from lightning_parallel.techniques.tools.moved import path_of
 from lightning_parallel.techniques.tools.telling import warn
 
 LEFT_AS_THEY_ARE = "or use DataParallel() or Zero(stage=2), which leave modules as they are"
@@ -292,13 +291,7 @@ def faults_of_old_parameters(optimizers: Iterable[Optimizer], known: Iterable[nn
     for optimizer in optimizers:
         kind = type(optimizer).__name__
         for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-            if id(parameter) not in ids and (name := path_of(parameter)) is not None:
-                yield (
-                    f"{kind} was made before ranks divided the module's parameters and has states already, which "
-                    f"cannot be divided with them ({name}); make {kind} in configure_optimizers, and load its states "
-                    "from a checkpoint (ckpt_path=)"
-                )
-            elif id(parameter) not in ids:
+            if id(parameter) not in ids:
                 yield (
                     f"{kind} has a parameter of shape {list(parameter.shape)} that is none of the module's: it is not "
                     f"registered in the module, or an earlier run left it in {kind}; make the optimizer in "

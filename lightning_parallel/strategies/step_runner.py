@@ -17,7 +17,7 @@ from lightning_parallel.strategies.logged.microbatch_step import MicrobatchStep
 from lightning_parallel.strategies.logged.probing import ProbingRun, silent
 from lightning_parallel.strategies.model.between_steps import BetweenSteps
 from lightning_parallel.strategies.model.divided_model import DividedModel
-from lightning_parallel.strategies.precision import NonFinite, scale_of
+from lightning_parallel.strategies.optimization import NonFinite, scale_of
 from lightning_parallel.strategies.rank_strategy import RankStrategy
 from lightning_parallel.techniques.step import BatchContext, BatchRecords, Step, StepFn
 
@@ -112,7 +112,7 @@ class StepRunner:
             scale=scale_of(self._strategy.precision_plugin) if pipelined else 1.0,
             alone=self._alone,
             records=observed if pipelined else BatchRecords(),
-            silent=partial(silent, self._module, observed, self._strategy.root_device),
+            silent=partial(silent, self._module, observed, self._step, self._strategy.root_device),
         )
 
     def _forward(self, run: StepFn[T], context: BatchContext, batch: Any, numbers: Any, kwargs: Any) -> T:
@@ -134,7 +134,9 @@ class StepRunner:
         if alone or synced or samples < 2 or not module.automatic_optimization or log is None:
             return run
         strategy.has_gathered = False
-        return ProbingRun(run, module, samples, batches.batch_dims, context.silent, lambda: strategy.has_gathered, log)
+        return ProbingRun(
+            run, module, samples, batches.batch_dims, context.silent, self._step, lambda: strategy.has_gathered, log
+        )
 
     def _differentiate(
         self, loss: Tensor, optimizer: Optimizer | None, asked: bool, args: tuple[Any, ...], kwargs: dict[str, Any]

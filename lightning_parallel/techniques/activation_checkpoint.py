@@ -30,6 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lightning_parallel.arguments import one_of
 from lightning_parallel.mesh import Axis, Size
+from lightning_parallel.techniques.divided.parts import computing
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.division import Division, PartitionContext
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
@@ -281,5 +282,6 @@ def _copies(part: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
 
 def _memory(tensor: Any) -> Tensor:
     """What a rank has of a tensor."""
-    own: Tensor = tensor.own if isinstance(tensor, Divided) else local(tensor)
+    computes = computing(tensor)
+    own: Tensor = computes.own if isinstance(computes, Divided) else local(tensor)
     return own

@@ -18,7 +18,7 @@ from lightning_parallel.techniques.division import Division, PartitionContext
 from lightning_parallel.techniques.gradients.average import Compression, average_gradients
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
-from lightning_parallel.techniques.tools.replicas import Replicas
+from lightning_parallel.techniques.tools.holders import Replicas
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from lightning_parallel.techniques.tools.means import Means
+    from lightning_parallel.techniques.tools.undone_writes import UndoneWrites
 
 T = TypeVar("T")
 StepFn = Callable[..., T]
 """The user's `training_step` or one of its siblings; it may be called several times for one batch."""
 
-Silent = Callable[[], AbstractContextManager[None]]
+Silent = Callable[[], AbstractContextManager["UndoneWrites | None"]]
 
 
 class BatchRecords:
@@ -58,7 +59,7 @@ class BatchContext:
         scale: by what the loss will be multiplied before backward, for steps that compute gradients before that.
         alone: whether no other rank has samples of this batch, so that what has no target here has none at all.
         records: takes what the step logs, where it runs on microbatches.
-        silent: makes a context in which the step leaves no trace in logs, metrics, buffers and random states.
+        silent: makes a context in which the step leaves no trace in logs, metrics, tensors and random states.
     """
 
     index: int = 0
@@ -116,6 +117,15 @@ class Step:
         """
         if self.inner:
             self.inner.average_given(parameters)
+
+    def gathered(self) -> list[Tensor]:
+        """Tensors whose memory is allocated and filled in a step, where ranks gather parameters."""
+        return self.inner.gathered() if self.inner else []
+
+    def gather_anew(self) -> None:
+        """Take back what the user's step wrote into gathered parameters. Collective over the ranks that share them."""
+        if self.inner:
+            self.inner.gather_anew()
 
     def shard_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """Cut whole gradients, which hooks put in the place of sharded ones, to this rank's part. No message."""

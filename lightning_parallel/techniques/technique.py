@@ -36,7 +36,6 @@ class Traits:
         steps_see_wholes: though its ranks average gradients, their steps see, log and return the same.
         meets_in_forward: ranks that read different samples wait for each other within a forward, so all of them must
             divide their batches into as many microbatches.
-        divides_batches: a rank's batch is divided by its samples.
         replaces_tensors: modules get other tensors in the place of theirs: shards, or what looks whole, or nothing.
         replaces_parameters: so they do in the place of parameters that ranks hold.
         acts_alone: it does what it does in a group of one rank, too.
@@ -48,7 +47,6 @@ class Traits:
     averages_gradients: bool = False
     steps_see_wholes: bool = False
     meets_in_forward: bool = False
-    divides_batches: bool = False
     replaces_tensors: bool = False
     replaces_parameters: bool = False
     acts_alone: bool = False

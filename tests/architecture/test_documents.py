@@ -47,17 +47,17 @@ def files() -> list[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
-def test_a_document_names_files_that_exist(document: Path) -> None:
+def test_document_names_files_that_exist(document: Path) -> None:
     assert not [*missing(document), *missing_sections(document)]
 
 
-def test_a_file_that_was_moved_is_found(tmp_path: Path) -> None:
+def test_file_that_was_moved_is_found(tmp_path: Path) -> None:
     document = tmp_path / "document.md"
     document.write_text("`gradient_buckets.py`, `gradients/buckets.py`, [x](gone.md), `techniques/foo.py`")
     assert list(missing(document)) == ["gone.md", "gradient_buckets.py"]
 
 
-def test_a_section_that_was_renamed_is_found(tmp_path: Path) -> None:
+def test_section_that_was_renamed_is_found(tmp_path: Path) -> None:
     document = tmp_path / "document.md"
     document.write_text("# What is `new`?\n\n[here](#what-is-new), [there](#what-was)")
     assert list(missing_sections(document)) == ["#what-was"]

@@ -108,8 +108,8 @@ def test_a_count_holds_no_finalizers_of_garbage() -> None:
 
 
 # Calls, operations and storages of a block more than by hand; with Python 3.11 there were (103, 2, 2) and (199, 8, 0).
-MOST = {False: (120, 4, 2), True: (205 if torch.__version__ >= (2, 13) else 225, 10, 2)}
-MOST_COMPILED = 60  # with Python 3.11 there were 52.5
+MOST = {False: (120, 4, 2), True: (205 if torch.__version__ >= (2, 13) else 225, 12, 4)}
+MOST_COMPILED = 68  # with Python 3.11 there were 65.5, of which 5 switch the stance of the compiler
 
 
 @pytest.mark.parametrize("world", [(RANKS, 0)], indirect=True)

@@ -37,7 +37,7 @@ def test_messages_take_their_time(name: str) -> None:
     assert pace.busy == pace.waited == pytest.approx(expected)
 
 
-def test_messages_of_a_group_wait_for_each_other_and_not_for_those_of_another() -> None:
+def test_messages_of_one_group_wait_for_each_other() -> None:
     pace = Pace(alpha=0.15, on=True)
     with told_by_a_clock() as clock, pretended(RANKS, pace):
         other = dist.new_group([0, 1], backend="delaying")

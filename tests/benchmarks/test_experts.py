@@ -30,7 +30,7 @@ def cpu_time(forward: Callable[[Tensor], tuple[Tensor, Tensor]], tokens: Tensor)
 
 
 @ranks(2)
-def test_a_mixture_on_two_ranks_costs_little_more_than_its_share() -> None:
+def test_mixture_on_two_ranks_costs_little_more_than_its_share() -> None:
     """Every rank has 1,024 tokens and half of the experts; one process computes the same tokens with all of them."""
     from recipes.moe import MixtureOfExperts, MoEConfig
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_parallel.checkpoint.sealed import COMMENT, END_SIZE
-from lightning_parallel.strategies.checkpoint.files import AtomicCheckpointIO
+from lightning_parallel.strategies.checkpoint.reading import AtomicCheckpointIO
 from tests.checkpoint.folders import content, damage, flip, is_step
 
 

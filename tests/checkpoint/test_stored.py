@@ -24,7 +24,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("box", [slice(0, 8), slice(2, 5)])
-def test_a_box_in_one_piece_is_copied_once(read: list[Tensor], box: slice) -> None:
+def test_box_in_one_piece_is_copied_once(read: list[Tensor], box: slice) -> None:
     disk = torch.arange(32.0).view(8, 4)
     stored = StoredTensor(disk.dtype, disk.shape, all_of(disk.shape, lambda: disk))
     made = stored[box].clone()
@@ -34,7 +34,7 @@ def test_a_box_in_one_piece_is_copied_once(read: list[Tensor], box: slice) -> No
     assert disk.any()
 
 
-def test_a_box_in_several_pieces_is_put_together(read: list[Tensor]) -> None:
+def test_box_in_several_pieces_is_put_together(read: list[Tensor]) -> None:
     disk = torch.arange(32.0).view(8, 4)
     pieces = [((0, 0), (3, 4), lambda: disk[:3]), ((3, 0), (5, 4), lambda: disk[3:])]
     made = StoredTensor(disk.dtype, disk.shape, pieces)[1:6].clone()
@@ -42,7 +42,7 @@ def test_a_box_in_several_pieces_is_put_together(read: list[Tensor]) -> None:
     assert made.equal(disk[1:6])
 
 
-def test_a_changed_tensor_is_cloned_as_it_is() -> None:
+def test_changed_tensor_is_cloned_as_it_is() -> None:
     disk = torch.arange(4.0)
     stored: Tensor = StoredTensor(disk.dtype, disk.shape, all_of(disk.shape, lambda: disk.clone()))
     stored.add_(1.0)

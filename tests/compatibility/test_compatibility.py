@@ -61,7 +61,7 @@ def test_what_differs_is_not_called_exact():
     assert first_difference(reference.curve, [reference, other]).startswith("rank 1: weight w of shape (2,)")
 
 
-def test_the_document_counts_every_result_and_says_why():
+def test_document_counts_every_result_and_says_why():
     results = [
         Result("bert", "text encoder", "dp2", "exact", commit="1234"),
         Result("bert", "text encoder", "pp2", "refused", "it has no blocks; name them", commit="1234"),

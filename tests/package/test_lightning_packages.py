@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers import sampled
+
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("of_pytorch_lightning.py")
 WITHOUT_LIGHTNING = """
@@ -40,17 +42,17 @@ def run(*command: str, **environment: str) -> str:
 
 
 @pytest.mark.launched
-def test_a_trainer_of_pytorch_lightning_trains_as_on_one_device() -> None:
+def test_trainer_of_pytorch_lightning_trains_as_on_one_device() -> None:
     assert "trained as on one device" in run("-c", WITHOUT_LIGHTNING.format(path=str(SCRIPT)))
 
 
-@pytest.mark.parametrize("first", ["lightning.pytorch", "pytorch_lightning"])
-def test_where_both_are_imported_the_other_trainer_names_the_import(first: str) -> None:
+@sampled(1, "first", ["lightning.pytorch", "pytorch_lightning"])
+def test_other_trainer_names_the_import(first: str) -> None:
     second = "pytorch_lightning" if first == "lightning.pytorch" else "lightning.pytorch"
     said = run("-c", BOTH.format(first=first, second=second, trainer="pytorch_lightning")).splitlines()
     assert [CAUSE in line for line in said] == [True, True]
 
 
-def test_a_variable_chooses_where_both_are_imported() -> None:
+def test_variable_chooses_where_both_are_imported() -> None:
     script = BOTH.format(first="lightning.pytorch", second="pytorch_lightning", trainer="pytorch_lightning")
     assert not run("-c", script, LIGHTNING_PARALLEL_PACKAGE="pytorch_lightning")

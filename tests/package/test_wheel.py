@@ -86,7 +86,7 @@ def test_its_command_trains_without_a_checkout(installed: Path, tmp_path: Path) 
 
 
 @pytest.mark.exhaustive
-def test_a_users_mypy_finds_our_types(installed: Path, tmp_path: Path) -> None:
+def test_users_mypy_finds_our_types(installed: Path, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv"], check=True, timeout=240)
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
     copytree(installed, site, dirs_exist_ok=True)

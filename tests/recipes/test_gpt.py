@@ -22,13 +22,13 @@ def test_one_row_of_logits_per_position():
     assert small_gpt()(some_ids(3, 16)).shape == (3, 16, 50)
 
 
-def test_an_untrained_model_knows_nothing():
+def test_untrained_model_knows_nothing():
     ids = some_ids(8, 16)
     loss = F.cross_entropy(small_gpt()(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
     assert loss.item() == pytest.approx(math.log(50), abs=0.1)
 
 
-def test_the_future_does_not_change_the_past():
+def test_future_does_not_change_the_past():
     network, ids = small_gpt(), some_ids(2, 16)
     other = ids.clone()
     other[:, 9:] = (other[:, 9:] + 1) % 50
@@ -69,7 +69,7 @@ def test_grouped_heads_equal_full_heads_with_repeated_keys_and_values():
     torch.testing.assert_close(grouped(ids), full(ids))
 
 
-def test_a_tied_head_is_the_embedding():
+def test_tied_head_is_the_embedding():
     tied, untied = small_gpt(), small_gpt(tied_head=False)
     assert tied.head.weight is tied.embed.weight
     assert untied.head.weight is not untied.embed.weight
@@ -100,12 +100,12 @@ def test_built_on_meta_and_reset_it_is_the_same_model():
         ({"dim": "wide"}, r"dim=wide must be a whole number"),
     ],
 )
-def test_an_impossible_shape_is_refused(change, message):
+def test_impossible_shape_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
         GPTConfig(**{**SMALL, **change})
 
 
-def test_the_module_builds_its_network_once():
+def test_module_builds_its_network_once():
     module = GPTModule(SMALL)
     assert module.network is None
     module.configure_model()

@@ -98,7 +98,7 @@ def test_what_no_model_of_transformers_computes_is_told(change: dict[str, Any], 
     assert not (tmp_path / "out").exists()
 
 
-def test_a_checkpoint_without_our_configuration_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_without_our_configuration_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"state_dict": {"weight": torch.ones(2)}}, tmp_path / "other.ckpt")
     with pytest.raises(SystemExit):
         hub.main([str(tmp_path / "other.ckpt"), str(tmp_path / "out")])
@@ -139,7 +139,7 @@ def test_what_transformers_writes_is_read(kind: str, tmp_path: Path) -> None:
         ({"norm_eps": 1e-3}, "rms_norm_eps=1e-05 where this network has 0.001"),
     ],
 )
-def test_a_network_that_computes_something_else_is_told(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_network_that_computes_something_else_is_told(change: dict[str, Any], said: str, tmp_path: Path) -> None:
     hub.main([str(saved(module("qwen3"), tmp_path / "one.ckpt")), str(tmp_path / "out")])
     AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).save_pretrained(tmp_path / "theirs")
     other = GPTModule(GPTConfig(**(SIZES | KINDS["qwen3"] | change)))

@@ -112,7 +112,7 @@ def test_tokens_go_where_they_should(routing):
         torch.testing.assert_close(mine, theirs)
 
 
-def test_the_gradients_of_experts_are_those_of_differences():
+def test_gradients_of_experts_are_those_of_differences():
     experts, index = made(Experts, config(dim=8, expert_dim=4)), torch.tensor([[1, 0], [5, 1], [1, 7]])
     inputs = some(3, 8), some(3, 2, seed=2)
     assert torch.autograd.gradcheck(lambda x, weights: experts(x, index, weights), inputs)
@@ -219,7 +219,7 @@ def test_losses_on_routers_are_those_of_the_papers():
     assert all(router.weight.grad.any() for router in routers)
 
 
-def test_a_bias_rises_where_load_is_missing():
+def test_bias_rises_where_load_is_missing():
     router = Router(config(n_experts=4, balance="bias", bias_rate=0.5))
     router.correct(torch.tensor([10, 0, 6, 4]))
     assert router.correction.tolist() == [-0.5, 0.5, -0.5, 0.5]
@@ -237,7 +237,7 @@ def batches(size=2, count=8):
     return DataLoader([{"input_ids": row[:-1], "labels": row[1:]} for row in ids], size)
 
 
-def test_a_bias_follows_the_load_of_all_batches_of_a_step():
+def test_bias_follows_the_load_of_all_batches_of_a_step():
     trained = module(balance="bias", bias_rate=0.25)
     loads, biases = [], []
 
@@ -260,7 +260,7 @@ def test_a_bias_follows_the_load_of_all_batches_of_a_step():
         assert biases[1][layer].equal(0.25 * (pairs.sum() / 8 - pairs).sign())
 
 
-def test_a_module_keeps_no_graph():
+def test_module_keeps_no_graph():
     trained = module()
     trainer(max_steps=2).fit(trained, batches(), batches())
     kept = [value for value in vars(trained).values() if isinstance(value, torch.Tensor)]
@@ -347,14 +347,14 @@ def texts(tmp_path):
 
 
 @ranks(2)
-def test_the_recipe_draws_the_load(tmp_path, texts):
+def test_recipe_draws_the_load(tmp_path, texts):
     fit(tmp_path / "out", texts, 4, "experiment=moe", "model.config.dense_layers=1")
     torch.distributed.barrier()  # rank 0 draws
     assert (tmp_path / "out" / "experts.png").read_bytes().startswith(b"\x89PNG")
 
 
 @ranks(1)
-def test_a_resumed_run_draws_the_load_of_all_of_it(tmp_path):
+def test_resumed_run_draws_the_load_of_all_of_it(tmp_path):
     def load(steps, **resume):
         drawn, save = ExpertLoad(tmp_path), Save(tmp_path / str(steps))
         run = trainer(HybridStrategy(), max_steps=steps, accumulate_grad_batches=2, callbacks=[drawn, save])

@@ -33,6 +33,6 @@ def test_curves_are_drawn_from_the_log(tmp_path):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_load_of_experts_is_drawn(tmp_path):
+def test_load_of_experts_is_drawn(tmp_path):
     draw_load(torch.tensor([[3, 1, 0, 4], [2, 2, 2, 2]]), 1, tmp_path / "experts.png")
     assert (tmp_path / "experts.png").read_bytes().startswith(b"\x89PNG")

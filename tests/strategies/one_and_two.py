@@ -1,9 +1,10 @@
-"""The same run on one device and in a pipeline of two ranks, and whether both saw the same."""
+"""A run on one device and on ranks, and whether every rank saw what the one device saw."""
 
 import os
 import warnings
 from collections.abc import Callable
 from functools import partial
+from numbers import Number
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +37,48 @@ def on_one_and_two(run: Callable[..., Any], strategy: MakeStrategy = PIPELINE, *
     return expected.result(), found
 
 
-def require_like(expected: Any, found: Any) -> None:
-    """Nested lists and dicts of numbers, the same but for rounding."""
+def assert_like_one_device(
+    run: Callable[..., Any],
+    ranks: int,
+    one: tuple[Any, ...],
+    many: tuple[Any, ...],
+    *,
+    rtol: float = 1e-5,
+    atol: float | None = None,
+    **options: Any,
+) -> None:
+    """Holds what `run(*many)` returns on every rank to what `run(*one)` returns in one process.
+
+    Args:
+        run: what is compared, a function of this or another module.
+        ranks: how many ranks run it.
+        one: its arguments in one process, e.g. `(None, 8)`: no strategy, and batches of 8.
+        many: those of a rank, e.g. `(ZeroStrategy, 4)`.
+        rtol: how far numbers may differ, by their size.
+        atol: and beside that; by default as much for tensors, and a tenth for plain numbers.
+        options: arguments by name of both.
+    """
+    expected = begun_on_one(run, *one, **options)
+    for rank, found in enumerate(run_on_ranks(ranks, run, *many, **options)):
+        require_like(expected.result(), found, rtol, atol, f"rank {rank}")
+
+
+def require_like(
+    expected: Any, found: Any, rtol: float = 1e-5, atol: float | None = None, where: str = "result"
+) -> None:
+    """Nested lists and dicts of numbers, the same but for rounding; an error names the place."""
     if isinstance(expected, dict):
-        assert expected.keys() == found.keys()
+        assert expected.keys() == found.keys(), where
         for key in expected:
-            require_like(expected[key], found[key])
+            require_like(expected[key], found[key], rtol, atol, f"{where}[{key!r}]")
     elif isinstance(expected, (list, tuple)):
-        assert len(expected) == len(found)
-        for wanted, got in zip(expected, found, strict=True):
-            require_like(wanted, got)
+        assert len(expected) == len(found), where
+        for number, (wanted, got) in enumerate(zip(expected, found, strict=True)):
+            require_like(wanted, got, rtol, atol, f"{where}[{number}]")
     elif isinstance(expected, Tensor):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        close = {"rtol": rtol, "atol": rtol if atol is None else atol}
+        torch.testing.assert_close(found, expected, **close, msg=lambda said: f"{where}: {said}")
+    elif isinstance(expected, Number):
+        assert found == pytest.approx(expected, rel=rtol, abs=rtol / 10 if atol is None else atol), where
     else:
-        assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+        assert found == expected, where

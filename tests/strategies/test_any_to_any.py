@@ -61,9 +61,12 @@ ROWS: dict[str, Rows] = {
         "cp 2, zero 3": (4, 2, hybrid(Zero(2), ContextParallel(2))),
         "cp 2, tp 2": (4, 1, hybrid(ContextParallel(2), TensorParallel(2))),
         "cp 2, pp 2": (4, 1, hybrid(ContextParallel(2), PP2)),
+        "pp 2": (2, 1, hybrid(PP2)),
+        "zbv": (2, 1, hybrid(PipelineParallel(2, schedule="zbv", microbatches=4))),
+        "pp 2, zero 3": (4, 2, hybrid(PP2, Zero(2))),
     },
 }
-MODELS = {"mixtral": {"num_hidden_layers": 2, "experts_implementation": "eager"}, "gpt2": {"n_layer": 2}}
+MODELS = {"mixtral": {"num_hidden_layers": 2, "experts_implementation": "eager"}, "gpt2": {"n_layer": 4}}
 STOP = 1
 
 

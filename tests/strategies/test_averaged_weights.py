@@ -7,13 +7,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
-from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_parallel import (
     ContextParallel,
+    DataParallelStrategy,
     HybridStrategy,
     LayerParallelStrategy,
     PipelineParallel,
@@ -24,59 +24,15 @@ from lightning_parallel import (
     ZeroStrategy,
 )
 from lightning_parallel.techniques.tools import global_shard
+from tests.models import TiedWords
 from tests.ranks import begun_on_one, run_on_ranks
-from tests.strategies.one_and_two import MakeStrategy, made, require_like, scratch
+from tests.strategies.one_and_two import MakeStrategy, assert_like_one_device, made, scratch
 from tests.tiers import sampled
 from tests.trainers import trainer
-
-WORDS, WIDTH, LENGTH = 19, 8, 6
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:(Swapping scheduler|The .*scheduler|.*checkpoint directory|Be aware that when using)"
 )
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Tied(LightningModule):
-    """Words predicted by the weight that embeds them; it counts its steps in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.embed, self.layers = nn.Embedding(WORDS, WIDTH), nn.ModuleList(Block() for _ in range(4))
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
-        self.head.weight = self.embed.weight
-        self.register_buffer("steps", torch.zeros((), dtype=torch.float64))
-        self.losses: list[Tensor] = []
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        x = self.embed(batch[0])
-        for layer in self.layers:
-            x = layer(x)
-        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), batch[1].flatten())
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        self.log("loss", loss)
-        return loss
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.steps += 1
-        self.losses.append(self.trainer.callback_metrics["loss"].clone())
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.log("val", self.loss(batch))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.02)
 
 
 def fitted(
@@ -85,11 +41,11 @@ def fitted(
     callbacks: list[Callback],
     epochs: int,
     start: str | None = None,
-    kind: type[Tied] = Tied,
+    kind: type[TiedWords] = TiedWords,
     **options: Any,
 ) -> Any:
     random, module = torch.Generator().manual_seed(1), kind()
-    data = TensorDataset(*(torch.randint(WORDS, (24, LENGTH), generator=random) for _ in range(2)))
+    data = TensorDataset(*(torch.randint(TiedWords.words, (24, 6), generator=random) for _ in range(2)))
     loader = partial(DataLoader, data, 8 // readers)
     saves = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
     options |= {"precision": "64-true", "max_epochs": epochs, "enable_checkpointing": saves}
@@ -124,6 +80,9 @@ LAYOUTS: list[tuple[int, int, Any]] = [
     (4, 1, partial(HybridStrategy, PipelineParallel(2, microbatches=2), TensorParallel(2))),
     (4, 2, partial(HybridStrategy, Zero(2, stage=3), ContextParallel(2))),
     (2, 1, PIPELINE),
+    (2, 2, DataParallelStrategy),
+    (2, 2, partial(ZeroStrategy, stage=1)),
+    (2, 2, partial(ZeroStrategy, stage=2)),
 ]
 
 
@@ -131,9 +90,7 @@ LAYOUTS: list[tuple[int, int, Any]] = [
 def test_averages_of_weights_are_those_of_one_device(layout: tuple[int, int, Any], tmp_path: Any) -> None:
     ranks, readers, strategy = layout
     begun_on_one(saved_by_one, str(tmp_path)).result()
-    begun = begun_on_one(averaged, None, 1, None)
-    for found in run_on_ranks(ranks, averaged, strategy, readers, str(tmp_path / "last.ckpt")):
-        require_like(begun.result(), found)
+    assert_like_one_device(averaged, ranks, (None, 1, None), (strategy, readers, str(tmp_path / "last.ckpt")))
 
 
 def gathers() -> tuple[int, Any]:
@@ -144,7 +101,7 @@ def gathers() -> tuple[int, Any]:
         return gather.call_count, kinds
 
 
-def test_an_average_keeps_shards_and_gathers_nothing() -> None:
+def test_average_keeps_shards_and_gathers_nothing() -> None:
     for found in run_on_ranks(2, gathers):
         assert found == (0, {global_shard.GlobalShard})
 
@@ -160,7 +117,7 @@ def unlike() -> Any:
     return fitted(ZeroStrategy(stage=3), 2, [ByRank(decay=0.9)], 1)[0]
 
 
-def test_averages_that_ranks_update_at_other_times_make_nobody_wait() -> None:
+def test_averages_updated_at_other_times_make_nobody_wait() -> None:
     for losses in run_on_ranks(2, unlike):
         assert len(losses) == 3
 
@@ -172,6 +129,4 @@ def stochastic(strategy: MakeStrategy | None, readers: int) -> Any:
 @sampled(1, "layout", LAYOUTS[1:])
 def test_stochastic_averages_are_those_of_one_device(layout: tuple[int, int, Any]) -> None:
     ranks, readers, strategy = layout
-    begun = begun_on_one(stochastic, None, 1)
-    for found in run_on_ranks(ranks, stochastic, strategy, readers):
-        require_like(begun.result(), found)
+    assert_like_one_device(stochastic, ranks, (None, 1), (strategy, readers))

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 import lightning_parallel as lp
-from lightning_parallel import DataParallelStrategy, LayerParallelStrategy, PipelineParallelStrategy, ZeroStrategy
+from lightning_parallel import LayerParallelStrategy, PipelineParallelStrategy
+from tests.layouts import layouts
 from tests.ranks import begun_on_one, run_on_ranks
-from tests.strategies.one_and_two import MakeStrategy, made, require_like
+from tests.strategies.one_and_two import MakeStrategy, assert_like_one_device, made, require_like
 from tests.tiers import covering
 from tests.trainers import trainer
 
@@ -102,21 +103,14 @@ def trained(strategy: MakeStrategy | None, batch_size: int, samples: int) -> Any
     return {name: float(value) for name, value in run.callback_metrics.items()}, dict(model.state_dict())
 
 
-LAYOUTS: dict[str, tuple[int, MakeStrategy]] = {
-    "pipeline": (1, partial(PipelineParallelStrategy, 2, microbatches=4)),
-    "zbv": (1, partial(PipelineParallelStrategy, 2, schedule="zbv", microbatches=4)),
-    "data parallel": (2, DataParallelStrategy),
-    "zero 3": (2, ZeroStrategy),
-}
+LAYOUTS = layouts("pipeline of 4 microbatches", "zbv", "data parallel", "zero 3")
 
 
 @covering(keep=1, layout=LAYOUTS, samples=[16, 19])
 def test_a_step_gets_the_targets_of_its_samples(layout: str, samples: int) -> None:
     """The last batch has three samples: two ranks have two and one of them, with lists of other lengths."""
-    readers, strategy = LAYOUTS[layout]
-    expected = begun_on_one(trained, None, 4, samples)
-    for found in run_on_ranks(2, trained, strategy, 4 // readers, samples):
-        require_like(expected.result(), found)
+    _, readers, strategy = LAYOUTS[layout]
+    assert_like_one_device(trained, 2, (None, 4, samples), (strategy, 4 // readers, samples))
 
 
 def of_graphs(strategy: MakeStrategy | None) -> Any:
@@ -135,9 +129,7 @@ def refused() -> None:
 
 def test_samples_that_nothing_tells_apart_are_not_divided() -> None:
     run_on_ranks(2, refused)
-    expected = begun_on_one(of_graphs, None)
-    for found in run_on_ranks(2, of_graphs, partial(LayerParallelStrategy, 2)):
-        require_like(expected.result(), found)
+    assert_like_one_device(of_graphs, 2, (None,), (partial(LayerParallelStrategy, 2),))
 
 
 class Counted(Boxes):
@@ -185,10 +177,8 @@ def counted(strategy: MakeStrategy | None) -> Any:
     return dict(model.state_dict())
 
 
-def test_what_counts_and_draws_stands_where_it_stood_after_a_look_at_batches() -> None:
-    expected = begun_on_one(counted, None)
-    for found in run_on_ranks(2, counted, partial(PipelineParallelStrategy, 2, microbatches=4)):
-        require_like(expected.result(), found)
+def test_counters_and_generators_are_as_before_the_first_batch() -> None:
+    assert_like_one_device(counted, 2, (None,), (partial(PipelineParallelStrategy, 2, microbatches=4),))
 
 
 # ---------------------------------------------------------------- looks at first batches
@@ -245,7 +235,7 @@ def together(strategy: MakeStrategy | None) -> Any:
     return set(asked), dict(model.state_dict())
 
 
-def test_loaders_are_known_by_all_that_are_read_together_and_hooks_by_their_number() -> None:
+def test_hooks_get_the_number_of_the_loader() -> None:
     _, expected = begun_on_one(together, None).result()
     for asked, found in run_on_ranks(2, together, partial(PipelineParallelStrategy, 2, microbatches=2)):
         require_like(expected, found)

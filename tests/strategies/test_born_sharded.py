@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel.strategies.build.born_sharded import born_sharded
+from lightning_parallel.strategies.build import born_sharded
 from lightning_parallel.techniques.tools.shards import whole_tensor
 from tests.live import LiveBytes
 from tests.ranks import run_on_ranks

@@ -13,7 +13,7 @@ from lightning_parallel import PipelineParallelStrategy
 from tests.further.points import WIDTH, Handwritten
 from tests.models import PlainBlock, points
 from tests.ranks import RanksFailed, begun_on_one, run_on_ranks
-from tests.strategies.one_and_two import MakeStrategy, made, require_like
+from tests.strategies.one_and_two import MakeStrategy, assert_like_one_device, made, require_like
 from tests.tiers import sampled
 from tests.trainers import trainer
 
@@ -112,9 +112,7 @@ def fitted(strategy: MakeStrategy | None, make: Any) -> tuple[list[float], dict[
 
 
 def require_as_on_one(make: Any, strategy: Any = PP2) -> None:
-    expected = begun_on_one(fitted, None, make)
-    for found in run_on_ranks(2, fitted, strategy, make):
-        require_like(expected.result(), found)
+    assert_like_one_device(fitted, 2, (None, make), (strategy, make))
 
 
 def error_of(make: Any) -> str:
@@ -137,14 +135,14 @@ def test_so_they_have_where_a_rank_has_two_stages(make: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "name"), [(SharesStatistics, "running_mean|num_batches_tracked"), (SharesReplaced, "cosines")]
 )
-def test_a_buffer_that_changes_and_that_several_stages_use(make: Any, name: str) -> None:
+def test_buffer_that_changes_and_that_several_stages_use(make: Any, name: str) -> None:
     for message in run_on_ranks(2, error_of, make):
         assert re.search(
             rf"the buffer blocks\.\d\.shared\.({name}) is changed in block .* stages \[0, 1\] have it", message
         )
 
 
-def test_a_large_buffer_that_the_analyzed_step_did_not_read() -> None:
+def test_large_buffer_that_the_analyzed_step_did_not_read() -> None:
     with pytest.raises(RanksFailed, match=r"blocks\.0\.mask is read, but another stage .* use it at the same places"):
         run_on_ranks(2, fitted, PP2, ReadLater)
 

@@ -7,13 +7,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import (
     EarlyStopping,
-    EMAWeightAveraging,
     GradientAccumulationScheduler,
     LearningRateMonitor,
     ModelCheckpoint,
     ModelPruning,
     ModelSummary,
-    StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
 
@@ -36,24 +34,22 @@ def fit_with(strategy: Any, batch_size: int, kind: Any, arguments: dict[str, Any
     return fit(strategy, data, batch_size, callbacks=[kind(**arguments)], **({"max_epochs": 4} | options))
 
 
-AVERAGING = {
-    StochasticWeightAveraging: {"swa_lrs": 0.05, "swa_epoch_start": 2},
-    EMAWeightAveraging: {"decay": 0.8},
+WRITING = {
     ModelPruning: {"pruning_fn": "l1_unstructured", "amount": 0.5, "parameters_to_prune": None},
     GradientAccumulationScheduler: {"scheduling": {0: 1, 1: 2, 3: 3}},
 }
 
 
-@covering(keep=1, kind=AVERAGING, strategy=WHOLE)
-def test_callbacks_that_write_parameters_work_where_these_are_whole(kind, strategy):
-    expected = on_device(fit_with, 4, kind, AVERAGING[kind])
-    for run in on_ranks(2, fit_with, strategy, 2, kind, AVERAGING[kind]):
+@covering(keep=1, kind=WRITING, strategy=WHOLE)
+def test_callbacks_write_full_parameters(kind, strategy):
+    expected = on_device(fit_with, 4, kind, WRITING[kind])
+    for run in on_ranks(2, fit_with, strategy, 2, kind, WRITING[kind]):
         require_same_values(expected, run)
 
 
-def test_a_callback_that_replaces_parameters_is_refused_where_these_are_sharded():
+def test_callback_that_replaces_sharded_parameters_is_refused():
     with pytest.raises(RanksFailed, match=r"ranks 0, 1 failed(.|\n)*ModelPruning puts whole parameters and masks"):
-        on_ranks(2, fit_with, ZERO_3, 2, ModelPruning, AVERAGING[ModelPruning])
+        on_ranks(2, fit_with, ZERO_3, 2, ModelPruning, WRITING[ModelPruning])
 
 
 class Plateau(Watched):
@@ -101,6 +97,6 @@ def summarise(strategy: Any) -> Any:
 
 
 @pytest.mark.parametrize("strategy", [*WHOLE, ZERO_3])
-def test_the_summary_is_of_the_whole_model(strategy):
+def test_summary_is_of_the_whole_model(strategy):
     for seen, first in on_ranks(2, summarise, strategy):
         assert seen == [(3, 3)] * first

@@ -22,7 +22,7 @@ from lightning_parallel.checkpoint import commit, folder
 from lightning_parallel.checkpoint.damage import Damaged
 from lightning_parallel.checkpoint.manifest import read_manifest
 from lightning_parallel.strategies import refusals
-from lightning_parallel.strategies.checkpoint.files import AtomicCheckpointIO
+from lightning_parallel.strategies.checkpoint.reading import AtomicCheckpointIO
 from tests.ranks import run_on_ranks
 from tests.strategies.test_checkpoint_use import LAYOUTS, SaveHalfway, Tied, fitted, tokens
 from tests.tiers import covering, sampled
@@ -227,7 +227,7 @@ def goes_on(where: Path, form: str, expected: int | str, said: str = "") -> int:
         with pytest.raises(ValueError, match=expected):
             fitted(made, Tied(), callbacks=[often], enable_checkpointing=True)
         return 0
-    with LogOf("lightning_parallel.strategies.checkpoint.auto") as log:
+    with LogOf("lightning_parallel.strategies.checkpoint.reading") as log:
         run = fitted(made, Tied(), max_epochs=expected, callbacks=[often], enable_checkpointing=True)
     assert said in log.text, log.text
     return run.global_step

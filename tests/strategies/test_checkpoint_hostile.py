@@ -22,7 +22,7 @@ from lightning_parallel.checkpoint import commit
 from lightning_parallel.checkpoint.hashed import Content
 from lightning_parallel.checkpoint.manifest import MANIFEST, VALUES, read_manifest, write_manifest
 from lightning_parallel.checkpoint.torch_folder import INDEX
-from lightning_parallel.strategies.checkpoint.files import AtomicCheckpointIO
+from lightning_parallel.strategies.checkpoint.reading import AtomicCheckpointIO
 from tests.ranks import run_on_ranks
 from tests.strategies.test_checkpoint_faults import FORMS, LogOf, goes_on
 from tests.strategies.test_checkpoint_use import Tied, fitted, tokens
@@ -245,7 +245,7 @@ def warns_when_it_saves(path: Path) -> None:
     warnings.filterwarnings("ignore", ".*is an instance of `nn.Module`")
 
     def said(make: Callable[[], Any], given: Any) -> str:
-        with LogOf("lightning_parallel.strategies.checkpoint.files") as log:
+        with LogOf("lightning_parallel.strategies.checkpoint.reading") as log:
             run = fitted(make, WithCode(given))
             run.save_checkpoint(path)
             run.save_checkpoint(path)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lightning_parallel.strategies.checkpoint.sharded import Source, prepared
+from lightning_parallel.strategies.checkpoint.saver import Source, prepared
 from tests.checkpoint.folders import content, is_step, load, save
 from tests.checkpoint.test_commit import TOUCHES
 from tests.ranks import POOL

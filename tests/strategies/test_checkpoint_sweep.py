@@ -197,7 +197,7 @@ def sweep(layout: str, form: str, where: Path, kills: int) -> None:
 
 
 @pytest.mark.exhaustive
-def test_a_rank_is_killed_at_random_moments(tmp_path: Path) -> None:
+def test_rank_is_killed_at_random_moments(tmp_path: Path) -> None:
     sweep("zero 3", "sharded", tmp_path, kills=2)
 
 

@@ -15,16 +15,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
-from lightning_parallel.strategies.checkpoint.files import AtomicCheckpointIO
+from lightning_parallel.strategies.checkpoint.reading import AtomicCheckpointIO
 from lightning_parallel.strategies.named import (
     DataParallelStrategy,
+    HybridStrategy,
     PipelineParallelStrategy,
     TensorParallelStrategy,
     ZeroStrategy,
 )
 from tests.checkpoint.folders import load
 from tests.models import Plain, loaders
-from tests.ranks import RanksFailed, run_on_ranks
+from tests.ranks import RanksFailed, begun_on_one, run_on_ranks
 from tests.tiers import covering
 from tests.trainers import trainer
 
@@ -273,3 +274,53 @@ def test_saving_in_a_step_is_refused_where_ranks_are_not_together_in_it(layout: 
 def test_so_it_is_nowhere_else(layout: str, tmp_path: Path) -> None:
     run_on_ranks(2, saves_in_a_step, LAYOUTS[layout], "training", tmp_path / "a.ckpt")
     assert "blocks.3.up.weight" in saved(tmp_path / "a.ckpt")
+
+
+class SavesAtTheEnd(Plain):
+    """Saves in `on_train_end`, where ranks hold shards; the test saves again when the module is whole."""
+
+    path: Path
+
+    def on_train_end(self) -> None:
+        self.trainer.save_checkpoint(self.path)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def at_the_end_and_after(make: Callable[[], Any], path: Path, devices: int, batch: int) -> dict[str, Tensor]:
+    """Weights after one more step, by hand, of a run whose two last checkpoints are alike."""
+    model = SavesAtTheEnd()
+    model.path, after = path / "end.ckpt", path / "after.ckpt"
+    run = trainer(make(), devices, max_steps=3)
+    run.fit(model, *loaders("plain", batch, samples=48, val_samples=16))
+    run.save_checkpoint(after)
+    assert not [p for p in model.parameters() if type(p) is not nn.Parameter]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer = run.optimizers[0]
+    optimizer.step()
+    run.strategy.barrier()
+    end, again = (load(it) if it.is_dir() else torch.load(it, weights_only=True) for it in (model.path, after))
+    for name in ("state_dict", "optimizer_states", "lr_schedulers", "global_step"):
+        torch.testing.assert_close(again[name], end[name], rtol=0, atol=0)
+    assert end["optimizer_states"][0]["state"]
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+ENDS: dict[str, Callable[..., Any]] = {
+    **{f"zero_{stage}": partial(ZeroStrategy, 2, stage=stage) for stage in (1, 2, 3)},
+    "tensor_parallel": partial(TensorParallelStrategy, 2),
+    "pipeline": partial(PipelineParallelStrategy, 2, microbatches=2),
+}
+
+
+@covering(keep=5, layout=ENDS, checkpoint=("full", "sharded"))
+def test_a_save_after_the_run_is_the_one_at_its_end_and_its_optimizer_steps_on(
+    layout: str, checkpoint: str, tmp_path: Path
+) -> None:
+    (tmp_path / "one").mkdir()
+    expected = begun_on_one(at_the_end_and_after, partial(HybridStrategy), tmp_path / "one", 1, 16)
+    make, batch = partial(ENDS[layout], checkpoint=checkpoint), 8 if layout.startswith("zero") else 16
+    for found in run_on_ranks(2, at_the_end_and_after, make, tmp_path, 2, batch):
+        torch.testing.assert_close(found, expected.result(), rtol=1e-5, atol=1e-6)

@@ -119,7 +119,7 @@ def test_one_process_builds_as_plain_lightning_does():
 
 
 @covering(layout=("dp", "zero3"), precision=("bf16-true", "64-true"))
-def test_what_is_of_another_dtype_is_converted_as_plain_lightning_does(layout, precision):
+def test_dtypes_are_converted_as_by_plain_lightning(layout, precision):
     options = {"max_steps": 0, "build": of_two_dtypes, "precision": precision}
     [(expected, *_)] = run_on_ranks(1, fit, lambda: "auto", 4, **options)
     for weights, *_ in run_on_ranks(2, fit, STRATEGIES[layout], 2, **options):
@@ -137,7 +137,7 @@ def failing() -> None:
         trainer(ZeroStrategy(), max_steps=1).fit(Failing(), DataLoader(torch.ones(8, 7)))
 
 
-def test_an_error_of_the_users_code_there_is_the_one_that_is_raised():
+def test_error_of_the_users_code_is_raised_unchanged():
     on_one(failing)
 
 
@@ -147,7 +147,7 @@ def test_without_a_seed_ranks_still_hold_one_model(layout, on_meta):
     compare_weights(first, second, 0)
 
 
-def test_a_model_made_on_meta_before_has_the_same_weights_on_every_layout():
+def test_model_on_meta_has_the_same_weights_in_every_layout():
     [(expected, *_)] = run_on_ranks(1, fit, HybridStrategy, 4, on_meta=True)
     for weights, *_ in run_on_ranks(4, fit, STRATEGIES["zero3"], 1, on_meta=True):
         compare_weights(expected, weights, 1e-4)

@@ -17,12 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_parallel import (
     Compile,
     HybridStrategy,
-    PipelineParallelStrategy,
     TensorParallel,
-    TensorParallelStrategy,
-    ZeroStrategy,
 )
 from lightning_parallel.techniques.tools.redirect import Surrounded, redirect_forward
+from tests.layouts import Layout, layouts
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import made, require_like
 from tests.strategies.test_unusual_models import WIDTH, Layer
@@ -86,7 +84,7 @@ class Student(LightningModule):
         return torch.optim.SGD(self.net.parameters(), lr=0.1)
 
 
-def test_a_redirected_module_is_copied_and_kept_without_what_leads_it() -> None:
+def test_redirected_module_is_copied_and_saved_plain() -> None:
     module = nn.Linear(2, 2)
     redirect_forward(module, lambda forward: lambda x: -forward(x))
     redirect_forward(module, lambda forward: lambda x: 2 * forward(x), Surrounded)
@@ -113,20 +111,15 @@ def taught(copied_in: str, strategy: Any, batch_size: int) -> Any:
 
 
 COMPILED = partial(HybridStrategy, TensorParallel(2), Compile(backend="aot_eager"))
-LAYOUTS: dict[str, Any] = {
-    "zero 1": (2, partial(ZeroStrategy, stage=1)),
-    "zero 2": (2, partial(ZeroStrategy, stage=2)),
-    "zero 3": (2, partial(ZeroStrategy, stage=3)),
-    "tensor parallel": (1, partial(TensorParallelStrategy, 2)),
-    "tensor parallel, compiled": (1, COMPILED),
-    "pipeline": (1, partial(PipelineParallelStrategy, 2, microbatches=2)),
+LAYOUTS = layouts("zero 1", "zero 2", "zero 3", "tensor parallel", "pipeline") | {
+    "tensor parallel, compiled": Layout(2, 1, COMPILED)
 }
 PLACES = "on_train_start", "on_train_batch_start", "on_train_epoch_end", "training_step"
 
 
 @sampled(1, ("layout", "copied_in"), product(LAYOUTS, PLACES))
 def test_a_copy_computes_with_its_own_weights(layout: str, copied_in: str) -> None:
-    data_ranks, strategy = LAYOUTS[layout]
+    _, data_ranks, strategy = LAYOUTS[layout]
     expected = begun_on_one(taught, copied_in, None, 4)
     found = run_on_ranks(2, taught, copied_in, strategy, 4 // data_ranks)
     losses = [sum(each) / len(found) for each in zip(*(losses for losses, _ in found), strict=True)]

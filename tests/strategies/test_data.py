@@ -93,7 +93,7 @@ def test_validation_between_epochs_leaves_the_order_alone():
 
 
 @sampled(2, ("size", "accumulate"), [(1, 1), (3, 2), (9, 1), (9, 2), (10, 2), (11, 1), (12, 2)])
-def test_a_last_batch_that_does_not_divide_trains_as_on_one_device(size, accumulate):
+def test_last_batch_that_does_not_divide(size, accumulate):
     check_fit(4, dp, partial(shuffled, size=size), accumulate_grad_batches=accumulate)
 
 
@@ -203,7 +203,7 @@ def test_streams_are_divided_batch_by_batch(kind, options, size):
     check_fit(2, dp, partial(stream, size=size, kind=kind, **options))
 
 
-def test_a_stream_in_workers_is_divided_batch_by_batch():
+def test_stream_in_workers_is_divided_batch_by_batch():
     check_fit(2, dp, partial(stream, size=11, **WORKERS), max_epochs=1)
 
 
@@ -233,7 +233,7 @@ def test_loaders_read_together_are_divided_each(mode):
     ],
     ids=str,
 )
-def test_options_of_the_trainer_mean_what_they_mean_on_one_device(options):
+def test_trainer_options_mean_the_same_as_on_one_device(options):
     check_fit(2, dp, partial(with_validation, size=19, val_size=5), **options)
 
 
@@ -275,7 +275,7 @@ def distributed(batch_size: int, *, inside: bool, wrong: bool, size: int = 12) -
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_the_users_own_distributed_sampler_is_left_alone(inside):
+def test_users_own_distributed_sampler_is_left_alone(inside):
     for rank, run in enumerate(on_ranks(2, fit, dp, partial(distributed, inside=inside, wrong=False), 2)):
         assert flat(run.saw["train"]) == 2 * list(range(rank, 12, 2))
 

@@ -88,12 +88,12 @@ REFUSED = {
 
 
 @sampled(4, "message", REFUSED)
-def test_training_data_that_cannot_be_divided_is_refused_on_every_rank(message):
+def test_training_data_is_refused_on_every_rank(message):
     check_refused(message, REFUSED[message])
 
 
 @sampled(4, "message", [message for message, make in REFUSED.items() if make is not tails])
-def test_validation_data_that_cannot_be_divided_is_refused_on_every_rank(message):
+def test_validation_data_is_refused_on_every_rank(message):
     check_refused(message, partial(after_training, REFUSED[message]))
 
 

@@ -158,6 +158,6 @@ def gathered(strategy: Any, size: int) -> list[int]:
 
 
 @pytest.mark.parametrize("size", [20, 21])
-def test_kept_outputs_are_gathered_where_samples_do_not_divide_evenly(size: int) -> None:
+def test_kept_outputs_of_uneven_samples_are_gathered(size: int) -> None:
     for found in on_ranks(2, gathered, DataParallelStrategy, size):
         assert sorted(found) == list(range(size))

@@ -100,7 +100,7 @@ def saved_while_handling(make: Callable[[], Any], path: Path, place: str, ranks:
 
 
 @sampled(1, "layout", LAYOUTS)
-def test_what_all_ranks_save_while_they_handle_an_exception_is_saved(layout: str, tmp_path: Path) -> None:
+def test_checkpoint_of_all_ranks_in_an_exception_handler(layout: str, tmp_path: Path) -> None:
     path = tmp_path / "handled.ckpt"
     ends = run_on_ranks(2, saved_while_handling, LAYOUTS[layout], path, "on_train_batch_end", [0, 1])
     saved = torch.load(path, weights_only=True)
@@ -117,7 +117,7 @@ def resumed_from(make: Callable[[], Any], path: Path) -> dict[str, Tensor]:
 
 
 @sampled(1, "layout", ["data_parallel", "zero_3", "pipeline"])
-def test_what_one_rank_saves_while_it_handles_an_exception_is_an_error_there(layout: str, tmp_path: Path) -> None:
+def test_checkpoint_of_one_rank_in_an_exception_handler(layout: str, tmp_path: Path) -> None:
     with pytest.raises(AssertionError) as failure:
         run_on_ranks(
             2, saved_while_handling, LAYOUTS[layout], tmp_path / "x.ckpt", "on_train_batch_end", [1], timeout=6.0
@@ -172,7 +172,7 @@ class Silent(Exception):  # noqa: N818
         raise RuntimeError
 
 
-def test_an_error_whose_own_text_fails_is_told_all_the_same() -> None:
+def test_error_whose_own_text_fails_is_told_all_the_same() -> None:
     assert one_line(Silent()) == "Silent: its text cannot be read, for RuntimeError"
 
 
@@ -187,7 +187,7 @@ class Broken(Dataset[Tensor]):
             raise ValueError("a sample is broken\nhere") from error
 
 
-def test_an_error_of_a_loaders_worker_is_told_with_its_cause() -> None:
+def test_error_of_a_loaders_worker_is_told_with_its_cause() -> None:
     with pytest.raises(ValueError, match="Original Traceback") as failure:
         next(iter(DataLoader(Broken(), num_workers=1)))
     told = "Caught ValueError in DataLoader worker process 0: ValueError: a sample is broken"
@@ -227,7 +227,7 @@ def pipelines_of_two() -> HybridStrategy:
 
 
 @sampled(1, "first", [0, 1])
-def test_all_ranks_of_a_pipeline_raise_what_one_of_them_raised_in_a_step(first: int) -> None:
+def test_error_in_a_step_reaches_all_ranks_of_a_pipeline(first: int) -> None:
     said = run_on_ranks(2, fails_on, first, LAYOUTS["pipeline"], timeout=90.0)
     assert said.pop(first) == "ValueError: a user's mistake"
     assert said == [f"RuntimeError: rank {first} failed first: ValueError: a user's mistake"]
@@ -240,7 +240,7 @@ def test_so_do_those_of_pipelines_beside_it() -> None:
 
 
 @pytest.mark.parametrize(("fault", "words"), [("gradients", "takes gradients to a tensor"), ("order", "in one order")])
-def test_an_evaluation_that_a_pipeline_cannot_run_is_told_by_all_its_ranks(fault: str, words: str) -> None:
+def test_evaluation_error_reaches_all_ranks_of_a_pipeline(fault: str, words: str) -> None:
     said = run_on_ranks(2, says_of, LAYOUTS["pipeline"], Evaluating(fault), loader(), timeout=90.0)
     assert all(words in each for each in said), said
     assert len([each for each in said if "failed first: RuntimeError: " in each]) == 1, said
@@ -264,7 +264,7 @@ def makes_loaders() -> list[str]:
     return []
 
 
-def test_loaders_that_one_rank_cannot_make_are_an_error_on_all_ranks_of_a_pipeline() -> None:
+def test_loader_error_reaches_all_ranks_of_a_pipeline() -> None:
     others, own = run_on_ranks(2, makes_loaders, timeout=20.0)
     assert own == ["ValueError", "a user's mistake"]
     assert others == ["RuntimeError", "rank 1 could not make its data loaders: ValueError: a user's mistake"]

@@ -15,9 +15,9 @@ from lightning_parallel import (
     Zero,
     ZeroStrategy,
 )
-from tests.ranks import begun_on_one, run_on_ranks
-from tests.strategies.one_and_two import MakeStrategy, made, require_like
-from tests.strategies.test_averaged_weights import Tied, fitted
+from tests.models import TiedWords
+from tests.strategies.one_and_two import MakeStrategy, assert_like_one_device, made
+from tests.strategies.test_averaged_weights import fitted
 from tests.tiers import sampled
 
 
@@ -33,7 +33,7 @@ class Thawing(BaseFinetuning):
             self.unfreeze_and_add_param_group(layers[epoch], optimizer, lr=0.01 / epoch)
 
 
-class Partly(Tied):
+class Partly(TiedWords):
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW([each for each in self.parameters() if each.requires_grad], lr=0.02)
 
@@ -52,15 +52,14 @@ LAYOUTS: list[tuple[int, int, Any]] = [
     (2, 2, partial(ZeroStrategy, stage=1)),
     (2, 2, partial(ZeroStrategy, stage=3)),
     (2, 1, partial(TensorParallelStrategy, 2)),
+    (4, 2, partial(HybridStrategy, TensorParallel(2), Zero(2, stage=2))),
 ]
 
 
 @sampled(1, "layout", LAYOUTS[3:])
 def test_what_learns_later_does_so_as_on_one_device(layout: tuple[int, int, Any]) -> None:
     ranks, readers, strategy = layout
-    begun = begun_on_one(thawed, None, 1)
-    for found in run_on_ranks(ranks, thawed, strategy, readers):
-        require_like(begun.result(), found)
+    assert_like_one_device(thawed, ranks, (None, 1), (strategy, readers))
 
 
 @sampled(1, "layout", LAYOUTS[:3])

@@ -1,40 +1,24 @@
 """Hooks that look at gradients, and callbacks that act on parameters, find on every rank what one device has."""
 
-from dataclasses import dataclass
-from functools import partial, update_wrapper
-from types import MethodType
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import BaseFinetuning, LearningRateFinder
+from lightning.pytorch import LightningModule
+from lightning.pytorch.callbacks import LearningRateFinder
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import grad_norm
 
-from lightning_parallel import (
-    DataParallelStrategy,
-    HybridStrategy,
-    TensorParallel,
-    TensorParallelStrategy,
-    Zero,
-    ZeroStrategy,
-)
 from tests.curves import Curve, Recorder, compare
+from tests.layouts import layouts
 from tests.models import Plain, build, loaders
 from tests.ranks import begun_on_one, on_one, run_on_ranks
 from tests.strategies.one_and_two import made, require_like
 from tests.tiers import sampled
 from tests.trainers import trainer
 
-LAYOUTS = {
-    "data parallel": (2, 2, DataParallelStrategy),
-    "zero 1": (2, 2, partial(ZeroStrategy, stage=1)),
-    "zero 2": (2, 2, partial(ZeroStrategy, stage=2)),
-    "zero 3": (2, 2, partial(ZeroStrategy, stage=3)),
-    "tensor parallel": (2, 1, partial(TensorParallelStrategy, 2)),
-    "zero 2 over tensor parallel": (4, 2, lambda: HybridStrategy(Zero(2, stage=2), TensorParallel(2))),
-}
+LAYOUTS = layouts("data parallel", "zero 1", "zero 2", "zero 3", "tensor parallel", "tensor x zero 2")
 
 
 def check(run: Any, layout: str, **options: Any) -> None:
@@ -52,7 +36,7 @@ def fitted(
     torch.manual_seed(0)
     recorder = Recorder()
     run = trainer(made(strategy), callbacks=[recorder, *callbacks], **options)
-    run.fit(model, *loaders("plain", batch_size, samples=24, val_samples=8, shuffle=shuffle))
+    run.fit(model, *loaders("plain", batch_size, samples=16, val_samples=8, shuffle=shuffle))
     recorder.curve.weights.update({name: value.detach().clone() for name, value in model.state_dict().items()})
     return recorder.curve
 
@@ -119,31 +103,10 @@ def test_so_they_look_while_they_accumulate(layout: str) -> None:
     check(accumulating, layout)
 
 
-class Unfreezing(BaseFinetuning):
-    """Adds the stem in epoch 1 and the first block, of which biases are zero as others are, in epoch 2."""
-
-    def freeze_before_training(self, pl_module: Any) -> None:
-        self.freeze([pl_module.stem, pl_module.blocks[0]])
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch > 0:
-            added = pl_module.stem if epoch == 1 else pl_module.blocks[0]
-            self.unfreeze_and_add_param_group(added, optimizer, lr=0.05)
-
-
 class Tunable(Plain):
     def configure_optimizers(self) -> Any:
         self.lr = vars(self).get("lr", 0.1)
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.lr, momentum=0.9)
-
-
-def unfreezing(strategy: Any, batch_size: int) -> Any:
-    return (fitted(small(Tunable), strategy, batch_size, [Unfreezing()], max_epochs=3),)
-
-
-@sampled(1, "layout", ["tensor parallel", "zero 2 over tensor parallel"])
-def test_parameters_are_added_to_the_optimizer_on_all_ranks(layout: str) -> None:
-    check(unfreezing, layout)
 
 
 def finding(strategy: Any, batch_size: int, shuffle: bool) -> Any:
@@ -154,7 +117,7 @@ def finding(strategy: Any, batch_size: int, shuffle: bool) -> Any:
     return got, found.optimal_lr.results["loss"], model.lr
 
 
-def test_a_learning_rate_is_sought_and_the_run_begins_as_if_it_had_been_known() -> None:
+def test_learning_rate_finder_restores_the_run() -> None:
     check(finding, "tensor parallel", shuffle=True)
 
 
@@ -173,7 +136,7 @@ def finding_of_fused(strategy: Any) -> Any:
     return results["loss"]
 
 
-def test_a_learning_rate_is_sought_where_ranks_have_pieces_of_fused_weights() -> None:
+def test_learning_rate_finder_with_fused_weights() -> None:
     for found in run_on_ranks(2, finding_of_fused, LAYOUTS["tensor parallel"][2]):
         assert found == pytest.approx(on_one(finding_of_fused, None), rel=1e-5)
 
@@ -241,26 +204,6 @@ def test_gradients_look_whole_in_all_hooks(layout: str) -> None:
     check(looking_anywhere, layout)
 
 
-class Keeping(Callback):
-    """Keeps parameters in a list of its own, where nobody sees by its code whose they are."""
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.kept, self.seen = [*pl_module.parameters()], list[float]()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.seen += [float(parameter.grad.norm()) for parameter in self.kept]
-
-
-def keeping(strategy: Any, batch_size: int) -> Any:
-    kept = Keeping()
-    return fitted(small(Plain), strategy, batch_size, [kept], max_epochs=1), kept.seen
-
-
-@sampled(1, "layout", ["zero 1", "zero 2"])
-def test_gradients_of_parameters_that_a_callback_keeps_look_whole(layout: str) -> None:
-    check(keeping, layout)
-
-
 class LooksOutside(Plain):
     """Manual optimization, and a look at gradients after the step."""
 
@@ -287,80 +230,5 @@ def looking_outside(strategy: Any, batch_size: int) -> Any:
 
 
 @sampled(2, "layout", LAYOUTS)
-def test_gradients_look_whole_after_a_step_of_manual_optimization(layout: str) -> None:
+def test_gradients_look_whole_after_a_manual_step(layout: str) -> None:
     check(looking_outside, layout)
-
-
-class Pieces(Plain):
-    """Writes to pieces of gradients, and by functions that name what they write to."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        for parameter in self.parameters():
-            gradient = parameter.grad
-            if not gradient.dim():
-                continue
-            for row in gradient[:2]:
-                row.clamp_(-0.01, 0.01)
-            gradient.view(-1)[::3].mul_(0.5)
-            torch.mul(gradient, 2.0, out=gradient)
-            if gradient.dim() > 1:
-                gradient.t().mul_(torch.linspace(0.5, 1, len(gradient)))
-                gradient.data = gradient.data - gradient.data.mean(1, keepdim=True)
-            elif len(gradient) == 8:
-                torch.nn.init.constant_(gradient, 0.01)
-
-
-def in_pieces(strategy: Any, batch_size: int) -> tuple[Curve]:
-    return (fitted(small(Pieces), strategy, batch_size, gradient_clip_val=0.5, max_epochs=2),)
-
-
-@sampled(1, "layout", ["zero 2", "zero 3", "tensor parallel"])
-def test_pieces_of_gradients_that_a_hook_writes_to(layout: str) -> None:
-    check(in_pieces, layout)
-
-
-@dataclass
-class Decorated:
-    """A method in an object that is called in its place, with or without what `functools.wraps` would note."""
-
-    method: Any
-
-    def __get__(self, owner: Any, kind: Any = None) -> Any:
-        return self if owner is None else MethodType(self, owner)
-
-    def __call__(self, *args: Any) -> Any:
-        return self.method(*args)
-
-
-def wrapped(method: Any) -> Any:
-    return update_wrapper(Decorated(method), method)
-
-
-class ByObjects(Plain):
-    """Its hooks are called by objects that decorate them."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.norms: list[float] = []
-
-    @wrapped
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.norms.append(float(sum(each.grad.square().sum() for each in self.parameters())))
-
-    @Decorated
-    def on_after_backward(self) -> None:
-        self.norms.append(float(self.blocks[-1].up.weight.grad.norm()))
-
-    @Decorated
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.norms.append(float(sum(each.detach().square().sum() for each in self.parameters())))
-
-
-def by_objects(strategy: Any, batch_size: int) -> tuple[Curve, list[float]]:
-    model = small(ByObjects)
-    return fitted(model, strategy, batch_size, gradient_clip_val=0.5, max_epochs=2), model.norms
-
-
-@sampled(1, "layout", ["zero 2", "zero 3", "tensor parallel"])
-def test_hooks_in_objects_find_whole_gradients_and_parameters(layout: str) -> None:
-    check(by_objects, layout)

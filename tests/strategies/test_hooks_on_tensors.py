@@ -3,7 +3,6 @@
 import io
 import logging
 import os
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,20 +13,15 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lightning_parallel import DataParallelStrategy, TensorParallelStrategy, ZeroStrategy
+from lightning_parallel import DataParallelStrategy
+from tests.layouts import layouts
 from tests.models import Plain, loaders
 from tests.ranks import on_one, run_on_ranks
 from tests.strategies.one_and_two import made, require_like
 from tests.tiers import sampled
 from tests.trainers import trainer
 
-LAYOUTS: dict[str, tuple[int, Callable[[], Any]]] = {
-    "data parallel": (2, DataParallelStrategy),
-    "zero 1 offloaded": (2, partial(ZeroStrategy, stage=1, offload=True)),
-    "zero 3": (2, ZeroStrategy),
-    "tensor parallel": (1, TensorParallelStrategy),
-    "zero 2": (2, partial(ZeroStrategy, stage=2)),
-}
+LAYOUTS = layouts("data parallel", "zero 1, offloaded", "zero 3", "tensor parallel", "zero 2")
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
@@ -154,7 +148,7 @@ EVERYWHERE = [Moves, OtherMemory, GoesBack, Copies, Saves, Counts]
 WHOLE = [Masks, Averages, Ties, Parametrizes]
 WORKS = {
     "data parallel": [Moves, Counts, Masks],
-    "zero 1 offloaded": [*EVERYWHERE, *WHOLE],
+    "zero 1, offloaded": [*EVERYWHERE, *WHOLE],
     "zero 3": EVERYWHERE,
     "tensor parallel": EVERYWHERE,
     "zero 2": [*EVERYWHERE, *WHOLE],
@@ -181,7 +175,7 @@ def fit(kind: type[Small], strategy: Any, batch_size: int, **options: Any) -> An
 
 @sampled(1, "layout", WORKS)
 def test_what_is_done_between_steps_is_done_as_on_one_device(layout: str) -> None:
-    readers, strategy = LAYOUTS[layout]
+    _, readers, strategy = LAYOUTS[layout]
     for found in run_on_ranks(2, fit_all, WORKS[layout], strategy, 8 // readers):
         for kind, got in zip(WORKS[layout], found, strict=True):
             require_like(on_one(fit, kind, None, 8), got)
@@ -208,7 +202,9 @@ def refused(cases: list[tuple[type[Small], str]], strategy: Any) -> None:
 
 @sampled(1, "layout", ["zero 3", "data parallel", "tensor parallel"])
 def test_what_would_see_a_part_is_refused_on_every_rank(layout: str) -> None:
-    run_on_ranks(2, refused, [(kind, message) for kind, at, message in REFUSED if at == layout], LAYOUTS[layout][1])
+    run_on_ranks(
+        2, refused, [(kind, message) for kind, at, message in REFUSED if at == layout], LAYOUTS[layout].strategy
+    )
 
 
 def warned(strategy: Any) -> list[str]:

@@ -129,7 +129,7 @@ def test_a_model_starts_from_what_from_pretrained_loads(config: Any, n: int, str
         assert elements < 0.7 * whole
 
 
-def test_a_new_head_keeps_its_first_values(tmp_path: Path) -> None:
+def test_new_head_keeps_its_first_values(tmp_path: Path) -> None:
     folder = written(BertModel(BERT), tmp_path / "hub")
     (one, _), (two, _) = run_on_ranks(2, started, Classifies(BERT), folder, ZeroStrategy())
     torch.testing.assert_close(one, two, rtol=0, atol=0)
@@ -191,7 +191,7 @@ def begun_again(folder: Path, path: Path) -> list[int]:
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
-def test_a_run_that_is_started_again_goes_on_from_its_own_checkpoint(tmp_path: Path) -> None:
+def test_run_started_again_resumes_from_its_own_checkpoint(tmp_path: Path) -> None:
     folder = written(AutoModelForCausalLM.from_config(LLAMA), tmp_path / "hub")
     for steps in run_on_ranks(2, begun_again, folder, tmp_path / "run"):
         assert steps == [0, 2]

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, get_worker_info
 
-from lightning_parallel.strategies.ranks.signals import Signals
+from lightning_parallel.strategies.ranks.failures import Signals
 from tests.ranks import run_on_ranks
 from tests.strategies.test_failures import LAYOUTS, Regression, fail, loader
 from tests.tiers import sampled
@@ -92,9 +92,7 @@ def ended(make: Callable[[], Any], verb: str, module: Regression, folder: Path) 
 
 @sampled(2, "layout", LAYOUTS)
 @pytest.mark.parametrize("ranks", [[1], [0, 1]])
-def test_the_first_stops_all_ranks_before_the_same_batch_with_a_checkpoint(
-    layout: str, ranks: list[int], tmp_path: Path
-) -> None:
+def test_first_sigint_stops_all_ranks_before_the_same_batch(layout: str, ranks: list[int], tmp_path: Path) -> None:
     def event(module: LightningModule) -> None:
         interrupt(ranks, module)
 
@@ -117,7 +115,7 @@ def test_so_it_does_in_an_evaluation(verb: str, tmp_path: Path) -> None:
         assert rank[:3] == (1, "interrupted", 2)
 
 
-def test_where_a_checkpoint_on_an_exception_is_not_saved_nobody_says_that_it_was(tmp_path: Path) -> None:
+def test_checkpoint_that_was_not_saved_is_not_logged(tmp_path: Path) -> None:
     def event(module: LightningModule) -> None:
         fail_on(1, module)
 
@@ -156,6 +154,7 @@ def within_a_run(handler: Any, asked: int) -> tuple[Any, int]:
     """What handles SIGINT after so many, during a run that began with a handler."""
     signal.signal(signal.SIGINT, handler)
     signals = Signals(trainer(LAYOUTS["data_parallel"]()))
+    signals.install()
     for _ in range(asked):
         signal.raise_signal(signal.SIGINT)
     handles = signal.getsignal(signal.SIGINT)
@@ -167,10 +166,10 @@ def own(*_: Any) -> None:
     pass
 
 
-def test_a_second_one_ends_the_process_at_once() -> None:
+def test_second_one_ends_the_process_at_once() -> None:
     assert run_on_ranks(1, within_a_run, signal.default_int_handler, 1) == [(signal.SIG_DFL, signal.SIGINT)]
 
 
 @pytest.mark.parametrize("handler", [own, signal.SIG_IGN])
-def test_a_handler_of_the_users_own_stays(handler: Any) -> None:
+def test_handler_of_the_users_own_stays(handler: Any) -> None:
     assert run_on_ranks(1, within_a_run, handler, 1) == [(handler, 0)]

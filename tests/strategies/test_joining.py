@@ -19,7 +19,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_parallel import DataParallelStrategy
 from lightning_parallel.strategies import rank_strategy
-from lightning_parallel.strategies.ranks import failures, roll_call
+from lightning_parallel.strategies.ranks import failures, launchers
 from tests.ranks import POOL, free_port
 from tests.tiers import sampled
 
@@ -76,7 +76,7 @@ def runs(
     place = {"LOCAL_RANK": rank, "NODE_RANK": 0, "WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ["SAID_BY_RANKS"] = str(folder)
     os.environ.update({name: str(value) for name, value in place.items()})
-    roll_call.REPORT_SECONDS = 1.0
+    launchers.REPORT_SECONDS = 1.0
     if event is stops_in_a_step:
         wait = rank_strategy.wait_for_all
         rank_strategy.wait_for_all = lambda environment, _: wait(environment, timedelta(seconds=TIMEOUT_SECONDS))
@@ -168,5 +168,5 @@ def test_who_waits_under_slurm_is_told_of_srun(
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     with pytest.raises(RuntimeError, match=r"rank 1 of 2 has not joined .*; under SLURM, srun starts all ranks: srun "):
-        roll_call.wait_for_all(SLURMEnvironment(), timedelta(seconds=0.1))
+        launchers.wait_for_all(SLURMEnvironment(), timedelta(seconds=0.1))
     assert ("srun python SCRIPT; still waiting" in capsys.readouterr().err) != started_by_srun

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,9 +10,10 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_parallel import DataParallelStrategy, ParallelPlan, PipelineParallelStrategy, ZeroStrategy
-from tests.ranks import begun_on_one, run_on_ranks
-from tests.strategies.one_and_two import made, require_like
+from lightning_parallel import ParallelPlan
+from tests.layouts import layouts
+from tests.ranks import run_on_ranks
+from tests.strategies.one_and_two import assert_like_one_device, made
 from tests.tiers import sampled
 from tests.trainers import trainer
 
@@ -66,27 +66,20 @@ def refused(strategy: Any, batch_size: int) -> None:
         trained(Decides, "own", strategy, batch_size)
 
 
-LAYOUTS = {
-    "data parallel": (2, DataParallelStrategy),
-    "zero 2": (2, partial(ZeroStrategy, stage=2)),
-    "zero 3": (2, partial(ZeroStrategy, stage=3)),
-    "pipeline": (4, partial(PipelineParallelStrategy, plan=ParallelPlan(blocks="layers.*"))),
-}
+LAYOUTS = layouts("data parallel", "zero 2", "zero 3") | layouts("pipeline", plan=ParallelPlan(blocks="layers.*"))
 
 
 @pytest.mark.filterwarnings("ignore")
 @sampled(3, "layout", LAYOUTS)
 def test_rates_of_a_rank_s_own_loss_are_refused(layout: str) -> None:
     """In a pipeline only the last stage comes to it."""
-    size, strategy = LAYOUTS[layout]
-    run_on_ranks(2, refused, strategy, size)
+    _, readers, strategy = LAYOUTS[layout]
+    run_on_ranks(2, refused, strategy, 4 // readers)
 
 
 @sampled(
     2, ("layout", "kind"), [*((layout, Cycles) for layout in LAYOUTS), ("data parallel", Decides), ("zero 3", Decides)]
 )
-def test_rates_that_are_the_same_everywhere_train_as_on_one_device(layout: str, kind: type[Decides]) -> None:
-    size, strategy = LAYOUTS[layout]
-    expected = begun_on_one(trained, kind, "all", None, 4)
-    for found in run_on_ranks(2, trained, kind, "all", strategy, size):
-        require_like(expected.result(), found)
+def test_rates_that_are_the_same_on_all_ranks(layout: str, kind: type[Decides]) -> None:
+    _, readers, strategy = LAYOUTS[layout]
+    assert_like_one_device(trained, 2, (kind, "all", None, 4), (kind, "all", strategy, 4 // readers))

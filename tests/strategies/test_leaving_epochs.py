@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -12,14 +11,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_parallel import (
-    DataParallelStrategy,
     ParallelPlan,
-    PipelineParallelStrategy,
-    TensorParallelStrategy,
-    ZeroStrategy,
 )
-from tests.ranks import begun_on_one, run_on_ranks
-from tests.strategies.one_and_two import made, require_like
+from tests.layouts import layouts
+from tests.ranks import run_on_ranks
+from tests.strategies.one_and_two import assert_like_one_device, made
 from tests.tiers import covering
 from tests.trainers import trainer
 
@@ -117,23 +113,18 @@ def refused(by: str, strategy: Any, batch_size: int) -> None:
         trained(by, {1}, strategy, batch_size)
 
 
-LAYOUTS: dict[str, Any] = {
-    "data parallel": (DataParallelStrategy, 2),
-    "zero 1": (partial(ZeroStrategy, stage=1), 2),
-    "zero 3": (partial(ZeroStrategy, stage=3), 2),
-    "tensor parallel": (partial(TensorParallelStrategy, 2), 4),
-    "pipeline": (partial(PipelineParallelStrategy, plan=ParallelPlan(blocks="layers.*")), 4),
-}
+LAYOUTS = layouts("data parallel", "zero 1", "zero 3", "tensor parallel")
+LAYOUTS |= layouts("pipeline", plan=ParallelPlan(blocks="layers.*"))
 
 
 @covering(keep=3, layout=LAYOUTS, by=KINDS)
 def test_all_ranks_leave_together(layout: str, by: str) -> None:
-    expected = begun_on_one(trained, by, {0}, None, 4)
-    for found in run_on_ranks(2, trained, by, {0, 1}, *LAYOUTS[layout]):
-        require_like(expected.result(), found)
+    _, readers, strategy = LAYOUTS[layout]
+    assert_like_one_device(trained, 2, (by, {0}, None, 4), (by, {0, 1}, strategy, 4 // readers))
 
 
 @pytest.mark.filterwarnings("ignore")
 @covering(keep=4, layout=LAYOUTS, by=KINDS)
 def test_a_rank_that_leaves_alone_is_an_error_on_all(layout: str, by: str) -> None:
-    run_on_ranks(2, refused, by, *LAYOUTS[layout])
+    _, readers, strategy = LAYOUTS[layout]
+    run_on_ranks(2, refused, by, strategy, 4 // readers)

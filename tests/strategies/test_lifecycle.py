@@ -23,10 +23,9 @@ from lightning_parallel import (
     ZeroStrategy,
 )
 from lightning_parallel.strategies import lightning_internals as internals
-from lightning_parallel.strategies.checkpoint.files import AtomicCheckpointIO
-from lightning_parallel.strategies.data.loaders import divide
+from lightning_parallel.strategies.checkpoint.reading import AtomicCheckpointIO
+from lightning_parallel.strategies.data.loaders import DataSharding, divide
 from lightning_parallel.strategies.data.randomness import state_of_data_rank
-from lightning_parallel.strategies.data.sharding import DataSharding
 from lightning_parallel.strategies.ranks import launchers
 from tests.heard import heard
 from tests.models import build, loaders

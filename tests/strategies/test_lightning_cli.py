@@ -72,7 +72,7 @@ def from_yaml(folder: Path, text: str, run: bool = True) -> LightningCLI:
 
 
 @ranks(2)
-def test_a_hybrid_trains_from_a_file(tmp_path: Path) -> None:
+def test_hybrid_trains_from_a_file(tmp_path: Path) -> None:
     trainer = from_yaml(tmp_path, HYBRID).trainer
     assert trainer.global_step == 2
     assert trainer.strategy.techniques == (TensorParallel(2), ActivationCheckpoint())
@@ -86,12 +86,12 @@ def test_every_option_of_a_technique_can_be_written(tmp_path: Path) -> None:
     assert strategy.techniques == (PipelineParallel(2, schedule="zbv", split=(1, 1, 1, 1)), Zero())
 
 
-def test_a_wrong_option_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_option_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         from_yaml(tmp_path, HYBRID.replace("{size: 2}", "{sise: 2}"), run=False)
     assert "sise" in capsys.readouterr().err
 
 
-def test_a_list_and_arguments_are_the_same() -> None:
+def test_list_and_arguments_are_the_same() -> None:
     assert HybridStrategy(techniques=[Zero(2)]).techniques == HybridStrategy(Zero(2)).techniques
     assert HybridStrategy(techniques=[]).techniques == ()

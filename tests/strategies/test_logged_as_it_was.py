@@ -11,12 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_parallel import (
-    DataParallelStrategy,
-    PipelineParallelStrategy,
-    TensorParallelStrategy,
-    ZeroStrategy,
-)
+from tests.layouts import layouts
 from tests.rank_process import leave_group
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.tiers import sampled
@@ -84,18 +79,13 @@ def logged(make_strategy: Callable[[], Any] | None, batch: int) -> list[dict[str
     return noted.metrics
 
 
-LAYOUTS: dict[str, tuple[Callable[[], Any], int]] = {
-    "data parallel": (DataParallelStrategy, 2),
-    "zero 2": (lambda: ZeroStrategy(stage=2), 2),
-    "zero 3": (ZeroStrategy, 2),
-    "tensor parallel": (TensorParallelStrategy, 4),
-    "pipeline": (lambda: PipelineParallelStrategy(microbatches=2), 4),
-}
+LAYOUTS = layouts("data parallel", "zero 2", "zero 3", "tensor parallel", "pipeline")
 
 
 @sampled(2, "name", LAYOUTS)
 def test_values_are_those_of_one_device(name: str) -> None:
     begun = begun_on_one(logged, None, 4)
-    for metrics in run_on_ranks(2, logged, *LAYOUTS[name]):
+    ranks, readers, strategy = LAYOUTS[name]
+    for metrics in run_on_ranks(ranks, logged, strategy, 4 // readers):
         for found, expected in zip(metrics, begun.result(), strict=True):
             assert found == pytest.approx(expected, rel=1e-6)

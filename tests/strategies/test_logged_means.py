@@ -16,13 +16,10 @@ from torchmetrics import MeanMetric
 
 import lightning_parallel as lp
 from lightning_parallel import (
-    DataParallel,
     DataParallelStrategy,
-    HybridStrategy,
-    PipelineParallel,
     PipelineParallelStrategy,
-    ZeroStrategy,
 )
+from tests.layouts import Layout, layouts
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import MakeStrategy, made
 from tests.techniques.test_means import Logged
@@ -109,19 +106,15 @@ def logged(strategy: MakeStrategy | None, readers: int) -> Run:
     return Run(seen.values, list(map(float, model.returned)), float(model.average.compute()))
 
 
-LAYOUTS: list[tuple[int, int, Any]] = [
-    (2, 1, partial(PipelineParallelStrategy, 2, microbatches=4)),
-    (2, 1, partial(PipelineParallelStrategy, 2, microbatches=3)),
-    (2, 1, partial(PipelineParallelStrategy, 2, microbatches=4, loss_over="batch")),
-    (2, 2, DataParallelStrategy),
-    (2, 2, partial(ZeroStrategy, stage=3)),
-    (4, 2, partial(HybridStrategy, DataParallel(2), PipelineParallel(2, microbatches=2))),
-]
+LAYOUTS = layouts(
+    *("pipeline of 4 microbatches", "pipeline over the batch", "data parallel", "zero 3", "pipeline x data parallel")
+)
+LAYOUTS["pipeline of 3 microbatches"] = Layout(2, 1, partial(PipelineParallelStrategy, 2, microbatches=3))
 
 
 @sampled(1, "layout", LAYOUTS)
-def test_values_made_of_means_are_those_of_one_device(layout: tuple[int, int, Any]) -> None:
-    ranks, readers, strategy = layout
+def test_values_made_of_means_are_those_of_one_device(layout: str) -> None:
+    ranks, readers, strategy = LAYOUTS[layout]
     begun = begun_on_one(logged, None, 1)
     for found in run_on_ranks(ranks, logged, strategy, readers):
         expected = begun.result()
@@ -145,38 +138,3 @@ def uneven(strategy: MakeStrategy | None, readers: int) -> dict[str, float]:
         Words(), DataLoader(data, 12 // readers), verbose=False
     )
     return {name: logged[f"{name}_epoch"] for name in ("val_error", "val_loss", "val_hits")}
-
-
-class Extremes(Words):
-    """Logs sums and extremes, made in several ways, some of them from a step on."""
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:  # type: ignore[override]
-        x = batch[0].clone().requires_grad_()
-        self.log("highest", x.pow(3).max(), reduce_fx="max")
-        self.log("lowest", x.pow(3).min(), reduce_fx="min")
-        self.log("all", x.pow(2).sum(), reduce_fx="sum")
-        self.log("of numpy", torch.tensor(batch[0].numpy().max()), reduce_fx="max")
-        if self.global_step:
-            self.log("samples", float(len(batch[0])), reduce_fx="sum", on_step=True, on_epoch=True)
-        return self.losses(batch)[0]
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        names = ("highest", "lowest", "all", "of numpy", "samples")
-        self.returned.append(torch.tensor([float(self.trainer.callback_metrics.get(name, 0.0)) for name in names]))
-
-
-def fitted(strategy: MakeStrategy | None, readers: int) -> list[Any]:
-    random, module = torch.Generator().manual_seed(1), Extremes()
-    data = TensorDataset(torch.randn(24, LENGTH, WIDTH, generator=random).double(), targets(random), targets(random))
-    loader = partial(DataLoader, data, 8 // readers)
-    trainer(made(strategy), precision="64-true", max_epochs=2).fit(module, loader(), loader())
-    return module.returned
-
-
-@sampled(1, "layout", LAYOUTS[1:])
-def test_sums_and_extremes_are_those_of_one_device(layout: tuple[int, int, Any]) -> None:
-    ranks, readers, strategy = layout
-    begun = begun_on_one(fitted, None, 1)
-    for found in run_on_ranks(ranks, fitted, strategy, readers):
-        for wanted, got in zip(begun.result(), found, strict=True):
-            torch.testing.assert_close(got, wanted)

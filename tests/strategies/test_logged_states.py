@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,8 +14,8 @@ from torch.utils.data import DataLoader
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_parallel import DataParallel, HybridStrategy, PipelineParallel, TensorParallel, Zero, ZeroStrategy
 from lightning_parallel.techniques.zero.sharded import parameters
+from tests.layouts import layouts
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.tiers import covering, sampled
 from tests.trainers import trainer
@@ -70,18 +69,12 @@ def logged(
     return kept.found
 
 
-LAYOUTS: dict[str, tuple[MakeStrategy, int]] = {
-    "data parallel": (partial(HybridStrategy, DataParallel()), 2),
-    "zero 1": (partial(ZeroStrategy, stage=1), 2),
-    "zero 2": (partial(ZeroStrategy, stage=2), 2),
-    "zero 3": (ZeroStrategy, 2),
-    "tensor x zero 3": (partial(HybridStrategy, TensorParallel(2), Zero(2)), 4),
-}
+LAYOUTS = layouts("data parallel", "zero 1", "zero 2", "zero 3", "tensor x zero 3")
 
 
 @sampled(1, "layout", LAYOUTS)
 def test_sums_over_gradients_are_those_of_one_device(layout: str) -> None:
-    strategy, ranks = LAYOUTS[layout]
+    ranks, _, strategy = LAYOUTS[layout]
     expected = begun_on_one(logged, 4)
     for got in run_on_ranks(ranks, logged, 2, strategy):
         assert got == [pytest.approx(each, rel=1e-9) for each in expected.result()]
@@ -89,7 +82,7 @@ def test_sums_over_gradients_are_those_of_one_device(layout: str) -> None:
 
 @sampled(1, "layout", ["zero 3", "tensor x zero 3"])
 def test_so_they_are_where_all_parameters_are_in_units(layout: str) -> None:
-    strategy, ranks = LAYOUTS[layout]
+    ranks, _, strategy = LAYOUTS[layout]
     expected = begun_on_one(logged, 4)
     for got in run_on_ranks(ranks, logged, 2, strategy, unit_bytes=64):
         assert got == [pytest.approx(each, rel=1e-9) for each in expected.result()]
@@ -149,16 +142,12 @@ def validated(kind: type[Collecting], batch: int, make_strategy: MakeStrategy | 
     return {name: float(value) for name, value in run.callback_metrics.items()}
 
 
-READERS: dict[str, tuple[MakeStrategy, int, int]] = {
-    "data parallel": (partial(HybridStrategy, DataParallel()), 2, 2),
-    "pipeline": (partial(HybridStrategy, PipelineParallel(2, microbatches=4)), 2, 1),
-    "pipeline x data parallel": (partial(HybridStrategy, PipelineParallel(2, microbatches=2), DataParallel(2)), 4, 2),
-}
+READERS = layouts("data parallel", "pipeline of 4 microbatches", "pipeline x data parallel")
 
 
 @covering(keep=1, layout=READERS, kind=[Collecting, Calling])
 def test_metrics_of_a_collection_are_those_of_one_device(layout: str, kind: type[Collecting]) -> None:
-    strategy, ranks, readers = READERS[layout]
+    ranks, readers, strategy = READERS[layout]
     expected = begun_on_one(validated, kind, 4)
     for got in run_on_ranks(ranks, validated, kind, 4 // readers, strategy):
         assert got == expected.result() == {"first": 0.25, "two": 0.5}

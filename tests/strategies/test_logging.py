@@ -11,15 +11,10 @@ from torchmetrics import CatMetric, MaxMetric, MeanMetric, MetricCollection, Min
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC
 
 from lightning_parallel import (
-    DataParallel,
     DataParallelStrategy,
-    HybridStrategy,
-    PipelineParallel,
-    PipelineParallelStrategy,
-    TensorParallel,
-    Zero,
     ZeroStrategy,
 )
+from tests.layouts import layouts
 from tests.models import Plain, loaders
 from tests.ranks import RanksFailed, begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import made
@@ -260,7 +255,11 @@ class Reducing(Plain):
         values = {
             "mean": {"loss": loss, "squares": errors.square().mean().item(), "share": hits.item() / len(logits)},
             "sum": {"hits": hits.float(), "hits_item": hits.item(), "samples": float(len(logits))},
-            "max": {"largest": errors.abs().max(), "largest_item": errors.abs().max().item()},
+            "max": {
+                "largest": errors.abs().max(),
+                "largest_item": errors.abs().max().item(),
+                "largest_of_numpy": torch.tensor(errors.detach().numpy().max()),
+            },
             "min": {"smallest": errors.abs().min()},
         }
         for how, some in values.items():
@@ -282,23 +281,18 @@ def reducing(strategy: Any, batch_size: int, samples: int = 20, val_samples: int
     return listener.heard
 
 
-TO_REDUCE = {
-    "dp": (2, 2, DataParallelStrategy),
-    "zero 3": (2, 2, partial(ZeroStrategy, stage=3)),
-    "pipeline": (2, 1, partial(PipelineParallelStrategy, 2, microbatches=2)),
-    "dp of 4": (4, 4, DataParallelStrategy),
-    "tensor beside": (4, 2, lambda: HybridStrategy(TensorParallel(2), DataParallel(2))),
-    "pipeline beside": (4, 2, lambda: HybridStrategy(Zero(2, stage=2), PipelineParallel(2, microbatches=2))),
-}
+TO_REDUCE = layouts(
+    *("data parallel", "zero 3", "pipeline", "data parallel of 4", "tensor x data parallel", "pipeline x zero 2")
+)
 
 
 @sampled(2, ("n", "readers", "strategy"), TO_REDUCE.values(), ids=[*TO_REDUCE])
-def test_reductions_are_over_batches_and_values_those_of_whole_batches(n: int, readers: int, strategy: Any) -> None:
+def test_reductions_are_those_of_full_batches(n: int, readers: int, strategy: Any) -> None:
     require_reduced(n, readers, strategy)
 
 
 @pytest.mark.parametrize("sizes", [(16, 10), (10, 16)], ids=["validating", "training"])
-def test_so_they_are_where_the_microbatches_of_the_last_batch_have_one_sample_each(sizes: tuple[int, int]) -> None:
+def test_reductions_with_microbatches_of_one_sample(sizes: tuple[int, int]) -> None:
     require_reduced(*TO_REDUCE["pipeline"], *sizes)
 
 
@@ -345,7 +339,7 @@ def counted(compiled: bool) -> Any:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_mean_is_that_of_ranks_however_a_value_was_made(compiled: bool) -> None:
+def test_mean_is_that_of_ranks_however_a_value_was_made(compiled: bool) -> None:
     (one, shown), (other, also_shown) = run_on_ranks(2, counted, compiled)
     assert shown == also_shown
     for batch_idx, (mine, theirs, found) in enumerate(zip(one, other, shown, strict=True)):
@@ -373,6 +367,6 @@ def named() -> dict[str, float]:
 
 
 @pytest.mark.filterwarnings("ignore:.*needs to be floating")
-def test_a_sum_under_a_new_name_is_that_of_all_ranks() -> None:
+def test_sum_under_a_new_name_is_that_of_all_ranks() -> None:
     for found in run_on_ranks(2, named):
         assert found == {"samples_0": 24, "samples_1": 24, "later_0": 16, "later_1": 16}

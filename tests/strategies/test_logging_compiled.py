@@ -10,8 +10,7 @@ from torch import Tensor
 
 from lightning_parallel import Compile, DataParallel, HybridStrategy, PipelineParallel
 from tests.models import Plain, loaders
-from tests.ranks import begun_on_one, run_on_ranks
-from tests.strategies.one_and_two import MakeStrategy, made, require_like
+from tests.strategies.one_and_two import MakeStrategy, assert_like_one_device, made
 from tests.tiers import sampled
 from tests.trainers import trainer
 
@@ -60,6 +59,4 @@ LAYOUTS: dict[str, Any] = {
 @sampled(1, "layout", LAYOUTS)
 def test_values_of_compiled_steps_are_those_of_one_device(layout: str) -> None:
     data_ranks, strategy, compiled = LAYOUTS[layout]
-    expected = begun_on_one(logged, None, 8, compiled)
-    for found in run_on_ranks(2, logged, strategy, 8 // data_ranks, compiled):
-        require_like(expected.result(), found)
+    assert_like_one_device(logged, 2, (None, 8, compiled), (strategy, 8 // data_ranks, compiled))

@@ -1,6 +1,5 @@
 """A loss that is the value of a torchmetrics metric trains the weights of one device."""
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -10,15 +9,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanSquaredError, Metric, MetricCollection
 
-from lightning_parallel import (
-    DataParallelStrategy,
-    HybridStrategy,
-    PipelineParallelStrategy,
-    TensorParallel,
-    Zero,
-    ZeroStrategy,
-)
 from tests.curves import compare_weights
+from tests.layouts import layouts
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import MakeStrategy, made
 from tests.trainers import trainer
@@ -118,16 +110,10 @@ def fitted(strategy: MakeStrategy | None, readers: int, computes: bool) -> Any:
     return module.state_dict(), {name: float(value) for name, value in run.callback_metrics.items()}
 
 
-LAYOUTS: list[tuple[int, int, Any]] = [
-    (2, 2, partial(DataParallelStrategy, 2)),
-    (4, 4, partial(ZeroStrategy, 4, stage=1)),
-    (2, 2, partial(ZeroStrategy, stage=2)),
-    (4, 2, partial(HybridStrategy, TensorParallel(2), Zero(2, stage=3))),
-    (2, 1, partial(PipelineParallelStrategy, 2, microbatches=2)),
-]
+LAYOUTS = layouts("data parallel", "zero 1", "zero 2", "tensor x zero 3", "pipeline")
 
 
-@pytest.mark.parametrize(("ranks", "readers", "strategy"), LAYOUTS)
+@pytest.mark.parametrize(("ranks", "readers", "strategy"), LAYOUTS.values(), ids=LAYOUTS)
 def test_losses_of_metrics_train_as_on_one_device(ranks: int, readers: int, strategy: MakeStrategy) -> None:
     computes = readers > 1  # a value of all batches so far, in a pipeline of all microbatches
     expected = begun_on_one(fitted, None, 1, computes)

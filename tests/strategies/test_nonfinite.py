@@ -176,12 +176,12 @@ def scaled(make: Callable[..., Any], scale: float) -> tuple[str, float]:
 
 
 @sampled(2, "layout", ["data_parallel", "zero_3", "zero_2", "tensor"])
-def test_a_scaler_that_scales_no_more_does_not_leave_out_steps_for_ever(layout: str) -> None:
+def test_scaler_at_its_minimum_stops_the_run(layout: str) -> None:
     for said, scale in run_on_ranks(2, scaled, LAYOUTS[layout], 8.0):
         assert said.startswith("in step 3, rank 0: the loss is nan; ")
         assert scale == 1.0
 
 
-def test_a_wrong_policy_is_refused() -> None:
+def test_wrong_policy_is_refused() -> None:
     with pytest.raises(ValueError, match=r"nonfinite='halt'\): nonfinite is one of 'stop', 'skip', 'continue'"):
         ExpertParallelStrategy(nonfinite="halt")  # type: ignore[arg-type]

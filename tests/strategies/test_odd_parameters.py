@@ -22,7 +22,7 @@ from lightning_parallel import (
     ZeroStrategy,
 )
 from tests.ranks import begun_on_one, run_on_ranks
-from tests.strategies.one_and_two import made, require_like
+from tests.strategies.one_and_two import assert_like_one_device, made, require_like
 from tests.tiers import sampled
 from tests.trainers import trainer
 
@@ -172,13 +172,11 @@ def hybrid(*techniques: Any) -> Any:
     ],
 )
 def test_odd_parameters_train_as_on_one_device(kind: type[Trains], ranks: int, readers: int, strategy: Any) -> None:
-    expected = begun_on_one(trained, kind, None, 12)
-    for found in run_on_ranks(ranks, trained, kind, strategy, 12 // readers):
-        require_like(expected.result(), found)
+    assert_like_one_device(trained, ranks, (kind, None, 12), (kind, strategy, 12 // readers))
 
 
 @sampled(1, "stage", [1, 2, 3])
-def test_copies_step_what_only_one_of_them_used_while_gradients_accumulated(stage: int) -> None:
+def test_replicas_step_what_only_one_of_them_used(stage: int) -> None:
     expected = begun_on_one(trained, Once, None, 8, accumulate_grad_batches=3)
     strategy = hybrid(Zero(2, replicate=2, stage=stage))
     for found in run_on_ranks(4, trained, Once, strategy, 2, accumulate_grad_batches=3):

@@ -28,7 +28,7 @@ def test_launched_ranks_share_a_gpu(strategy: str, tmp_path: Path) -> None:
 
 @pytest.mark.launched
 @pytest.mark.exhaustive
-def test_the_script_trains_on_the_host(tmp_path: Path) -> None:
+def test_script_trains_on_the_host(tmp_path: Path) -> None:
     require_equal("zbv", "cpu", "2", tmp_path)
 
 

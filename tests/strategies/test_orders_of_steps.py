@@ -23,8 +23,7 @@ from lightning_parallel import (
     Zero,
     ZeroStrategy,
 )
-from tests.ranks import begun_on_one, run_on_ranks
-from tests.strategies.one_and_two import made, require_like
+from tests.strategies.one_and_two import assert_like_one_device, made
 from tests.tiers import sampled
 from tests.trainers import trainer
 
@@ -321,9 +320,7 @@ CASES: list[tuple[type[Chain], str]] = [
 
 def check(kind: type[Chain], layout: str) -> None:
     ranks, readers, strategy = LAYOUTS[layout]
-    expected = begun_on_one(trained, kind, None, 8, 24)
-    for found in run_on_ranks(ranks, trained, kind, strategy, 8 // readers, 24):
-        require_like(expected.result(), found)
+    assert_like_one_device(trained, ranks, (kind, None, 8, 24), (kind, strategy, 8 // readers, 24))
 
 
 @sampled(1, ("kind", "layout"), CASES)
@@ -335,6 +332,4 @@ def test_what_is_done_in_an_own_order_is_as_on_one_device(kind: type[Chain], lay
 def test_values_of_an_uneven_last_batch_of_adversaries(layout: str) -> None:
     """Ranks have three and two samples of it, and the critic's loss is a sum of two."""
     ranks, readers, strategy = LAYOUTS[layout]
-    expected = begun_on_one(trained, Adversaries, None, 8, 13)
-    for found in run_on_ranks(ranks, trained, Adversaries, strategy, 8 // readers, 13):
-        require_like(expected.result(), found)
+    assert_like_one_device(trained, ranks, (Adversaries, None, 8, 13), (Adversaries, strategy, 8 // readers, 13))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_parallel.strategies.build.meta_modules import MetaModules
+from lightning_parallel.strategies.build import MetaModules
 from tests.strategies.builds import CPU, assert_same, named_tensors, seed
 
 
@@ -45,7 +45,7 @@ def test_orphans_are_made_by_their_modules_and_stay_on_meta() -> None:
     assert_same(named_tensors(ordinary), tensors)
 
 
-def test_an_orphan_has_the_last_word_on_its_children() -> None:
+def test_orphan_has_the_last_word_on_its_children() -> None:
     with torch.device("meta"):
         module = nn.ModuleList([nn.MultiheadAttention(4, 2)])
     assert not reset(module)["0.out_proj.bias"].any()
@@ -82,7 +82,7 @@ def test_tensors_with_values_are_left_alone() -> None:
         (lambda: nn.ParameterList([torch.empty(2)]), r"'0.0' is on meta, and 0 \(ParameterList\)"),
     ],
 )
-def test_an_orphan_without_values_is_refused(build: Callable[[], nn.Module], message: str) -> None:
+def test_orphan_without_values_is_refused(build: Callable[[], nn.Module], message: str) -> None:
     with torch.device("meta"):
         module = nn.Sequential(build())
     with pytest.raises(TypeError, match=message):

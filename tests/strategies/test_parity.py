@@ -57,5 +57,5 @@ def sharded_and_recomputed():
 
 
 @pytest.mark.exhaustive
-def test_the_order_of_techniques_has_no_meaning():
+def test_order_of_techniques_has_no_meaning():
     check_parity("llama", 2, sharded_and_recomputed, data_ranks=2, **STEPS)

@@ -20,7 +20,14 @@ from lightning_parallel import DataParallel, HybridStrategy, PipelineParallel, P
 from tests.further.points import Handwritten
 from tests.models import Plain, build, loaders
 from tests.ranks import begun_on_one, run_on_ranks
-from tests.strategies.one_and_two import MakeStrategy, made, on_one_and_two, require_like
+from tests.strategies.one_and_two import (
+    PIPELINE,
+    MakeStrategy,
+    assert_like_one_device,
+    made,
+    on_one_and_two,
+    require_like,
+)
 from tests.tiers import covering, sampled
 from tests.trainers import trainer
 
@@ -86,9 +93,8 @@ def averaged(strategy: MakeStrategy | None) -> dict[str, float]:
     return {name: float(value) for name, value in run.callback_metrics.items()}
 
 
-def test_a_loss_given_to_a_metric_counts_by_its_weight() -> None:
-    expected, found = on_one_and_two(averaged)
-    require_like([expected] * 2, found)
+def test_loss_given_to_a_metric_counts_by_its_weight() -> None:
+    assert_like_one_device(averaged, 2, (None,), (PIPELINE,))
 
 
 # ---------------------------------------------------------------- data that comes once
@@ -177,7 +183,7 @@ def read_once(path: Path) -> list[list[float]]:
     return model.trained
 
 
-def test_a_stream_that_can_be_read_only_once_loses_nothing_before_a_sanity_check(tmp_path: Path) -> None:
+def test_stream_that_is_read_once_loses_nothing(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     path.write_text("".join(f"{number}\n" for number in range(8)))
     assert run_on_ranks(2, read_once, path) == [[[0, 1], [2, 3], [4, 5], [6, 7]]] * 2
@@ -207,7 +213,7 @@ def ends_differ(*samples: Sequence[int]) -> None:
 
 
 @pytest.mark.parametrize("samples", [[(4, 6), (4, 4)], [(0, 4)]])
-def test_ranks_at_other_places_find_out_before_some_look_at_a_first_batch(samples: Sequence[Sequence[int]]) -> None:
+def test_unequal_ends_of_data_are_refused_at_once(samples: Sequence[Sequence[int]]) -> None:
     run_on_ranks(2, ends_differ, *samples)
 
 
@@ -236,9 +242,8 @@ def ready(strategy: MakeStrategy | None) -> Any:
     return dict(model.state_dict())
 
 
-def test_a_list_that_is_a_batch_is_not_taken_for_its_samples() -> None:
-    expected, found = on_one_and_two(ready)
-    require_like([expected] * 2, found)
+def test_list_that_is_a_batch_is_not_taken_for_its_samples() -> None:
+    assert_like_one_device(ready, 2, (None,), (PIPELINE,))
 
 
 # ---------------------------------------------------------------- streams of which readers get batches of other shapes
@@ -269,7 +274,7 @@ def streamed(strategy: MakeStrategy | None, samples: int) -> Any:
 
 
 @sampled(1, "samples", [16, 3])
-def test_readers_of_a_stream_may_get_first_batches_of_other_shapes(samples: int) -> None:
+def test_first_batches_of_other_shapes(samples: int) -> None:
     expected = begun_on_one(streamed, None, samples)
     strategy = partial(HybridStrategy, DataParallel(2), PipelineParallel(2, microbatches=2))
     found = run_on_ranks(4, streamed, strategy, samples)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_parallel import PipelineParallelStrategy
 from tests.models import PlainBlock, points
 from tests.ranks import RanksFailed, run_on_ranks
-from tests.strategies.one_and_two import MakeStrategy, made, on_one_and_two, require_like
+from tests.strategies.one_and_two import MakeStrategy, assert_like_one_device, made
 from tests.tiers import sampled
 from tests.trainers import trainer
 
@@ -105,7 +105,7 @@ def penalized() -> None:
     trainer(PP2(), max_epochs=1).fit(Penalizes(""), loader, loader)
 
 
-def test_a_weight_of_another_stage_that_a_later_microbatch_reads() -> None:
+def test_weight_of_another_stage_that_a_later_microbatch_reads() -> None:
     """It was zeros there, and the loss another one, without a word."""
     with pytest.raises(
         RanksFailed, match=r"stem\.weight \(of stage 0\) is .*, but another stage of the pipeline has it"
@@ -128,13 +128,11 @@ def explained() -> None:
     trainer(PP2(), max_epochs=1, inference_mode=False).fit(Explains(""), loader, loader)
 
 
-def test_an_evaluation_that_takes_gradients_through_other_stages() -> None:
+def test_evaluation_that_takes_gradients_through_other_stages() -> None:
     with pytest.raises(RanksFailed, match=r"takes gradients to a tensor that another stage .* use ZeroStrategy"):
         run_on_ranks(2, explained)
 
 
 @pytest.mark.parametrize("evaluation", ["as in training", "logs"])
 def test_as_one_device(evaluation: str) -> None:
-    expected, found = on_one_and_two(partial(run, evaluation), PP2)
-    for each in found:
-        require_like(expected, each)
+    assert_like_one_device(partial(run, evaluation), 2, (None,), (PP2,))

@@ -85,7 +85,7 @@ def test_precisions(precision: str, rtol: float) -> None:
 
 
 @ranks(2)
-def test_a_loss_that_is_no_number_is_so_on_every_rank() -> None:
+def test_loss_that_is_no_number_is_so_on_every_rank() -> None:
     class Broken(Poisoned):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             loss = super().training_step(batch, 0)

@@ -1,12 +1,13 @@
 """Everything of Lightning's that hangs on values or on parameters does under a pipeline what it does on one device."""
 
 import warnings
-from itertools import pairwise
+from collections import deque
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
+import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
@@ -15,13 +16,21 @@ from lightning.pytorch.utilities.model_summary import ModelSummary
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_parallel import ActivationCheckpoint, HybridStrategy, PipelineParallel, Zero
-from tests.curves import check_parity, compare
+from lightning_parallel import ActivationCheckpoint, HybridStrategy, PipelineParallel
+from tests.curves import check_parity
 from tests.heard import heard
 from tests.models import Plain, build, loaders, points
 from tests.ranks import run_on_ranks
-from tests.strategies.one_and_two import PIPELINE, ZBV, MakeStrategy, made, on_one_and_two, require_like, scratch
-from tests.strategies.test_checkpoints import SaveAt
+from tests.strategies.one_and_two import (
+    PIPELINE,
+    ZBV,
+    MakeStrategy,
+    assert_like_one_device,
+    made,
+    on_one_and_two,
+    require_like,
+    scratch,
+)
 from tests.tiers import sampled
 from tests.trainers import trainer
 
@@ -59,11 +68,11 @@ class Sees(Callback):
 
 def watched(strategy: MakeStrategy | None) -> Any:
     torch.manual_seed(0)
-    sees, stopping = Sees(), EarlyStopping("val_loss", patience=2)
+    sees, stopping = Sees(), EarlyStopping("val_loss", patience=1)
     saving = ModelCheckpoint(scratch() / "kept", monitor="val_accuracy", mode="max", save_top_k=2, save_last=True)
     run = trainer(
         made(strategy),
-        max_epochs=8,
+        max_epochs=4,
         val_check_interval=2,
         accumulate_grad_batches=2,
         gradient_clip_val=0.5,
@@ -71,7 +80,7 @@ def watched(strategy: MakeStrategy | None) -> Any:
         enable_checkpointing=True,
         callbacks=[sees, stopping, saving],
     )
-    run.fit(Plateau(), *loaders("plain", 8, samples=32, val_samples=12))
+    run.fit(Plateau(), *loaders("plain", 8, samples=16, val_samples=12))
     scores = [float(score) for score in saving.best_k_models.values()]
     return sees.seen, stopping.stopped_epoch, stopping.wait_count, scores, Path(saving.best_model_path).name
 
@@ -140,7 +149,7 @@ def summarised(strategy: MakeStrategy | None) -> tuple[int, int, list[int]]:
     return look.seen
 
 
-def test_a_summary_is_of_the_whole_model() -> None:
+def test_summary_is_of_the_whole_model() -> None:
     expected, found = on_one_and_two(summarised)
     assert found == [expected, expected]
 
@@ -158,6 +167,7 @@ class Keeping(Plain):
         self.rows: list[dict[str, Tensor]] = []
         self.samples, self.first, self.largest = 0, 0, torch.zeros(2)
         self.table = {str(number): number for number in range(3)}
+        self.recent, self.total, self.counts = deque[int](maxlen=2), torch.zeros(2), np.zeros(2)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.first += 1  # before the blocks
@@ -167,6 +177,9 @@ class Keeping(Plain):
         self.rows.append({"loss": output["loss"], "classes": output["logits"].argmax(-1)})
         self.samples += len(batch[0])
         self.last, self.largest[0] = batch[0][-1], 1.0
+        self.recent.extend(batch[1].tolist())
+        self.total += len(batch[0])
+        self.counts[0] += len(batch[0])
         return output
 
     def on_train_epoch_end(self) -> None:
@@ -184,7 +197,8 @@ def kept(strategy: MakeStrategy | None) -> Any:
     run = trainer(made(strategy), max_epochs=2)
     run.fit(model, *loaders("plain", 8, samples=22, val_samples=8))  # the last batch has 6, its microbatches 2 or 1
     values = {name: float(value) for name, value in run.callback_metrics.items()}
-    return [values, model.samples, model.last, model.largest, model.table, len(model.losses)], model.first
+    found = [values, model.samples, model.last, model.largest, model.table, len(model.losses)]
+    return [*found, list(model.recent), model.total, torch.from_numpy(model.counts)], model.first
 
 
 @sampled(1, "strategy", [PIPELINE, ZBV], ids=["1f1b", "zbv"])
@@ -193,6 +207,11 @@ def test_what_a_step_sets_and_appends_is_on_every_rank(strategy: MakeStrategy) -
     for rank, calls in found:
         require_like(expected, rank)
         assert (steps, calls) == (6, 6 * 4)  # once for each microbatch
+
+
+@dataclass
+class Record:
+    losses: list[float] = field(default_factory=list)
 
 
 class KeepsDeeper(Plain):
@@ -204,6 +223,7 @@ class KeepsDeeper(Plain):
         self.outputs: dict[str, list[Any]] = {"logits": []}
         self.unlike = SimpleNamespace(hits=0)
         self.note: Any = None
+        self.record, self.names = Record(), set[str]()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         output = super().training_step(batch, batch_idx)
@@ -211,6 +231,8 @@ class KeepsDeeper(Plain):
         self.outputs["logits"].append(output["logits"].detach())
         self.unlike.hits += 1
         self.note = lambda: None
+        self.record.losses.append(self.history[batch_idx])
+        self.names.add(str(self.history[batch_idx]))
         return output
 
 
@@ -219,17 +241,18 @@ def deeper() -> tuple[list[str], list[int]]:
         model = KeepsDeeper()
         trainer(PIPELINE(), max_epochs=2).fit(model, *loaders("plain", 8, samples=24, val_samples=8))
     told = [line for line in lines if "stays on the rank of the last stage" in line]
-    return told, [len(model.history), len(model.outputs["logits"]), model.unlike.hits]
+    found = [len(model.history), len(model.outputs["logits"]), model.unlike.hits]
+    return told, [*found, len(model.record.losses), len(model.names)]
 
 
-def test_what_it_changes_deeper_stays_on_the_last_stage_and_is_told_once() -> None:
+def test_nested_changes_stay_on_the_last_stage_and_are_told() -> None:
     (told, first), (others, last) = run_on_ranks(2, deeper)
     (line,) = told
-    assert line.startswith("self.history, self.outputs, self.unlike, self.note: ")
+    assert line.startswith("self.history, self.outputs, self.unlike, self.note, self.record, self.names: ")
     assert "on_train_batch_end(outputs, ...)" in line
     assert not others
-    assert first == [0, 0, 0]
-    assert last == [3, 24, 24]
+    assert first == [0] * 5
+    assert last == [3, 24, 24, 24, 24]
 
 
 # ---------------------------------------------------------------- beside other techniques
@@ -242,48 +265,6 @@ def recomputing() -> HybridStrategy:
 @sampled(1, "column", ["gpt", "plain"])
 def test_recomputation(column: str) -> None:
     check_parity(column, 2, recomputing, max_epochs=1, data={"samples": 24, "val_samples": 8})
-
-
-# ---------------------------------------------------------------- checkpoints
-
-LAYOUTS: dict[str, tuple[int, int, MakeStrategy]] = {
-    "one": (1, 1, HybridStrategy),
-    "pipeline": (2, 1, PIPELINE),
-    "zbv": (2, 1, ZBV),
-    "zero 3 beside": (4, 2, lambda: HybridStrategy(PipelineParallel(2), Zero(2))),
-    "zero 3": (2, 2, lambda: HybridStrategy(Zero(2))),
-}
-
-
-def fitted(layout: str, folder: Path, resume: Path | None) -> Any:
-    from tests.curves import Recorder
-
-    _, data_ranks, strategy = LAYOUTS[layout]
-    model, recorder, saving = build("gpt2", seed=5 if resume else 0), Recorder(), SaveAt(folder, [4, 6])
-    run = trainer(strategy(), max_epochs=2, accumulate_grad_batches=2, callbacks=[recorder, saving])
-    data = loaders("gpt2", 8 // data_ranks, samples=32, val_samples=8)
-    run.fit(model, *data, ckpt_path=resume, weights_only=True)
-    recorder.curve.weights.update({name: value.detach().clone() for name, value in model.state_dict().items()})
-    return recorder.curve
-
-
-@pytest.mark.exhaustive
-def test_files_of_every_layout_resume_in_every_other(tmp_path: Path) -> None:
-    def run(layout: str, resume: Path | None = None) -> Any:
-        return run_on_ranks(LAYOUTS[layout][0], fitted, layout, tmp_path / layout, resume)[0]
-
-    whole = run("one")
-    names = [*LAYOUTS, "one"]
-    for writer, reader in pairwise(names):
-        if writer != "one":
-            compare(whole, run(writer), where=f"{writer}: ")
-        got, after = run(reader, tmp_path / writer / "6.ckpt"), 6
-        assert got.losses == pytest.approx(whole.losses[after:], rel=1e-5), f"{reader} from {writer}"
-        for name, wanted in whole.weights.items():
-            torch.testing.assert_close(got.weights[name], wanted, rtol=1e-4, atol=1e-5)
-    expected, found = (torch.load(tmp_path / layout / "4.ckpt", weights_only=True) for layout in ("one", "zbv"))
-    assert list(expected["state_dict"]) == list(found["state_dict"])
-    assert expected["optimizer_states"][0]["state"].keys() == found["optimizer_states"][0]["state"].keys()
 
 
 # ---------------------------------------------------------------- the names of a step's arguments
@@ -310,10 +291,8 @@ def tersely(strategy: MakeStrategy | None) -> Any:
     return fitted, trainer(made(strategy)).validate(module, [val, val], verbose=False)
 
 
-def test_a_step_may_call_its_arguments_anything() -> None:
-    expected, found = on_one_and_two(tersely)
-    for rank in found:
-        require_like(expected, rank)
+def test_step_may_call_its_arguments_anything() -> None:
+    assert_like_one_device(tersely, 2, (None,), (PIPELINE,))
 
 
 class Joins(Plain):
@@ -336,35 +315,7 @@ def joined(strategy: Any) -> list[list[float]]:
 
 
 def test_loaders_one_of_which_ends_in_the_middle_of_a_batch() -> None:
-    expected, found = on_one_and_two(joined)
-    for seen in found:
-        require_like(expected, seen)
-
-
-class Doubles(Plain):
-    """Logs a loss times a number that is also how many samples a microbatch has, and a count beside it."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        output = super().training_step(batch, batch_idx)
-        self.log("doubled", output["loss"] * 2)
-        self.log("sum_of_classes", batch[1].sum(), reduce_fx="sum")
-        return output
-
-
-def doubled(strategy: Any) -> list[list[float]]:
-    warnings.filterwarnings("ignore", ".*needs to be floating")
-    torch.manual_seed(0)
-    module, seen = Doubles(), []
-    names = "doubled", "sum_of_classes"
-    module.on_train_batch_end = lambda *_: seen.append([float(module.trainer.callback_metrics[name]) for name in names])
-    trainer(made(strategy), max_epochs=1).fit(module, *loaders("plain", 8, samples=32, val_samples=8))
-    return seen
-
-
-def test_a_factor_like_the_number_of_samples_makes_no_sum_of_a_mean() -> None:
-    expected, found = on_one_and_two(doubled)
-    for seen in found:
-        require_like(expected, seen)
+    assert_like_one_device(joined, 2, (None,), (PIPELINE,))
 
 
 class Seeds(Plain):
@@ -385,6 +336,4 @@ def seeded(strategy: Any) -> list[Any]:
 
 
 def test_hooks_before_the_first_batch_may_seed_what_shuffles() -> None:
-    expected, found = on_one_and_two(seeded)
-    for seen in found:
-        require_like(expected, seen)
+    assert_like_one_device(seeded, 2, (None,), (PIPELINE,))

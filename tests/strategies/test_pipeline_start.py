@@ -15,7 +15,14 @@ from lightning_parallel import HybridStrategy, PipelineParallel, PipelineParalle
 from tests.further.points import Handwritten
 from tests.models import points
 from tests.ranks import begun_on_one, run_on_ranks
-from tests.strategies.one_and_two import PIPELINE, MakeStrategy, made, on_one_and_two, require_like, scratch
+from tests.strategies.one_and_two import (
+    PIPELINE,
+    MakeStrategy,
+    assert_like_one_device,
+    made,
+    require_like,
+    scratch,
+)
 from tests.tiers import sampled
 from tests.trainers import trainer
 
@@ -65,8 +72,7 @@ def scaled(strategy: MakeStrategy | None) -> Any:
 
 
 def test_attributes_made_in_start_hooks() -> None:
-    expected, found = on_one_and_two(scaled)
-    require_like([expected] * 2, found)
+    assert_like_one_device(scaled, 2, (None,), (PIPELINE,))
 
 
 class LogsRate(Handwritten):
@@ -161,8 +167,7 @@ def resumed(strategy: MakeStrategy | None, late: bool) -> Any:
 
 @pytest.mark.parametrize("late", [False, True])
 def test_resumed_runs(late: bool) -> None:
-    expected, found = on_one_and_two(resumed, late=late)
-    require_like([expected] * 2, found)
+    assert_like_one_device(resumed, 2, (None,), (PIPELINE,), late=late)
 
 
 def not_run(strategy: MakeStrategy | None) -> Any:
@@ -171,9 +176,8 @@ def not_run(strategy: MakeStrategy | None) -> Any:
     return weights(module)
 
 
-def test_a_run_without_a_batch_gives_back_the_weights() -> None:
-    expected, found = on_one_and_two(not_run)
-    require_like([expected] * 2, found)
+def test_run_without_a_batch_gives_back_the_weights() -> None:
+    assert_like_one_device(not_run, 2, (None,), (PIPELINE,))
 
 
 class Early(Handwritten):

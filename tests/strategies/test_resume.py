@@ -31,7 +31,7 @@ from lightning_parallel import (
     Zero,
     ZeroStrategy,
 )
-from lightning_parallel.strategies.checkpoint.files import AtomicCheckpointIO
+from lightning_parallel.strategies.checkpoint.reading import AtomicCheckpointIO
 from tests.models import build, loaders
 from tests.ranks import run_on_ranks
 from tests.strategies.test_checkpoints import SaveAt
@@ -167,7 +167,7 @@ def test_resumed_runs_are_identical(layout: str, accumulate: int) -> None:
 
 
 @sampled(1, "layout", ["data_parallel", "none"])
-def test_resumed_runs_are_identical_where_loaders_were_made_early(layout: str) -> None:
+def test_resumed_runs_whose_loaders_were_made_early(layout: str) -> None:
     n, make = LAYOUTS[layout]
     run_on_ranks(n, stop_and_go_on, make, 1, 0, [2, 6, 9], Counting)
 
@@ -188,7 +188,7 @@ def stop_twice() -> None:
     assert all(torch.equal(value, rest.state_dict()[name]) for name, value in whole.state_dict().items())
 
 
-def test_a_run_resumed_after_an_epoch_writes_checkpoints_that_resume_within_the_next() -> None:
+def test_run_resumed_twice() -> None:
     run_on_ranks(1, stop_twice)
 
 
@@ -226,7 +226,7 @@ def killed_within_an_accumulation() -> None:
     assert all(torch.equal(value, rest.state_dict()[name]) for name, value in whole.state_dict().items())
 
 
-def test_a_run_killed_within_the_accumulation_after_its_checkpoint_goes_on_from_the_same() -> None:
+def test_run_killed_within_an_accumulation() -> None:
     run_on_ranks(1, killed_within_an_accumulation)
 
 
@@ -263,9 +263,12 @@ MODELS: dict[str, tuple[int, int, Callable[[], Any], str]] = {
 }
 
 
+TWO_BLOCKS = {"gpt": {"n_layers": 2}, "moe": {"n_layers": 2}, "llama": {"num_hidden_layers": 2}}
+
+
 def fit_model(layout: str, accumulate: int, resume: Path | None = None, **run: Any) -> dict[str, Tensor]:
     _, readers, make, column = MODELS[layout]
-    model, data = build(column), loaders(column, 8 // readers, samples=40, shuffle=True)
+    model, data = build(column, **TWO_BLOCKS[column]), loaders(column, 8 // readers, samples=40, shuffle=True)
     arguments = {"max_epochs": 2, "accumulate_grad_batches": accumulate, "gradient_clip_val": 0.5}
     trainer(make(), **arguments, **run).fit(model, data.train, data.val, ckpt_path=resume)
     return model.state_dict()

@@ -12,7 +12,12 @@ from lightning_parallel import ZeroStrategy
 from tests.heard import heard
 from tests.models import Plain, loaders, points
 from tests.ranks import run_on_ranks
-from tests.strategies.one_and_two import PIPELINE, MakeStrategy, made, on_one_and_two, require_like
+from tests.strategies.one_and_two import (
+    PIPELINE,
+    MakeStrategy,
+    assert_like_one_device,
+    made,
+)
 from tests.strategies.test_pipeline_run import Sees
 from tests.trainers import trainer
 
@@ -60,9 +65,7 @@ def returned(strategy: MakeStrategy | None) -> Any:
 
 
 def test_what_a_step_returns_is_that_of_the_whole_batch() -> None:
-    expected, found = on_one_and_two(returned)
-    for rank in found:
-        require_like(expected, rank)
+    assert_like_one_device(returned, 2, (None,), (PIPELINE,))
 
 
 class Table:
@@ -127,6 +130,6 @@ def predicted() -> tuple[list[Any], list[Any]]:
     return found, [model.views()] * len(found)
 
 
-def test_zero_3_returns_views_of_an_evaluation_as_copies_and_refuses_those_that_would_follow_a_step() -> None:
+def test_views_of_parameters_that_zero_3_returns() -> None:
     for found, expected in run_on_ranks(2, predicted):
         torch.testing.assert_close(found, expected, rtol=0, atol=0)

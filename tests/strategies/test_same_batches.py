@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_parallel import DataParallel, HybridStrategy, PipelineParallel
-from lightning_parallel.strategies.data.sharding import is_compared
-from lightning_parallel.strategies.ranks import sync
+from lightning_parallel.strategies.data import batches
+from lightning_parallel.strategies.data.loaders import is_compared
 from tests.models import build, points
 from tests.ranks import ranks
 from tests.tiers import sampled
@@ -108,7 +108,7 @@ class Said(Callback):
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
         if batch_idx == 0:
-            self.patch = mock.patch.object(sync, "gather_objects", side_effect=self.count)
+            self.patch = mock.patch.object(batches, "gather_objects", side_effect=self.count)
             self.patch.start()
         elif batch_idx == 4:
             self.patch.stop()

@@ -22,9 +22,7 @@ from lightning_parallel import (
 from lightning_parallel.checkpoint.manifest import read_manifest
 from lightning_parallel.checkpoint.stored import in_memory
 from lightning_parallel.checkpoint.tensors_file import TensorsFile
-from lightning_parallel.strategies.checkpoint.files import AtomicCheckpointIO
-from lightning_parallel.strategies.checkpoint.loader import load
-from lightning_parallel.strategies.checkpoint.options import CheckpointOptions
+from lightning_parallel.strategies.checkpoint.reading import AtomicCheckpointIO, CheckpointOptions, load
 from tests.curves import Curve, Recorder, compare_weights
 from tests.models import build, loaders
 from tests.ranks import run_on_ranks

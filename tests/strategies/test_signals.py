@@ -67,7 +67,7 @@ def under_slurm(folder: str, number: int, rank: int) -> tuple[int, list[str], ob
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_request_to_requeue_saves_between_batches_and_training_goes_on(tmp_path, rank):
+def test_requeue_request_saves_between_batches(tmp_path, rank):
     for trained, saved, code in run_on_ranks(2, under_slurm, str(tmp_path), signal.SIGUSR1, rank):
         assert (trained, saved, code) == (6, ["hpc_ckpt_1.ckpt"], None)
     saved = torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=True)
@@ -75,12 +75,12 @@ def test_a_request_to_requeue_saves_between_batches_and_training_goes_on(tmp_pat
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_request_to_stop_ends_all_ranks_before_the_same_batch(tmp_path, rank):
+def test_request_to_stop_ends_all_ranks_before_the_same_batch(tmp_path, rank):
     for trained, _, code in run_on_ranks(2, under_slurm, str(tmp_path), signal.SIGTERM, rank):
         assert (trained, code) == (3, 143)
 
 
-def test_processes_that_do_not_end_are_killed_however_they_were_started() -> None:
+def test_processes_that_do_not_end_are_killed() -> None:
     script = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     forked = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(600,))
     forked.start()
@@ -105,7 +105,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.exhaustive
-def test_what_ranks_do_after_a_run_is_done_though_rank_0_ends_first(tmp_path) -> None:
+def test_work_after_a_run_is_done_though_rank_0_ends_first(tmp_path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SLOW_AFTERWARDS)
     command = [sys.executable, "-W", "ignore", str(script)]

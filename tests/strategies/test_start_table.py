@@ -83,7 +83,7 @@ def test_it_counts_what_ranks_hold_of_a_hybrid():
 
 
 @ranks(2)
-def test_a_pipeline_shows_its_blocks_and_the_global_batch():
+def test_pipeline_shows_its_blocks_and_the_global_batch():
     said = []
     strategy = PipelineParallelStrategy(split=(1, 3))
     fitting = trainer(strategy, max_steps=1, accumulate_grad_batches=2, limit_val_batches=0)
@@ -106,7 +106,7 @@ def rows(sizes, states=3 * 2**30):
     ]
 
 
-def test_the_table_of_a_few_ranks():
+def test_table_of_a_few_ranks():
     sizes = dict.fromkeys(AXES, 1) | {"pp": 2, "dp_shard": 2}
     assert table(sizes, rows(sizes)) == [
         "Layout of 4 ranks: pp=2 x dp_shard=2",
@@ -118,7 +118,7 @@ def test_the_table_of_a_few_ranks():
     ]
 
 
-def test_the_table_of_many_ranks_has_a_row_for_each_stage():
+def test_table_of_many_ranks_has_a_row_for_each_stage():
     sizes = dict.fromkeys(AXES, 1) | {"pp": 4, "dp_shard": 16, "tp": 8}
     lines = table(sizes, rows(sizes, states=None))
     assert lines[0] == "Layout of 512 ranks: pp=4 x dp_shard=16 x tp=8"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -13,10 +12,10 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_parallel import HybridStrategy, PipelineParallel, PipelineParallelStrategy, TensorParallel, Zero
+from tests.layouts import layouts
 from tests.models import PlainBlock, points
-from tests.ranks import RanksFailed, begun_on_one, run_on_ranks
-from tests.strategies.one_and_two import made, require_like
+from tests.ranks import RanksFailed, run_on_ranks
+from tests.strategies.one_and_two import assert_like_one_device, made
 from tests.tiers import covering
 from tests.trainers import trainer
 
@@ -200,14 +199,9 @@ def clamped_after(module: Any, batch_idx: int) -> Any:
 KEPT = mode, flag, flag_stays, frozen, frozen_block, frozen_early, clamped, between, stem_around
 REFUSED = noise, noise_in_early_blocks, swapped, clamped_after, mode_stays, stays_frozen
 ACTS: dict[str, Callable[[Any, int], Any]] = {act.__name__: act for act in (*KEPT, *REFUSED, head_after)}
-PIPELINES: dict[str, tuple[int, int, Callable[[], Any]]] = {
-    "1f1b": (2, 1, partial(PipelineParallelStrategy, 2, microbatches=2)),
-    "zbv": (2, 1, partial(PipelineParallelStrategy, 2, schedule="zbv", microbatches=4)),
-    "over the batch": (2, 1, partial(PipelineParallelStrategy, 2, microbatches=2, loss_over="batch")),
-    "zero 2": (4, 2, lambda: HybridStrategy(PipelineParallel(2, microbatches=2), Zero(2, stage=2))),
-    "zero 3": (4, 2, lambda: HybridStrategy(PipelineParallel(2, microbatches=2), Zero(2))),
-    "tensor parallel": (4, 1, lambda: HybridStrategy(PipelineParallel(2, microbatches=2), TensorParallel(2))),
-}
+PIPELINES = layouts(
+    *("pipeline", "zbv", "pipeline over the batch", "pipeline x zero 2", "pipeline x zero 3", "pipeline x tensor")
+)
 
 
 def trained(strategy: Any, act: str, batch_size: int) -> Any:
@@ -221,15 +215,13 @@ def trained(strategy: Any, act: str, batch_size: int) -> Any:
 @covering(keep=1, act=[act.__name__ for act in KEPT], layout=PIPELINES)
 def test_what_a_step_puts_back_or_leaves_is_as_on_one_device(act: str, layout: str) -> None:
     ranks, readers, strategy = PIPELINES[layout]
-    expected = begun_on_one(trained, None, act, 8)
-    for found in run_on_ranks(ranks, trained, strategy, act, 8 // readers):
-        require_like(expected.result(), found)
+    assert_like_one_device(trained, ranks, (None, act, 8), (strategy, act, 8 // readers))
 
 
-def test_so_is_a_head_that_changes_when_the_loss_of_the_batch_is_known() -> None:
-    expected = begun_on_one(trained, None, "head_after", 8)
-    for found in run_on_ranks(2, trained, PIPELINES["over the batch"][2], "head_after", 8):
-        require_like(expected.result(), found)
+def test_head_that_changes_after_the_loss_over_the_batch() -> None:
+    assert_like_one_device(
+        trained, 2, (None, "head_after", 8), (PIPELINES["pipeline over the batch"].strategy, "head_after", 8)
+    )
 
 
 SAYS = (

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_parallel import HybridStrategy, ZeroStrategy
 from lightning_parallel.checkpoint.__main__ import main
-from lightning_parallel.strategies.checkpoint.loader import numbered
+from lightning_parallel.strategies.checkpoint.reading import numbered
 from tests.ranks import run_on_ranks
 from tests.strategies.test_checkpoint_use import Tied, tokens
 from tests.tiers import sampled

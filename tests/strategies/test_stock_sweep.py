@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from lightning_parallel import ZeroStrategy
-from lightning_parallel.strategies.checkpoint.files import AtomicCheckpointIO
+from lightning_parallel.strategies.checkpoint.reading import AtomicCheckpointIO
 from tests.models import build, loaders
 from tests.ranks import POOL, free_port
 from tests.strategies.test_checkpoint_sweep import STEPS, Progress, steps_of, wait_until_it_trains

@@ -19,8 +19,8 @@ from lightning_parallel import (
     Zero,
 )
 from tests.models import Plain, PlainBlock, loaders, points
-from tests.ranks import begun_on_one, run_on_ranks
-from tests.strategies.one_and_two import MakeStrategy, made, require_like
+from tests.ranks import run_on_ranks
+from tests.strategies.one_and_two import MakeStrategy, assert_like_one_device, made
 from tests.tiers import sampled
 from tests.trainers import trainer
 
@@ -118,42 +118,6 @@ class NothingAtTheEnd(Parameterless):
         self.log("val_loss", x.abs().mean())
 
 
-class Again(torch.autograd.Function):
-    """Runs a layer again in backward, and a backward pass within its own, after the manner of reversible layers."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: nn.Module, *parameters: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.layer, ctx.count = layer, len(parameters)
-        return layer(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        x = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            torch.autograd.backward(ctx.layer(x), gradient)
-        return x.grad, None, *[None] * ctx.count
-
-
-class Nested(nn.Module):
-    """A block of which one layer runs a backward pass of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.scale = PlainBlock(7, 13), nn.Parameter(torch.ones(7))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Again.apply(x * self.scale, self.layer, *self.layer.parameters()) * self.scale
-
-
-class Reversible(Plain):
-    """Its layers give gradients to parameters within the backward pass of something else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Nested() for _ in range(4))
-
-
 class Asking(PlainBlock):
     """Hooks on what it computes, and a quantile of it."""
 
@@ -198,7 +162,6 @@ MODELS: dict[str, Callable[[], Plain]] = {
     "nothing at the end": NothingAtTheEnd,
     "recomputed": Plain,
     "unused": Unused,
-    "reversible": Reversible,
     "asks": Asks,
 }
 PIPELINES: dict[str, Callable[[], Any]] = {
@@ -227,9 +190,7 @@ def trained(strategy: MakeStrategy | None, model: str, batch_size: int, **run: A
 
 
 def compared(model: str, layout: str, n: int = 2, data_ranks: int = 1, **run: Any) -> None:
-    expected = begun_on_one(trained, None, model, 8, **run)
-    for found in run_on_ranks(n, trained, PIPELINES[layout], model, 8 // data_ranks, **run):
-        require_like(expected.result(), found)
+    assert_like_one_device(trained, n, (None, model, 8), (PIPELINES[layout], model, 8 // data_ranks), **run)
 
 
 @sampled(1, "model", MODELS)
@@ -237,12 +198,11 @@ def test_a_pipeline_trains_them_as_one_device_does(model: str) -> None:
     compared(model, "recomputed" if model == "recomputed" else "1f1b")
 
 
-@sampled(1, "model", ["reversible", "asks"])
-def test_so_they_do_where_a_layer_runs_a_backward_pass_of_its_own_or_hooks_on_gradients(model: str) -> None:
-    compared(model, "1f1b")
+def test_layers_with_gradient_hooks() -> None:
+    compared("asks", "1f1b")
 
 
-def test_so_do_blocks_that_learn_in_part_and_recompute_themselves() -> None:
+def test_blocks_that_learn_in_part_and_recompute_themselves() -> None:
     compared("adapted", "1f1b")
 
 
@@ -258,7 +218,7 @@ def shares(strategy: MakeStrategy) -> str:
     return ""
 
 
-def test_a_split_that_parts_them_is_refused() -> None:
+def test_split_that_parts_them_is_refused() -> None:
     for said in run_on_ranks(2, shares, partial(PipelineParallelStrategy, 2, split=(2, 2))):
         assert "a tensor that was made in block" in said
         assert "choose a split that leaves both on one stage" in said
@@ -297,6 +257,6 @@ def skipped() -> None:
     trainer(PIPELINES["1f1b"](), max_epochs=1).fit(Skipping(), *loaders("plain", 8, samples=16, val_samples=8))
 
 
-def test_a_step_that_ends_before_its_blocks_says_how_to_skip_a_batch() -> None:
+def test_step_without_its_blocks_says_how_to_skip_a_batch() -> None:
     with pytest.raises(AssertionError, match="to skip a batch, run them and return the loss times zero"):
         run_on_ranks(2, skipped, timeout=8.0)

@@ -1,6 +1,5 @@
 """The world that user code sees is the ranks that read different samples, whatever other ranks there are."""
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -11,14 +10,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_parallel import (
-    HybridStrategy,
     PipelineParallel,
-    PipelineParallelStrategy,
-    TensorParallel,
-    TensorParallelStrategy,
     Zero,
 )
 from tests.curves import compare_weights
+from tests.layouts import Layout, hybrid, layouts
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import MakeStrategy, made
 from tests.trainers import trainer
@@ -93,18 +89,13 @@ def fitted(strategy: MakeStrategy | None, readers: int) -> Any:
     return module.state_dict(), float(run.callback_metrics["val"]), noting.worlds, mine, after
 
 
-LAYOUTS: list[tuple[int, int, Any]] = [
-    (2, 1, partial(TensorParallelStrategy, 2)),
-    (2, 1, partial(PipelineParallelStrategy, 2, loss_over="batch")),
-    (4, 2, partial(HybridStrategy, PipelineParallel(2, microbatches=1), Zero(2, stage=1))),
-    (4, 2, partial(HybridStrategy, TensorParallel(2), Zero(2, stage=3))),
-]
+LAYOUTS = layouts("tensor parallel", "tensor x zero 3", "pipeline over the batch") | {
+    "layers x zero 1": Layout(4, 2, hybrid(PipelineParallel(2, microbatches=1), Zero(2, stage=1)))
+}
 
 
-@pytest.mark.parametrize(("ranks", "readers", "strategy"), LAYOUTS)
-def test_a_loss_that_gathers_and_a_rate_that_grows_with_the_world_are_one_devices(
-    ranks: int, readers: int, strategy: MakeStrategy
-) -> None:
+@pytest.mark.parametrize(("ranks", "readers", "strategy"), LAYOUTS.values(), ids=LAYOUTS)
+def test_world_that_a_loss_and_a_learning_rate_see(ranks: int, readers: int, strategy: MakeStrategy) -> None:
     expected = begun_on_one(fitted, None, 1)
     got = run_on_ranks(ranks, fitted, strategy, readers)
     assert sorted(run[3] for run in got) == sorted(

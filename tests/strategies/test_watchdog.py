@@ -118,7 +118,7 @@ def reading() -> str:
     return str(fitting.strategy._watchdog.report)
 
 
-def test_a_hook_that_reads_a_shard_on_one_rank_only_is_named_with_its_line() -> None:
+def test_hook_that_reads_a_shard_on_one_rank_is_named() -> None:
     said, _ = run_on_ranks(2, reading)
     assert re.search(r"rank 0 waits in .*(\n.*)*test_watchdog.py:\d+ in read_by_one", said), said
 

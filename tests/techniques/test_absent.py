@@ -141,7 +141,7 @@ def test_questions_about_shapes_have_answers() -> None:
     assert isinstance(twin, nn.Parameter)
 
 
-def test_gradients_of_real_tensors_that_met_an_absent_one_are_absent() -> None:
+def test_gradients_of_operands_of_absent_tensors_are_absent() -> None:
     real = torch.randn(8, 6, requires_grad=True)
     (gradient,) = torch.autograd.grad((absent() * real).sum(), real)
     assert isinstance(gradient, Absent)

@@ -28,7 +28,7 @@ WRONG = [
     (partial(DataParallel, bucket_mb="25"), "bucket_mb='25'): bucket_mb is a number greater than 0"),
     (partial(DataParallel, bucket_mb=float("nan")), "bucket_mb=nan): bucket_mb is a number greater than 0"),
     (partial(TensorParallel, sequence_parallel="off"), "sequence_parallel='off'): sequence_parallel is True or False"),
-    (partial(TensorParallel, sequence_parallel=False, regather=True), "regather=True): only a split sequence can"),
+    (partial(TensorParallel, sequence_parallel=False, overlap=True), "overlap=True): only a split sequence can"),
     (partial(PipelineParallel, schedule="1F1B"), "'1F1B' is no schedule; did you mean '1f1b'?"),
     (partial(PipelineParallel, schedule=None), "None is no schedule; take one of"),
     (partial(PipelineParallel, schedule="none.csv"), "there is no file none.csv"),

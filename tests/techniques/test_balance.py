@@ -36,7 +36,7 @@ def test_no_division_is_better(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_division_is_better_among_those_that_leave_blocks_together(seed: int) -> None:
+def test_best_division_that_leaves_blocks_together(seed: int) -> None:
     draw = random.Random(seed)
     costs = [draw.randint(0, 6) for _ in range(draw.randint(2, 9))]
     stages, uncut = draw.randint(1, len(costs)), {draw.randint(1, len(costs)) for _ in range(3)}

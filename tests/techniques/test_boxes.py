@@ -83,12 +83,12 @@ def test_boxes_say_where_what_a_rank_holds_lies_in_the_whole(layout: str) -> Non
     assert bool((counted == copies).all())
 
 
-def test_a_plain_tensor_is_one_box() -> None:
+def test_plain_tensor_is_one_box() -> None:
     assert boxes(WHOLE) == [((slice(0, 7), slice(0, 12)), (0, 0))]
     assert boxes(torch.tensor(3.0)) == [((), ())]
 
 
-def test_rows_of_a_fused_weight_are_not_those_that_torch_takes_them_for() -> None:
+def test_rows_of_a_fused_weight() -> None:
     with as_rank(1, 2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         whole = torch.arange(8.0).view(8, 1)
@@ -148,7 +148,7 @@ def experts_of(mesh: ParallelMesh) -> nn.Parameter:
 
 
 @ranks(4)
-def test_gradients_of_what_fewer_ranks_hold_are_summed_over_them_by_the_factor_of_all() -> None:
+def test_gradients_are_summed_over_the_ranks_that_hold_them() -> None:
     mesh = ParallelMesh(resolve_sizes([DataParallel(4).claim], 4), "cpu")
     experts, shared = experts_of(mesh), nn.Parameter(torch.zeros(3))
     assert holders_of(shared, mesh).all.size() == 4
@@ -204,7 +204,7 @@ def test_zero_shards_what_fewer_ranks_hold_among_them() -> None:
         {"pp": 2, "dp_replicate": 1, "dp_shard": 2, "cp": 2, "tp": 2},
     ],
 )
-def test_ranks_without_experts_have_made_all_groups_that_those_with_experts_use(sizes: dict[str, int]) -> None:
+def test_groups_of_experts_are_made_on_ranks_without_experts(sizes: dict[str, int]) -> None:
     """A stage of a pipeline may have none, and to make a group is a collective."""
     with as_rank(0, 16):
         mesh = ParallelMesh(sizes, "cpu")

@@ -1,8 +1,6 @@
 """Whatever is done with a divided tensor, ranks get the values and gradients of the whole one."""
 
-import functools
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +14,6 @@ from lightning_parallel.collectives.by_elements import complete
 from lightning_parallel.collectives.elements import Elements, Ranks
 from lightning_parallel.techniques.divided import rules  # noqa: F401
 from lightning_parallel.techniques.divided.functions import FunctionsGetWholes
-from lightning_parallel.techniques.divided.rules.parameters import alike
 from lightning_parallel.techniques.divided.tensor import Divided
 from tests.ranks import ranks
 from tests.tiers import sampled
@@ -149,10 +146,10 @@ def written_through_views(x, w):
 
 
 def changed_beside_views(x, w):
-    """A view of the gathered whole, and views that ranks divide, of what is changed afterwards."""
+    """Views that ranks divide of what is changed afterwards, once nobody has one of the gathered whole any more."""
     y = x * w
     turned = y.permute(0, 3, 2, 1)
-    seen, rows = turned[..., 0], y.reshape(12, 32)
+    seen, rows = turned[..., 0] * 1, y.reshape(12, 32)
     y[y > 1] = 0.5
     rows.mul_(1.5)
     F.relu(y, inplace=True)
@@ -164,22 +161,6 @@ def gated(x, w):
 
 
 compiled = torch.compile(gated, backend="eager", fullgraph=True)
-
-
-def scripted_of_lists(xs: list[Tensor], more: dict[str, Tensor]) -> Tensor:
-    return xs[0] * xs[1] + more["w"] * torch.relu(xs[0]).sum(1, keepdim=True)
-
-
-@functools.cache
-def scripted() -> tuple[Any, ...]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, of what it will drop
-        return torch.jit.script(scripted_of_lists), torch.jit.trace(gated, values()), torch.jit.script(nn.SiLU())
-
-
-def of_torchscript(x, w):
-    of_lists, traced, module = scripted()
-    return of_lists([x, x * w], {"w": w}) + traced(x, w) + module(x * w)
 
 
 class Pair(nn.Module):
@@ -309,7 +290,6 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "of a gradient": inner_gradient,
     "of a module": Pair(),
     "of a compiled function": lambda x, w: compiled(x * w, w) + compiled(w, w[:1]).sum(),
-    "of torchscript": of_torchscript,
 }
 
 
@@ -344,8 +324,15 @@ DIVISIONS = {
 }
 
 
-WAYS = ("plain", "alike", "averaged")
-"""Who reduces the gradient of what ranks have alike: where it is used, or when a step ends, as a sum or as a mean."""
+WAYS = ("plain", "parameter", "averaged")
+"""Who reduces the gradient of what ranks have alike: where it is used, or when a step ends, over tp or cp ranks."""
+
+
+def replicated(w: Tensor, way: str) -> Any:
+    mine: Any = w.detach().clone().requires_grad_() if way == "plain" else nn.Parameter(w.detach().clone())
+    if way == "parameter":
+        mine._replicated_path = "w"
+    return mine
 
 
 def compared(operation: Callable[[Tensor, Tensor], Any], division: dict[int, Any], way: str) -> None:
@@ -357,9 +344,9 @@ def compared(operation: Callable[[Tensor, Tensor], Any], division: dict[int, Any
     (dim, make), *_ = division.items()
     elements = make(among)
     own = elements.take(x.detach(), dim).clone().requires_grad_()
-    mine = w.detach().clone().requires_grad_() if way != "averaged" else nn.Parameter(w.detach().clone())
+    mine = replicated(w, way)
     with FunctionsGetWholes():
-        found = outcome(operation, Divided(own, {dim: elements}), alike(mine, among) if way == "alike" else mine)
+        found = outcome(operation, Divided(own, {dim: elements}), mine)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(complete(own.grad, dim, elements), elements.take(x.grad, dim), rtol=1e-10, atol=1e-12)
     if w.grad is not None:
@@ -367,10 +354,9 @@ def compared(operation: Callable[[Tensor, Tensor], Any], division: dict[int, Any
 
 
 def require_gradient(mine, whole, way, **tolerances):
-    """Ranks have summands of the gradient of what all have alike, or of its average."""
+    """Ranks have what makes the gradient of a parameter that all have alike as a mean."""
     if way != "plain":
         dist.all_reduce(mine.grad)
-    if way == "averaged":
         mine.grad /= dist.get_world_size()
     torch.testing.assert_close(mine.grad, whole.grad, **tolerances)
 

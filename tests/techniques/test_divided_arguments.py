@@ -173,7 +173,7 @@ def test_dropout_moves_the_generator_where_it_draws_alone() -> None:
 
 
 @ranks(2)
-def test_strides_from_the_beginning_of_what_a_view_views_are_refused() -> None:
+def test_as_strided_with_the_offset_of_the_base_is_refused() -> None:
     elements = Ranks(dist.group.WORLD, "tp").chunks(8)
     divided: Any = Divided(torch.arange(12.0).view(3, 4), {1: elements})
     with pytest.raises(ValueError, match="which the view does not know; write"):

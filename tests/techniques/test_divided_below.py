@@ -1,4 +1,4 @@
-"""What is written to divided tensors below Python reaches them, or is an error where nobody hears of it."""
+"""Below autograd, operations on divided tensors are exact, write to them, or are refused where a gradient is lost."""
 
 from __future__ import annotations
 
@@ -62,6 +62,57 @@ def test_what_is_written_is_there() -> None:
             write(divided)
             write(whole)
             torch.testing.assert_close((divided * 2).whole(), whole * 2, msg=name)
+
+
+def read_by_a_transform(x: Tensor) -> Tensor:
+    """A transform finds in a function what it was not given, and one looks along what it is given."""
+    found = torch.func.grad(lambda scale: (x * scale).square().sum())(torch.tensor(2.0)) * x
+    return found + torch.func.jvp(torch.sin, (x,), (x,))[1]  # type: ignore[no-any-return]
+
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "a script": lambda x: scripted_product()(x, x),
+    "a transform of rows": lambda x: torch.vmap(lambda row: row.cumsum(0) * 2)(x),
+    "a gradient": lambda x: torch.func.grad(lambda y: y.sin().sum())(x),
+    "a Jacobian": lambda x: torch.func.jacrev(lambda y: y.cumsum(1)[0])(x),
+}
+
+
+def product(x: Tensor, y: Tensor) -> Tensor:
+    return x * torch.relu(y).sum(1, keepdim=True)
+
+
+def scripted_product() -> Callable[..., Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(product)  # type: ignore[no-any-return]
+
+
+@ranks(2)
+def test_what_loses_a_gradient_is_refused() -> None:
+    parts = elements()
+    for name, read in READS.items():
+        whole = torch.arange(24.0).view(4, 6) / 9
+        own = parts.take(whole, 1).clone()
+        with FunctionsGetWholes():
+            torch.testing.assert_close((read(Divided(own, {1: parts})) + 0), read(whole), msg=name)
+            own.requires_grad_()
+            with pytest.raises(RuntimeError, match=r"TorchScript interpreter|its gradient cannot be followed"):
+                read(Divided(own, {1: parts}))
+
+
+@ranks(2)
+def test_transforms_read_what_they_find() -> None:
+    parts = elements()
+    whole = (torch.arange(24.0).view(4, 6) / 9).requires_grad_()
+    own = parts.take(whole.detach(), 1).clone().requires_grad_()
+    with FunctionsGetWholes(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*torch.jit.script", DeprecationWarning)  # torch's own, in its jvp
+        found = read_by_a_transform(Divided(own, {1: parts}))
+        found.sum().backward()
+    read_by_a_transform(whole).sum().backward()
+    assert whole.grad is not None
+    torch.testing.assert_close(own.grad, parts.take(whole.grad, 1))
 
 
 @ranks(2)

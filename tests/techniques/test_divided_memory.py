@@ -128,6 +128,8 @@ def test_another_shape_in_place_is_refused_on_all_ranks() -> None:
     with pytest.raises(ValueError, match=r"resize_ .* \(3, 2, 8\) .* write y = x\.reshape\(\.\.\.\) and use y"):
         make().resize_(6, 8)
     divided = make()
-    divided.diagonal(0, 0, 1).mul_(2.0)
+    view = divided.diagonal(0, 0, 1).mul_(2.0)
     with pytest.raises(ValueError, match=r"transpose_ .* in place, .* write y = x\.transpose\(\.\.\.\) and use y"):
         divided.transpose_(1, 2)
+    del view
+    assert divided.transpose_(1, 2).shape == (3, 8, 2)

@@ -6,6 +6,7 @@ samples and each computes its own positions. Nothing of the lifecycle knows it, 
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import warnings
 from collections.abc import Mapping
@@ -35,6 +36,7 @@ from lightning_parallel.mesh import Axis, Size, resolve_sizes
 from lightning_parallel.techniques.division import Division, PartitionContext
 from lightning_parallel.techniques.step import BatchContext, Step, StepFn, WrappedStep
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
+from lightning_parallel.techniques.zero.sharded import parameters
 from tests.curves import SMALL, compare, curve
 from tests.grounds import ground
 from tests.models import Loaders, build
@@ -90,11 +92,17 @@ class Positions(Division):
         return torch.cat(parts, 1)
 
     def run(self, run: StepFn[T]) -> StepFn[T]:
-        def told(*args: Any, **kwargs: Any) -> T:
-            self.happened.append("run")
-            return run(*args, **kwargs)
+        return lambda *args, **kwargs: (self.happened.append("run"), run(*args, **kwargs))[1]
 
-        return told
+    def show(self) -> None:
+        self.happened.append("show")
+
+    def encode_activation(self, value: Any) -> Any:
+        return {"encoded": value}
+
+    def decode_activation(self, value: Any) -> Any:
+        self.happened.append("decode")
+        return value["encoded"]
 
     def step(self, step: Step) -> Step:
         return ToldStep("step", self, step)
@@ -212,7 +220,39 @@ def test_maps_happen_where_they_belong() -> None:
     division = ToldStep.latest["step"].division
     calls = division.happened.count("run")
     assert calls == 2  # one for each microbatch of this rank's stage
-    assert division.happened == ["batch", "settle", "step", *["run"] * calls, "outputs"]
+    decoded = 2 * division.mesh["pp"].get_local_rank()  # activations that the stage before sent
+    assert division.happened.count("decode") == decoded
+    happened = [each for each in division.happened if each != "decode"]
+    assert happened == ["batch", "settle", "step", *["run"] * calls, "outputs"]
+
+
+class Penalised(Tagger):
+    """Reads a weight outside of its block, which ZeRO 3 gathers then."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + 0.1 * self.layers[1][0].weight.square().sum()
+
+
+def shown_in_a_step() -> int:
+    parameters.UNIT_BYTES, before = 64, parameters.UNIT_BYTES
+    try:
+        data = DataLoader(Sentences(8), batch_size=8)
+        strategy = HybridStrategy(Zero(1, stage=3), OwnPositions(2))
+        trainer(strategy, max_epochs=1, limit_val_batches=0).fit(Penalised(), data, data)
+    finally:
+        parameters.UNIT_BYTES = before
+    return ToldStep.latest["step"].division.happened.count("show")
+
+
+def test_what_was_gathered_within_a_step_is_shown() -> None:
+    assert min(run_on_ranks(2, shown_in_a_step)) > 0
+
+
+def test_a_technique_with_all_maps_takes_sixty_lines_and_no_other_file() -> None:
+    lines = [line for each in (OwnPositions, Positions, ToldStep) for line in inspect.getsource(each).splitlines()]
+    assert len([line for line in lines if line.strip()]) <= 60
+    maps = {name for name, value in vars(Division).items() if callable(value) and not name.startswith("_")}
+    assert maps <= vars(Positions).keys()
 
 
 def coming_samples(meets: bool) -> list[int | None]:
@@ -222,7 +262,7 @@ def coming_samples(meets: bool) -> list[int | None]:
     return ToldStep.latest["info"].samples
 
 
-def test_ranks_that_meet_in_a_forward_know_the_least_number_of_samples() -> None:
+def test_least_number_of_samples_is_known_in_a_forward() -> None:
     assert run_on_ranks(2, coming_samples, True) == [3, 3]
     assert run_on_ranks(2, coming_samples, False) == [None, None]
 
@@ -269,7 +309,7 @@ SET = (
 )
 
 
-def test_the_order_in_which_a_user_lists_techniques_has_no_meaning() -> None:
+def test_order_of_listed_techniques_has_no_meaning() -> None:
     orders = {HybridStrategy(*given).techniques for given in itertools.permutations(SET)}
     assert len(orders) == 1
     names = [type(technique).__name__ for technique in orders.pop()]

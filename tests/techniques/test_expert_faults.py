@@ -19,7 +19,7 @@ from tests.ranks import ranks, run_on_ranks
 from tests.techniques.tensor_layouts import hybrid
 
 REFUSED = {
-    "looped_experts": "is a list of modules, .* Stack their weights",
+    "looped_experts": "finds no experts in .* stack the weights of a list of experts",
     "slots_experts": "with a result of shape",
     "masked_experts": "the sum of what its experts make of this token alone",
     "mixing_experts": "the sum of what its experts make of this token alone",
@@ -35,7 +35,7 @@ def test_other_forms_of_experts_are_refused_with_a_remedy() -> None:
             train(column, partial(ExpertParallelStrategy, 2), data_ranks=2, max_epochs=1, data={"samples": 16})
 
 
-def test_a_whole_weight_of_experts_beside_tensor_parallel() -> None:
+def test_whole_weight_of_experts_beside_tensor_parallel() -> None:
     layout = hybrid(DataParallel(2), TensorParallel(2), ExpertParallel(2))
     with pytest.raises(AssertionError, match="untie it, or leave tensor parallel out"):
         run_on_ranks(4, train, "tied_banks", layout, data_ranks=2, data={"samples": 16})
@@ -66,7 +66,7 @@ def test_scales_of_heads_and_kernels_of_size_1_are_no_experts() -> None:
     assert find_experts(block, ParallelPlan()) == []
 
 
-def test_a_rank_that_calls_other_experts() -> None:
+def test_rank_that_calls_other_experts() -> None:
     strategy, data = partial(ExpertParallelStrategy, 2), {"samples": 16}
     told = r"rank 0 calls network.blocks.0.mixture.experts; rank 1 calls network.blocks.1.mixture.experts: under"
     with pytest.raises(AssertionError, match=told):

@@ -179,7 +179,7 @@ def largest(tokens: int) -> int:
     return watch.mode.most
 
 
-def test_nothing_is_of_the_size_of_tokens_times_experts_times_capacity() -> None:
+def test_largest_tensor_has_no_capacity_dimension() -> None:
     tokens, k, features = 128, 2, 64  # the most features are those of the vocabulary
     capacity = 2 * tokens * k // E
     for found in run_on_ranks(2, largest, tokens):

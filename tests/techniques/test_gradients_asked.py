@@ -134,7 +134,7 @@ def test_gradients_that_a_step_asks_for_are_complete(layout: str) -> None:
 @pytest.mark.parametrize(
     "layout", ["tp", *(pytest.param(e, marks=pytest.mark.exhaustive) for e in LAYOUTS if e != "tp")]
 )
-def test_a_backward_pass_of_the_users_own_is_exact(layout: str) -> None:
+def test_backward_pass_of_the_users_own_is_exact(layout: str) -> None:
     require_exact(GoesBack, layout)
 
 
@@ -167,7 +167,7 @@ def fitted(layout: str) -> str:
     return str(raised.value)
 
 
-def test_a_graph_that_would_give_summands_is_refused_with_a_remedy() -> None:
+def test_graph_that_would_give_partial_sums_is_refused() -> None:
     for said in run_on_ranks(2, fitted, "cp"):
         assert "parameters in a compiled block" in said
         assert "leave out Compile" in said
@@ -186,9 +186,7 @@ def validated(lengths: tuple[int, ...], make_strategy: Any, allowed: int = 1) ->
 
 
 @sampled(1, ("lengths", "layout", "allowed"), [((8,), "tp", 3), ((8, 6), "cp", 1)])
-def test_blocks_share_a_graph_and_run_without_where_torch_allows_no_more(
-    lengths: tuple[int, ...], layout: str, allowed: int
-) -> None:
+def test_blocks_share_a_graph_up_to_the_recompile_limit(lengths: tuple[int, ...], layout: str, allowed: int) -> None:
     begun = begun_on_one(validated, lengths, None)
     for found, graphs in run_on_ranks(2, validated, lengths, COMPILED_LAYOUTS[layout], allowed):
         assert found == pytest.approx(begun.result()[0], rel=1e-9)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lightning_parallel import ContextParallelStrategy
+from tests.layouts import layouts
 from tests.techniques import test_toggled_parameters as toggled
 from tests.techniques.test_toggled_parameters import Adversarial, compare, parameters_of
 from tests.tiers import covering
@@ -221,7 +221,7 @@ MODELS = {
         *(Sharpness, ClippedByTrainer, SteppedPlainly, OnGroups),
     )
 }
-LAYOUTS = {**toggled.LAYOUTS, "cp": (2, 1, ContextParallelStrategy)}
+LAYOUTS = toggled.LAYOUTS | layouts("context")
 
 
 @covering(keep=1, layout=LAYOUTS, model=MODELS)

@@ -76,7 +76,7 @@ def test_halves_are_a_whole_backward(name: str) -> None:
         torch.testing.assert_close(got, wanted)
 
 
-def test_a_function_that_runs_a_backward_pass_of_its_own_runs_once() -> None:
+def test_function_with_its_own_backward_pass_runs_once() -> None:
     torch.manual_seed(0)
     maps, x, seed = Maps(), torch.randn(2, 3, 4, requires_grad=True), torch.randn(2, 3, 4)
     parameters = list(maps.parameters())
@@ -107,7 +107,7 @@ def test_what_a_stage_returns_may_be_what_its_layers_read() -> None:
         torch.testing.assert_close(got, wanted)
 
 
-def test_an_input_may_be_one_that_nothing_depends_on() -> None:
+def test_input_may_be_one_that_nothing_depends_on() -> None:
     torch.manual_seed(0)
     maps, x, unused, seed = (
         Maps(),
@@ -126,7 +126,7 @@ def test_an_input_may_be_one_that_nothing_depends_on() -> None:
         torch.testing.assert_close(got, wanted)
 
 
-def test_a_gradient_that_is_sent_back_does_not_grow_with_those_of_weights() -> None:
+def test_gradient_that_was_sent_back_does_not_change() -> None:
     x, weight, seed = torch.ones(3, requires_grad=True), nn.Parameter(torch.ones(3)), torch.ones(3)
     gradients = Gradients([weight])
     first, second = (save([x], [x + weight]) for _ in range(2))

@@ -33,7 +33,7 @@ class Sent:
         self.tensors.append(tensor)
 
 
-def test_a_structure_is_sent_once() -> None:
+def test_structure_is_sent_once() -> None:
     lane = Sent()
     p2p = P2P(cast(Any, lane), lambda stage: stage, 2)
     for microbatch in range(3):
@@ -41,7 +41,7 @@ def test_a_structure_is_sent_once() -> None:
     assert (len(lane.objects), len(lane.tensors)) == (1, 3)
 
 
-def test_structures_that_vary_are_sent_once_each_and_then_by_their_numbers() -> None:
+def test_structures_that_vary_are_sent_once_each() -> None:
     lane = Sent()
     p2p = P2P(cast(Any, lane), lambda stage: stage, 2)
     hidden, maps = torch.rand(2, 3), torch.rand(4)
@@ -51,7 +51,7 @@ def test_structures_that_vary_are_sent_once_each_and_then_by_their_numbers() -> 
     assert (len(lane.objects), numbers) == (2, [0, 0, 1, 2])
 
 
-def test_a_value_is_the_same_with_its_tensors_in_their_places() -> None:
+def test_value_is_the_same_with_its_tensors_in_their_places() -> None:
     tensor = torch.rand(2, 3)
     value = {"twice": [tensor, (tensor, "text", None)], "set": {1, 2}}
     structure, tensors = packed(value)
@@ -60,7 +60,7 @@ def test_a_value_is_the_same_with_its_tensors_in_their_places() -> None:
     assert structure.filled([other]) == {"twice": [other, (other, "text", None)], "set": {1, 2}}
 
 
-def test_a_tensor_within_an_object_goes_along() -> None:
+def test_tensor_within_an_object_goes_along() -> None:
     structure, tensors = packed(SimpleNamespace(cache=torch.ones(2)))
     assert structure.filled([each + 1 for each in tensors]).cache.tolist() == [2, 2]
 
@@ -128,7 +128,7 @@ def validated(strategy: Any) -> float:
     return float(run.callback_metrics["loss"])
 
 
-def test_a_block_may_return_more_in_some_batches_of_evaluation() -> None:
+def test_block_may_return_more_in_some_batches_of_evaluation() -> None:
     expected = begun_on_one(validated, None)
     for found in run_on_ranks(2, validated, partial(PipelineParallelStrategy, 2, microbatches=2)):
         assert found == pytest.approx(expected.result(), rel=1e-5)

@@ -58,7 +58,7 @@ def test_nothing_holds_the_memory_of_a_parameter_that_is_gone() -> None:
     assert leaf() is None
 
 
-def test_a_parameter_with_one_is_moved_with_its_module() -> None:
+def test_parameter_with_one_is_moved_with_its_module() -> None:
     module = nn.Linear(3, 4)
     module.weight = parameter()
     leaf_of(module.weight).sum().backward()
@@ -66,7 +66,7 @@ def test_a_parameter_with_one_is_moved_with_its_module() -> None:
     assert module.weight.dtype == torch.float64
 
 
-def test_a_copied_parameter_makes_one_of_its_own() -> None:
+def test_copied_parameter_makes_one_of_its_own() -> None:
     divided = parameter()
     leaf_of(divided).sum().backward()
     twin = copy.deepcopy(divided)

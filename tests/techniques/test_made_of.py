@@ -60,7 +60,7 @@ def layers_of_two_steps() -> list[int]:
     return counts
 
 
-def test_a_version_knows_other_memory_from_memory_that_comes_back() -> None:
+def test_version_tells_new_memory_from_restored_memory() -> None:
     tensor = torch.zeros(1 << 20)
     before, storage = version(tensor), tensor.untyped_storage()
     size = storage.size()

@@ -33,7 +33,7 @@ RUN = {"data": PADDED, "precision": "64-true", "max_epochs": 1}
 # -------------------------------------------------------------------- what a step computes
 
 
-def test_a_cross_entropy_counts_its_targets_and_a_mean_its_elements() -> None:
+def test_counts_of_loss_functions() -> None:
     logits, target = torch.randn(6, 5, requires_grad=True), torch.tensor([0, 1, IGNORED, 2, IGNORED, 4])
     weight = torch.arange(1.0, 6.0)
     original = torch._C._nn.cross_entropy_loss
@@ -69,7 +69,7 @@ def test_counts_stay_exact_beyond_single_precision() -> None:
     assert float(means.count) == 2**24 + 1
 
 
-def test_a_sum_becomes_a_mean_as_exactly_as_its_gradient_is_kept_whatever_tensors_a_trainer_makes() -> None:
+def test_scale_to_a_mean_has_the_precision_of_the_gradient() -> None:
     x = torch.ones((), dtype=torch.float64, requires_grad=True)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)  # as under "bf16-true"
@@ -91,7 +91,7 @@ def test_each_mean_of_a_sum_has_its_own_scale() -> None:
     assert x.grad.tolist() == [61.0, 51.0]
 
 
-def test_a_value_that_is_a_mean_is_known_without_its_graph_and_after_changes_in_place() -> None:
+def test_mean_is_known_detached_and_changed_in_place() -> None:
     x = torch.full((2,), 2.0, requires_grad=True)
     with Means() as means:
         loss = F.mse_loss(x, torch.zeros(2))
@@ -108,7 +108,7 @@ def test_transforms_of_functions_are_left_alone() -> None:
     assert not means.all
 
 
-def test_a_loss_counts_by_the_means_that_it_is_made_of() -> None:
+def test_loss_counts_by_the_means_that_it_is_made_of() -> None:
     logits, target = torch.randn(6, 5, requires_grad=True), torch.tensor([0, 1, IGNORED, 2, IGNORED, 4])
     with Means(elements=False) as means:
         loss = F.cross_entropy(logits, target)
@@ -175,7 +175,7 @@ def test_padded_labels_train_as_on_one_device(strategy):
     check_padded(2, strategy)
 
 
-def test_padded_labels_in_a_pipeline_of_replicas_train_as_on_one_device():
+def test_padded_labels_in_a_pipeline_of_replicas():
     check_padded(4, pipelines_of_replicas, data_ranks=2, rtol=1e-6)  # llama's norms compute in single precision
 
 
@@ -195,19 +195,19 @@ def test_padded_labels_train_as_on_one_device_everywhere(n, strategy, column, rt
 
 
 @pytest.mark.exhaustive
-def test_padded_labels_under_tensor_parallel_of_replicas_train_as_on_one_device():
+def test_padded_labels_under_tensor_parallel_of_replicas():
     check_padded(4, tensors_of_replicas, data_ranks=2)
 
 
 @pytest.mark.exhaustive
-def test_a_rank_that_only_repeats_a_batch_of_a_pipeline_of_replicas_counts_nothing():
+def test_repeated_batch_in_a_pipeline_of_replicas_counts_nothing():
     data = PADDED | {"samples": 17, "val_samples": 9}  # the last of each has one sample for two replicas
     sizes = {"num_hidden_layers": 2}
     check_parity("llama", 4, pipelines_of_replicas, data_ranks=2, rtol=1e-6, model=sizes, **(RUN | {"data": data}))
 
 
 @pytest.mark.exhaustive
-def test_a_rank_that_only_repeats_a_batch_counts_nothing():
+def test_rank_that_only_repeats_a_batch_counts_nothing():
     check_parity(
         "llama", 2, DataParallelStrategy, data_ranks=2, rtol=1e-9, **(RUN | {"data": PADDED | {"samples": 17}})
     )
@@ -354,7 +354,7 @@ def train_differing(way: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_batch_that_only_one_rank_skips_is_an_error_on_all():
+def test_batch_that_only_one_rank_skips_is_an_error_on_all():
     run_on_ranks(2, train_where_one_skips)
 
 

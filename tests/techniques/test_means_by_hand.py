@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,16 +14,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_parallel as lp
 from lightning_parallel import (
-    ContextParallel,
     DataParallel,
-    DataParallelStrategy,
     HybridStrategy,
     PipelineParallel,
-    PipelineParallelStrategy,
-    TensorParallel,
     ZeroStrategy,
 )
 from lightning_parallel.techniques.tools.means import Means
+from tests.layouts import Layout, hybrid, layouts
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.tiers import covering, sampled
 from tests.trainers import trainer
@@ -32,7 +28,7 @@ from tests.trainers import trainer
 VOCABULARY, LENGTH, WIDTH = 11, 8, 8
 
 
-def test_a_mean_by_hand_counts_by_what_it_is_told() -> None:
+def test_mean_by_hand_counts_by_what_it_is_told() -> None:
     losses, mask = torch.rand(6, requires_grad=True), torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0])
     torch.testing.assert_close(lp.mean((losses * mask).sum(), mask.sum()), losses[mask > 0].mean())
     assert lp.mean(losses.sum() * 0, torch.tensor(0)).isnan()  # outside of a step it is a division
@@ -150,18 +146,12 @@ def evaluated(strategy: Callable[[], Any], readers: int) -> Any:
     return trainer(strategy(), precision="64-true").validate(Evaluated("masked"), padded(readers), verbose=False)[0]
 
 
-LAYOUTS: dict[str, tuple[Callable[[], Any], int, int]] = {
-    "data parallel": (DataParallelStrategy, 2, 2),
-    "zero 2": (partial(ZeroStrategy, stage=2), 2, 2),
-    "zero 3": (ZeroStrategy, 4, 4),  # with two samples a batch, of which a rank may have no target at all
-    "pipeline": (partial(PipelineParallelStrategy, microbatches=4), 2, 1),
-    "pipelines of replicas": (lambda: HybridStrategy(PipelineParallel(2, microbatches=2), DataParallel(2)), 4, 2),
-    "layers of replicas": (lambda: HybridStrategy(PipelineParallel(2, microbatches=1), DataParallel(2)), 4, 2),
-    "tensors of replicas": (lambda: HybridStrategy(TensorParallel(2), DataParallel(2)), 4, 2),
-    "pipelines of tensors": (lambda: HybridStrategy(PipelineParallel(2, microbatches=2), TensorParallel(2)), 4, 1),
-    "sequences": (lambda: HybridStrategy(ContextParallel(2)), 2, 1),
-    "sequences of replicas": (lambda: HybridStrategy(ContextParallel(2), DataParallel(2)), 4, 2),
-}
+LAYOUTS = layouts(
+    *("data parallel", "zero 2", "pipeline of 4 microbatches", "pipeline x data parallel"),
+    *("tensor x data parallel", "pipeline x tensor", "context", "context x data parallel"),
+)
+LAYOUTS["zero 3 of 4"] = Layout(4, 4, ZeroStrategy)  # two samples a batch, of which a rank may have no target at all
+LAYOUTS["layers x data parallel"] = Layout(4, 2, hybrid(PipelineParallel(2, microbatches=1), DataParallel(2)))
 OF_STAGES = [name for name in LAYOUTS if name.startswith(("pipeline", "layers"))]
 
 
@@ -175,20 +165,20 @@ def test_a_mean_by_hand_beside_another_trains_as_on_one_device(layout: str) -> N
     check(layout, "beside")
 
 
-def test_means_by_hand_of_manual_optimization_train_as_on_one_device() -> None:
+def test_means_by_hand_in_manual_optimization() -> None:
     check("zero 2", "manual")
 
 
 def check(layout: str, way: str) -> None:
-    strategy, ranks, readers = LAYOUTS[layout]
+    ranks, readers, strategy = LAYOUTS[layout]
     begun = begun_on_one(curve, way, HybridStrategy, 1)
     for losses in run_on_ranks(ranks, curve, way, strategy, readers):
         assert losses == pytest.approx(begun.result(), rel=1e-9)
 
 
-@sampled(1, "layout", ["zero 3", "sequences of replicas"])
+@sampled(1, "layout", ["zero 3 of 4", "context x data parallel"])
 def test_means_by_hand_in_evaluations_are_those_of_one_device(layout: str) -> None:
-    strategy, ranks, readers = LAYOUTS[layout]
+    ranks, readers, strategy = LAYOUTS[layout]
     begun = begun_on_one(evaluated, HybridStrategy, 1)
     for values in run_on_ranks(ranks, evaluated, strategy, readers):
         assert values == pytest.approx(begun.result(), rel=1e-9)

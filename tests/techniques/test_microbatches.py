@@ -9,7 +9,7 @@ from lightning_parallel import ParallelPlan, PipelineParallel
 from lightning_parallel.techniques.tools.microbatches import samples_in, select, split
 
 
-def test_a_step_may_change_its_samples_in_place_before_the_last_one_went_backward():
+def test_samples_may_be_changed_in_place():
     """As models do that replace -100 in the labels they are given."""
     batch = {"ids": torch.tensor([[1, -1], [2, -1]])}
     table = nn.Embedding(4, 3)
@@ -29,7 +29,7 @@ def test_what_learns_is_reached_through_a_part():
     assert whole.grad.tolist() == [0, 0, 1, 1]
 
 
-def test_a_batch_that_is_too_small_for_a_pipeline_is_told(caplog):
+def test_batch_that_is_too_small_for_a_pipeline_is_told(caplog):
     assert PipelineParallel(4)._count(4, 1) == 1
     assert "A batch of 1 gives 1 microbatches to 4 ranks of a pipeline, which mostly wait" in caplog.text
 
@@ -50,7 +50,7 @@ def collated(numbers: list[int]) -> dict[str, Any]:
     }
 
 
-def test_what_is_as_long_as_the_batch_is_divided_and_scalars_are_copied():
+def test_split_divides_samples_and_copies_scalars():
     batch = collated([0, 1, 2, 3])
     first, second = split(batch, 2)
     assert [float(image[0, 0, 0]) for image in second["images"]] == [2, 3]
@@ -85,9 +85,7 @@ def test_lists_of_samples_alone_tell_how_many_there_are():
         (np.zeros((9, 4)), {"other": 1}, (9, 2)),
     ],
 )
-def test_what_has_another_length_is_refused_unless_a_plan_names_it(
-    value: Any, named: dict[str, Any], kept: Any
-) -> None:
+def test_tensor_of_another_length_is_refused_or_named_by_a_plan(value: Any, named: dict[str, Any], kept: Any) -> None:
     batch = {"x": torch.zeros(4), "other": value}
     with pytest.raises(
         ValueError, match=r"batch\['other'\] is a tensor of shape \(9, 4\) in a batch of 4 .*batch_dims="
@@ -96,7 +94,7 @@ def test_what_has_another_length_is_refused_unless_a_plan_names_it(
     assert split(batch, 2, named)[0]["other"].shape == kept
 
 
-def test_a_plan_names_what_lies_within():
+def test_plan_names_what_lies_within():
     nested = {"x": torch.zeros(4), "graphs": [{"edges": torch.zeros(2, 11)}, [torch.zeros(3), 1]]}
     with pytest.raises(ValueError, match=r"batch\['graphs.0.edges'\]"):
         split(nested, 2)

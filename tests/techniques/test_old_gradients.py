@@ -96,7 +96,7 @@ def test_who_reads_them_sees_those_of_the_batch_before(
         torch.testing.assert_close(own, weights)
 
 
-def test_a_hook_before_they_are_set_to_zero_sees_them() -> None:
+def test_hook_before_they_are_set_to_zero_sees_them() -> None:
     expected, _ = on_one(read, Reading(NEVER), None, None, BeforeZero())
     first, _ = run_on_ranks(2, read, Reading(NEVER), PipelineParallel(2, microbatches=2), None, BeforeZero())[0]
     assert first == pytest.approx(expected)

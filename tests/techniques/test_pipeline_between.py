@@ -13,10 +13,15 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_parallel import HybridStrategy, PipelineParallel, PipelineParallelStrategy, TensorParallel
+from lightning_parallel import (
+    HybridStrategy,
+    LayerParallelStrategy,
+    PipelineParallel,
+    PipelineParallelStrategy,
+    TensorParallel,
+)
 from tests.ranks import begun_on_one, run_on_ranks
-from tests.strategies.one_and_two import MakeStrategy, made, require_like
-from tests.strategies.test_unusual_stages import Again as RunAgain
+from tests.strategies.one_and_two import MakeStrategy, assert_like_one_device, made, require_like
 from tests.tiers import covering, sampled
 from tests.trainers import trainer
 
@@ -144,6 +149,23 @@ class FeedForward(nn.Module):
         return y
 
 
+class RunAgain(torch.autograd.Function):
+    """Runs a layer again in backward, and a backward pass within its own, after the manner of reversible layers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: nn.Module, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.layer, ctx.count = layer, len(parameters)
+        return layer(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.layer(x), gradient)
+        return x.grad, None, *[None] * ctx.count
+
+
 class Again(Block):
     """A block that runs its last part within a backward pass again, outside of its forward."""
 
@@ -160,6 +182,24 @@ class RunsAgain(Language):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Again() for _ in range(4))
+
+
+class Clamping(Block):
+    """Clamps the gradients that pass through it: what is left of them depends on how large they are."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = super().forward(x, mask)
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+        return x
+
+
+class Clamps(Language):
+    """Gradients within its blocks must have the size of one device, as they have with a single microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Clamping() for _ in range(4))
 
 
 class Residual(Language):
@@ -207,6 +247,10 @@ MODELS = {
     kind.__name__: kind for kind in (NormOfABlock, NormGoesOn, EarlyExit, EarlyExitByModule, AsksWeights, RunsAgain)
 }
 RESIDUAL = {kind.__name__: kind for kind in (Residual, HooksReturnTheSame, HooksReturnNew)}
+LAYERS: list[tuple[int, MakeStrategy]] = [
+    (2, partial(LayerParallelStrategy, 2)),
+    (4, partial(HybridStrategy, PipelineParallel(2, microbatches=1), TensorParallel(2))),
+]
 PIPELINES: dict[str, MakeStrategy] = {
     "1f1b": partial(PipelineParallelStrategy, 2, microbatches=2),
     "zbv": partial(PipelineParallelStrategy, 2, schedule="zbv", microbatches=4),
@@ -221,7 +265,7 @@ def batches(samples: int, seed: int) -> DataLoader[Any]:
 
 
 def trained(strategy: MakeStrategy | None, model: str, **options: Any) -> Any:
-    module = (MODELS | RESIDUAL)[model]()
+    module = Clamps() if model == "Clamps" else (MODELS | RESIDUAL)[model]()
     run = trainer(made(strategy), max_epochs=2, precision="64-true", **options)
     run.fit(module, batches(24, 1), batches(16, 2))
     metrics = {name: float(value) for name, value in run.callback_metrics.items()}
@@ -230,13 +274,11 @@ def trained(strategy: MakeStrategy | None, model: str, **options: Any) -> Any:
 
 @covering(keep=1, model=MODELS, layout=PIPELINES)
 def test_they_give_what_one_device_gives(model: str, layout: str) -> None:
-    expected = begun_on_one(trained, None, model)
-    for found in run_on_ranks(2, trained, PIPELINES[layout], model):
-        require_like(expected.result(), found)
+    assert_like_one_device(trained, 2, (None, model), (PIPELINES[layout], model))
 
 
 @pytest.mark.exhaustive
-def test_so_does_a_layer_that_runs_a_backward_pass_within_that_of_a_stage_of_divided_features() -> None:
+def test_layer_with_its_own_backward_under_tensor_parallel() -> None:
     expected = begun_on_one(trained, None, "RunsAgain")
     strategy = partial(HybridStrategy, TensorParallel(2), PipelineParallel(2, microbatches=2))
     for found in run_on_ranks(4, trained, strategy, "RunsAgain"):
@@ -245,9 +287,12 @@ def test_so_does_a_layer_that_runs_a_backward_pass_within_that_of_a_stage_of_div
 
 @sampled(1, ("model", "layout"), [("HooksReturnTheSame", "1f1b"), ("HooksReturnNew", "zbv")])
 def test_hooks_return_what_goes_on(model: str, layout: str) -> None:
-    expected = begun_on_one(trained, None, model)
-    for found in run_on_ranks(2, trained, PIPELINES[layout], model):
-        require_like(expected.result(), found)
+    assert_like_one_device(trained, 2, (None, model), (PIPELINES[layout], model))
+
+
+@sampled(1, ("ranks", "strategy"), LAYERS)
+def test_gradients_in_a_pipeline_of_one_microbatch(ranks: int, strategy: MakeStrategy) -> None:
+    assert_like_one_device(trained, ranks, (None, "Clamps"), (strategy, "Clamps"))
 
 
 def profiled(strategy: MakeStrategy) -> Any:
@@ -255,12 +300,12 @@ def profiled(strategy: MakeStrategy) -> Any:
     return trained(strategy, "Residual", profiler="pytorch")
 
 
-def test_the_profiler_of_pytorch_hooks_every_module() -> None:
+def test_profiler_of_pytorch_hooks_every_module() -> None:
     expected = begun_on_one(trained, None, "Residual")
     for found in run_on_ranks(2, profiled, PIPELINES["1f1b"]):
         require_like(expected.result(), found)
 
 
-def test_targets_are_ignored_in_some_microbatches_more_than_in_others() -> None:
+def test_ignored_targets_differ_between_microbatches() -> None:
     counts = {int((labels != IGNORED).sum()) for _, labels in DataLoader(batches(24, 1).dataset, 2)}
     assert len(counts) > 1

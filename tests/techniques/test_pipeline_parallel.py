@@ -115,7 +115,7 @@ def test_stages_of_given_sizes():
     check_parity("Direct", 2, partial(PipelineParallelStrategy, 2, split=(1, 3)), **SHORT)
 
 
-def test_modules_of_other_stages_say_where_and_what_their_parameters_are():
+def test_modules_of_other_stages_have_devices_and_dtypes():
     check_parity("Asking", 2, partial(PipelineParallelStrategy, 2), **SHORT)
 
 

@@ -84,7 +84,7 @@ class Tower(LightningModule):
 
 
 def data(microbatches: int) -> DataLoader:
-    inputs = torch.randn(9 * microbatches, 16, generator=torch.Generator().manual_seed(1))
+    inputs = torch.randn(3 * microbatches, 16, generator=torch.Generator().manual_seed(1))
     return DataLoader(inputs, microbatches)
 
 
@@ -174,7 +174,7 @@ def beside(technique: Any, microbatches: int) -> HybridStrategy:
 
 @pytest.mark.exhaustive
 @sampled(1, "technique", [DataParallel(3), Zero(3, stage=2), Zero(3, stage=3)], ids=["dp", "2", "3"])
-def test_other_techniques_talk_once_for_a_batch_not_for_a_microbatch(technique: Any) -> None:
+def test_messages_of_other_techniques_are_one_for_a_batch(technique: Any) -> None:
     few, many = (run_on_ranks(6, worked, partial(beside, technique, m), m) for m in (1, 4))
     for (_, one), (_, four) in zip(few, many, strict=True):
         among_three = {key: count for key, count in one.items() if key[1] == 3}
@@ -236,7 +236,7 @@ LIVE = {"alone": (2, None), "data": (4, DataParallel(2, bucket_mb=0.25)), "zero 
 
 
 @sampled(1, "name", LIVE)
-def test_a_batch_leaves_no_gradients_behind_when_they_were_handed_over(name: str) -> None:
+def test_memory_of_gradients_is_released_after_a_batch(name: str) -> None:
     """Nor a circle that only the garbage collector would find: with it off, later batches take no more memory."""
     size, technique = LIVE[name]
     for accumulate in (1, 2):
@@ -245,7 +245,7 @@ def test_a_batch_leaves_no_gradients_behind_when_they_were_handed_over(name: str
 
 
 @ranks(2)
-def test_a_divided_parameter_that_no_step_used_gets_no_gradient() -> None:
+def test_divided_parameter_that_no_step_used_gets_no_gradient() -> None:
     mesh = init_device_mesh("cpu", (2,))
     unused, used = (nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)])) for _ in range(2))
     leaves = [leaf_of(unused), leaf_of(used)]

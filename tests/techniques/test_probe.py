@@ -189,7 +189,7 @@ CASES = [*((layout, kind) for kind in (*OTHERS, *MEANS) for layout in [*LAYOUTS]
 
 
 @sampled(1, ("layout", "kind"), CASES)
-def test_ranks_warn_once_of_a_loss_that_is_no_mean_over_their_samples(layout: str, kind: str) -> None:
+def test_loss_that_is_no_mean_over_samples_warns_once(layout: str, kind: str) -> None:
     """The step leaves no trace of it: attributes and buffers are as if it ran on batches alone."""
     ranks = 4 if "parallel" in layout and layout != "data parallel" else 2
     (lines, calls, norms), *others = run_on_ranks(ranks, said, LAYOUTS[layout], kind)

@@ -109,7 +109,7 @@ def test_layers_of_torch() -> None:
 
 
 @pytest.mark.parametrize("wrap", [adapted, ByHand])
-def test_wrapped_maps_are_divided_with_the_halves_of_adapters_that_meet_them(wrap: type[nn.Module]) -> None:
+def test_wrapped_maps_are_divided_with_their_adapters(wrap: type[nn.Module]) -> None:
     layer = block(BERT)
     layer.get_submodule("attention.self").query = wrap(linear(8, 8))
     layer.get_submodule("output").dense = wrap(linear(32, 8))
@@ -128,7 +128,7 @@ def test_what_wraps_no_single_map() -> None:
     assert wrapped_map(nn.LayerNorm(8)) is None
 
 
-def test_blocks_in_which_a_name_is_another_module_have_styles_of_their_own() -> None:
+def test_unlike_blocks_have_their_own_styles() -> None:
     blocks = nn.ModuleList(nn.ModuleDict({"up": linear(8, 32), "down": linear(32, 8)}) for _ in range(3))
     blocks[1]["up"] = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 3), nn.Linear(3, 32))  # type: ignore[index]
     model = module(blocks=blocks)

@@ -1,5 +1,7 @@
 """What rules decided is remembered, and what decides otherwise is not taken for the same."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +10,6 @@ from torch import Tensor, nn
 
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.techniques.divided import rules, table  # noqa: F401
-from lightning_parallel.techniques.divided.rules.parameters import alike
 from lightning_parallel.techniques.divided.table import Form, LocalCall
 from lightning_parallel.techniques.divided.tensor import Divided
 from tests.ranks import ranks
@@ -99,17 +100,25 @@ def test_plain_tensors_of_other_shapes_meet_anew() -> None:
         assert torch.equal(made.whole(), whole + other)
 
 
+def parameter(name: str, value: Tensor) -> Any:
+    made: Any = nn.Parameter(value)
+    made._replicated_path = name
+    return made
+
+
 @ranks(2)
-def test_alike_parameters_have_summands_of_gradients_every_time() -> None:
-    among, weight, bias = two_ranks(), nn.Parameter(values(4) + 1), nn.Parameter(values(4))
+def test_the_mean_of_gradients_of_parameters_is_right_every_time() -> None:
+    among, weight, bias = two_ranks(), parameter("weight", values(4) + 1), parameter("bias", values(4))
     whole = values(2, 6, 4)
     for _ in range(3):
         among.reduces_later = True
         weight.grad = bias.grad = None
-        F.layer_norm(halves(among, whole, 1), (4,), alike(weight, among), alike(bias, among)).sum().backward()
-        gradients = [parameter.grad.clone() for parameter in (weight, bias)]
+        F.layer_norm(halves(among, whole, 1), (4,), weight, bias).sum().backward()
+        gradients = [each.grad.clone() for each in (weight, bias)]
+        assert set(among.met) == {"weight", "bias"}
         for gradient in gradients:
             dist.all_reduce(gradient)
+            gradient /= 2
         expected = torch.autograd.grad(F.layer_norm(whole, (4,), weight, bias).sum(), [weight, bias])
         for gradient, by_one in zip(gradients, expected, strict=True):
             assert torch.allclose(gradient, by_one, atol=1e-6)
@@ -117,8 +126,8 @@ def test_alike_parameters_have_summands_of_gradients_every_time() -> None:
 
 @ranks(2)
 def test_in_a_backward_of_the_users_own_gradients_are_summed_at_once() -> None:
-    among, weight, whole = two_ranks(), nn.Parameter(values(4) + 1), values(2, 6, 4)
-    (gradient,) = torch.autograd.grad((halves(among, whole, 1) * alike(weight, among)).sum(), weight)
+    among, weight, whole = two_ranks(), parameter("weight", values(4) + 1), values(2, 6, 4)
+    (gradient,) = torch.autograd.grad((halves(among, whole, 1) * weight).sum(), weight)
     assert torch.allclose(gradient, whole.sum((0, 1)))
 
 
@@ -132,7 +141,7 @@ def test_numbers_that_change_with_every_step_are_forgotten() -> None:
 
 
 def test_a_form_is_told_from_others_by_what_it_is() -> None:
-    one, other = Form(torch.Size((2,)), {}), Form(torch.Size((2,)), {})
-    one.remember("key", LocalCall(torch.neg, None), None)
+    one, other = Form(torch.Size((2,)), {}, (1,)), Form(torch.Size((2,)), {}, (1,))
+    one.remember("key", LocalCall(torch.neg, None))
     assert "key" in one.calls
     assert not other.calls

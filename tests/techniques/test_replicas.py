@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel import DataParallelStrategy, HybridStrategy, ParallelPlan, TensorParallel, Zero, ZeroStrategy
 from tests.models import Optimized, adamw
-from tests.ranks import begun_on_one, run_on_ranks
-from tests.strategies.one_and_two import MakeStrategy, made, require_like
+from tests.ranks import run_on_ranks
+from tests.strategies.one_and_two import MakeStrategy, assert_like_one_device, made
 from tests.tiers import covering
 from tests.trainers import trainer
 
@@ -77,10 +77,8 @@ STRATEGIES: dict[str, Any] = {
 
 
 @covering(keep=2, layout=STRATEGIES, in_place=[True, False])
-def test_in_a_module_that_sees_the_whole_batch_they_are_those_of_one_device(layout: str, in_place: bool) -> None:
-    expected = begun_on_one(trained, True, in_place, None)
-    for found in run_on_ranks(2, trained, True, in_place, STRATEGIES[layout], 4):
-        require_like(expected.result(), found)
+def test_parameters_set_in_a_module_that_sees_the_full_batch(layout: str, in_place: bool) -> None:
+    assert_like_one_device(trained, 2, (True, in_place, None), (True, in_place, STRATEGIES[layout], 4))
 
 
 def refused(strategy: Any) -> str:

@@ -21,7 +21,7 @@ from lightning_parallel.techniques.pipeline_parallel.schedule.schedules import (
 )
 
 RANKS = (1, 2, 3, 4, 8)
-MICROBATCHES = (1, 3, 4, 9, 16)
+MICROBATCHES = (1, 4, 9)
 FROM_TORCH = {
     "interleaved_1f1b": theirs.ScheduleInterleaved1F1B,
     "looped_bfs": theirs.ScheduleLoopedBFS,
@@ -129,7 +129,7 @@ def test_no_rank_waits_for_ever(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_loss_stage_has_all_microbatches_before_it_gives_back_a_gradient(name: str) -> None:
+def test_loss_stage_waits_for_all_microbatches(name: str) -> None:
     schedule = make_schedule(name, 2, 8)
     for whole in (schedule.with_loss_stage(), schedule.with_loss_stage().only(3)):
         row = whole.computations[schedule.rank_of(schedule.stages - 1)]
@@ -143,7 +143,7 @@ def test_a_loss_stage_has_all_microbatches_before_it_gives_back_a_gradient(name:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_pair_of_ranks_orders_its_messages_alike(name: str) -> None:
+def test_pair_of_ranks_orders_its_messages_alike(name: str) -> None:
     for schedule in schedules_of(name):
         talk: dict[tuple[int, int], list[Action]] = defaultdict(list)
         for rank, row in enumerate(schedule.with_communication()):
@@ -184,7 +184,7 @@ def ours(action: Any) -> Action:
 
 
 @pytest.mark.parametrize("name", FROM_TORCH)
-def test_the_order_is_that_of_pytorch(name: str) -> None:
+def test_order_is_that_of_pytorch(name: str) -> None:
     for schedule in schedules_of(name):
         stages_per_rank = schedule.stages // schedule.ranks
         assert schedule.computations == in_torch(name, schedule.ranks, schedule.microbatches, stages_per_rank)
@@ -197,7 +197,7 @@ def test_1f1b_keeps_no_more_than_the_stages_that_follow() -> None:
     assert " ".join(map(str, make_schedule("gpipe", 2, 2).computations[1])) == "1F0 1F1 1B0 1B1"
 
 
-def test_the_grid_shows_ranks_over_time() -> None:
+def test_grid_shows_ranks_over_time() -> None:
     assert make_schedule("1f1b", ranks=2, microbatches=3).grid().splitlines() == [
         "rank 0 | 0F0 0F1     0B0 0F2 0B1     0B2",
         "rank 1 |     1F0 1B0 1F1 1B1 1F2 1B2",
@@ -216,7 +216,7 @@ def test_communication_frames_the_computations() -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_a_file_gives_the_same_schedule(name: str, tmp_path: Path) -> None:
+def test_file_gives_the_same_schedule(name: str, tmp_path: Path) -> None:
     schedule = make_schedule(name, ranks=2, microbatches=4)
     file = tmp_path / "own.csv"
     file.write_text(schedule.csv())
@@ -246,14 +246,14 @@ def test_a_file_gives_the_same_schedule(name: str, tmp_path: Path) -> None:
         ("0F0,0W0,0I0\n1F0,1B0\n", "ranks wait for ever: rank 0 at 0W0 for 0I0"),
     ],
 )
-def test_a_wrong_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
+def test_wrong_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "wrong.csv"
     file.write_text(text, encoding="latin-1")
     with pytest.raises(ValueError, match=f"{re.escape(str(file))}.*{re.escape(message)}"):
         make_schedule(str(file), ranks=2, microbatches=1)
 
 
-def test_a_file_with_another_number_of_stages_is_refused(tmp_path: Path) -> None:
+def test_file_with_another_number_of_stages_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "own.csv"
     file.write_text(make_schedule("zbv", ranks=2, microbatches=4).csv())
     with pytest.raises(ValueError, match=r"its ranks hold \[2, 2\] stages, but stages_per_rank is 3; leave it out"):

@@ -31,10 +31,9 @@ from lightning_parallel.collectives.by_elements import complete
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.techniques.divided import rules  # noqa: F401
 from lightning_parallel.techniques.divided.functions import FunctionsGetWholes
-from lightning_parallel.techniques.divided.rules.parameters import alike
 from lightning_parallel.techniques.divided.tensor import Divided
 from tests.ranks import begun_on_one, ranks, run_on_ranks
-from tests.techniques.test_divided import DIVISIONS, OPERATIONS, WAYS, require_gradient, values
+from tests.techniques.test_divided import DIVISIONS, OPERATIONS, WAYS, replicated, require_gradient, values
 from tests.tiers import covering, sampled
 from tests.trainers import trainer
 
@@ -71,10 +70,9 @@ def compared(operation: Any, division: dict[int, Any], way: str) -> None:
     (dim, make), *_ = division.items()
     elements = make(among)
     own = elements.take(x.detach(), dim).clone().requires_grad_()
-    mine = w.detach().clone().requires_grad_() if way != "averaged" else nn.Parameter(w.detach().clone())
+    mine = replicated(w, way)
     with FunctionsGetWholes():
-        given = alike(mine, among) if way == "alike" else mine
-        found = penalised(operation, Divided(own, {dim: elements}), given, among)
+        found = penalised(operation, Divided(own, {dim: elements}), mine, among)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(complete(own.grad, dim, elements), elements.take(x.grad, dim), rtol=1e-9, atol=1e-11)
     if w.grad is None:
@@ -254,7 +252,6 @@ PLAN = ParallelPlan(
 LAYOUTS: dict[str, Any] = {
     "tp": (2, 1, partial(TensorParallelStrategy, 2)),
     "tp, whole sequence": (2, 1, partial(TensorParallelStrategy, 2, sequence_parallel=False)),
-    "tp, regathered": (2, 1, partial(TensorParallelStrategy, 2, regather=True)),
     "four": (4, 1, partial(TensorParallelStrategy, 4)),
     "dp": (4, 2, partial(HybridStrategy, DataParallel(2), TensorParallel(2))),
     "zero 1": (4, 2, partial(HybridStrategy, Zero(2, stage=1), TensorParallel(2))),

@@ -120,7 +120,7 @@ def test_every_use_is_as_on_one_device():
 
 
 @ranks(2)
-def test_an_error_of_the_holder_is_raised_on_all_ranks():
+def test_error_of_the_holder_is_raised_on_all_ranks():
     weight = _staged(nn.Parameter(torch.zeros(3, 3)), _pipeline().home([1]))
     with pytest.raises(torch.linalg.LinAlgError):
         torch.linalg.inv(weight).sum().item()
@@ -131,7 +131,7 @@ def test_an_error_of_the_holder_is_raised_on_all_ranks():
 
 
 @ranks(2)
-def test_an_error_nobody_has_read_is_raised_when_the_step_begins():
+def test_error_nobody_has_read_is_raised_when_the_step_begins():
     weight = _staged(nn.Parameter(torch.zeros(3, 3)), _pipeline().home([1]))
     with torch.no_grad():
         weight.copy_(torch.linalg.inv(weight))
@@ -141,7 +141,7 @@ def test_an_error_nobody_has_read_is_raised_when_the_step_begins():
 
 
 @ranks(2)
-def test_a_step_cannot_use_what_is_kept_from_between_steps():
+def test_step_cannot_use_what_is_kept_from_between_steps():
     pipeline = _pipeline()
     kept = _staged(nn.Parameter(torch.ones(2)), pipeline.home([0])).detach().clone()
     pipeline.exposed = False
@@ -150,7 +150,7 @@ def test_a_step_cannot_use_what_is_kept_from_between_steps():
 
 
 @ranks(2)
-def test_a_parameter_stays_the_same_object():
+def test_parameter_stays_the_same_object():
     home = _pipeline().home([0])
     weight = nn.Parameter(torch.ones(2, 2))
     staged = stage(weight, home)

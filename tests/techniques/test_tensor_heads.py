@@ -60,14 +60,26 @@ def test_any_number_of_heads(column: str, n: int, strategy: Any, data_ranks: int
         (Heads(3, 2, 3), 6, 2, [[(0, 4)], [(4, 6)]]),
         (Heads(3, 2, 3), 18, 2, [[(0, 12)], [(12, 18)]]),
         (Heads(6, 2, 3), 12, 2, [[(0, 8)], [(8, 12)]]),
-        (Heads(4, 2, 2), 4, 4, [[(0, 2)], [(0, 2)], [(2, 4)], [(2, 4)]]),
-        (Heads(6, 2, 2), 4, 3, [[(0, 2)], [(0, 4)], [(2, 4)]]),
-        (Heads(3, 2, 1), 2, 2, [[(0, 2)], [(0, 2)]]),
         (Heads(1, 2, 1), 2, 3, [[(0, 2)], [], []]),
     ],
 )
 def test_which_heads_ranks_get(heads: Heads, size: int, ranks: int, expected: list[list[tuple[int, int]]]) -> None:
     assert heads.runs(size, ranks) == [tuple(runs) for runs in expected]
+
+
+@pytest.mark.parametrize(
+    ("heads", "size", "ranks", "whole"),
+    [
+        (Heads(4, 2, 2), 4, 4, True),
+        (Heads(4, 2, 2), 4, 2, False),
+        (Heads(4, 2, 2), 8, 4, False),
+        (Heads(6, 2, 2), 4, 3, True),
+        (Heads(3, 2, 1), 2, 2, True),
+        (Heads(1, 2, 1), 2, 3, False),
+    ],
+)
+def test_fewer_heads_of_keys_than_ranks_stay_whole(heads: Heads, size: int, ranks: int, whole: bool) -> None:
+    assert heads.stay_whole(size, ranks) is whole
 
 
 def resumed(path: str, strategy: Any, epochs: int, load: str | None) -> list[Tensor]:
@@ -78,7 +90,7 @@ def resumed(path: str, strategy: Any, epochs: int, load: str | None) -> list[Ten
     return [value.detach().clone() for value in module.state_dict().values()]
 
 
-def test_checkpoints_hold_copies_once(tmp_path: Any) -> None:
+def test_checkpoints_of_a_head_of_keys_for_three_of_queries(tmp_path: Any) -> None:
     paths = [str(tmp_path / str(k)) for k in range(4)]
     (whole,) = run_on_ranks(1, resumed, paths[0], HybridStrategy, 2, None)
     run_on_ranks(1, resumed, paths[1], HybridStrategy, 1, None)

@@ -76,8 +76,8 @@ def trained_and_said(column: str) -> tuple[Curve, str]:
 
 
 def operations_that_gather(said: str) -> set[str]:
-    lines = [line.split("  ") for line in said.splitlines() if re.search(r"\(\d.*\) +\d+ +[\d,]+$", line)]
-    return {[cell.strip() for cell in line if cell][1] for line in lines}
+    lines = [line.split() for line in said.splitlines() if re.search(r"\(\d.*\) +\d+ +[\d,]+$", line)]
+    return {line[0] for line in lines}
 
 
 @sampled(1, "strategy", [WHOLE_SEQUENCE, TP2])  # the table above has the other
@@ -86,7 +86,7 @@ def test_attention_that_takes_its_width_from_its_input(strategy: Any) -> None:
 
 
 @covering(keep=1, strategy=(TP2, WHOLE_SEQUENCE), column=("conditioned", "gating"))
-def test_gradients_of_what_ranks_have_alike_and_what_they_divide_meets(column: str, strategy: Any) -> None:
+def test_gradients_where_replicated_meets_divided(column: str, strategy: Any) -> None:
     check_parity(column, 2, strategy, gradient_clip_val=0.5, **ONE_EPOCH)
 
 
@@ -118,7 +118,7 @@ def test_what_hooks_within_a_block_see_is_whole() -> None:
     check("mixtral", 2, TP2, max_epochs=1, model={"num_hidden_layers": 2, "output_router_logits": True})
 
 
-def test_a_model_of_which_nothing_is_known_gets_a_plan_to_start_from() -> None:
+def test_unknown_model_gets_a_plan_to_start_from() -> None:
     said = refused("unknown", 2, TP2)
     assert "finds nothing to divide in Unknown" in said
     assert "styles={'net.layers.*.up': 'colwise'" in said
@@ -134,7 +134,7 @@ PLAN = ParallelPlan(
 )
 
 
-def test_a_plan_of_ones_own() -> None:
+def test_plan_of_ones_own() -> None:
     check("llama", 2, partial(TensorParallelStrategy, 2, plan=PLAN), max_epochs=1)
     wrong = ParallelPlan(blocks=PLAN.blocks, styles={"network.model.layers.*.mlp.up_proj": "columnwise"})
     said = refused("llama", 2, partial(TensorParallelStrategy, 2, plan=wrong))

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 from lightning_parallel import DataParallelStrategy, TensorParallelStrategy
 from lightning_parallel.techniques.divided.randomness import drawn_apart
 from tests.models import Optimized, adamw
-from tests.ranks import begun_on_one, run_on_ranks
-from tests.strategies.one_and_two import MakeStrategy, made, require_like
+from tests.ranks import run_on_ranks
+from tests.strategies.one_and_two import MakeStrategy, assert_like_one_device, made, require_like
 from tests.tiers import covering, sampled
 from tests.trainers import trainer
 
@@ -80,9 +80,7 @@ def fitted(strategy: MakeStrategy | None, *of: Any) -> Any:
 
 @sampled(1, "lengths", [(8, 7), (7, 8), (4, 8, 7, 8)])
 def test_a_step_that_runs_blocks_on_several_lengths(lengths: tuple[int, ...]) -> None:
-    expected = begun_on_one(fitted, None, lengths, False)
-    for found in run_on_ranks(2, fitted, TP2, lengths, False):
-        require_like(expected.result(), found)
+    assert_like_one_device(fitted, 2, (None, lengths, False), (TP2, lengths, False))
 
 
 def test_ranks_leave_the_same_layers_out() -> None:
@@ -123,9 +121,7 @@ def fitted_to_other_memory(strategy: MakeStrategy | None) -> Any:
 
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_tensors_that_are_given_other_memory(sequence_parallel: bool) -> None:
-    expected = begun_on_one(fitted_to_other_memory, None)
-    for found in run_on_ranks(2, fitted_to_other_memory, partial(TP2, sequence_parallel=sequence_parallel)):
-        require_like(expected.result(), found)
+    assert_like_one_device(fitted_to_other_memory, 2, (None,), (partial(TP2, sequence_parallel=sequence_parallel),))
 
 
 class Scales(torch.autograd.Function):
@@ -183,16 +179,12 @@ def fitted_in_place(kind: str, strategy: MakeStrategy | None, batch: int = 4) ->
 
 @covering(keep=1, kind=["features", "both", "results"], sequence_parallel=[True, False])
 def test_functions_that_change_what_they_get(kind: str, sequence_parallel: bool) -> None:
-    expected = begun_on_one(fitted_in_place, kind, None)
-    for found in run_on_ranks(2, fitted_in_place, kind, partial(TP2, sequence_parallel=sequence_parallel)):
-        require_like(expected.result(), found)
+    assert_like_one_device(fitted_in_place, 2, (kind, None), (kind, partial(TP2, sequence_parallel=sequence_parallel)))
 
 
-def test_functions_that_change_views_beside_values_that_are_logged() -> None:
+def test_functions_that_change_views_beside_logged_values() -> None:
     """Torch waits for ever for who asks whether a view is a leaf while it notes that one was changed."""
-    expected = begun_on_one(fitted_in_place, "results", None)
-    for found in run_on_ranks(2, fitted_in_place, "results", DataParallelStrategy, 2):
-        require_like(expected.result(), found)
+    assert_like_one_device(fitted_in_place, 2, ("results", None), ("results", DataParallelStrategy, 2))
 
 
 class Retains(nn.Module):
@@ -226,10 +218,8 @@ def fitted_retaining(strategy: MakeStrategy | None) -> Any:
     return module.norms, {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
-def test_gradients_that_are_retained_are_whole_when_backward_is_over() -> None:
-    expected = begun_on_one(fitted_retaining, None)
-    for found in run_on_ranks(2, fitted_retaining, TP2):
-        require_like(expected.result(), found)
+def test_retained_gradients_are_full_after_backward() -> None:
+    assert_like_one_device(fitted_retaining, 2, (None,), (TP2,))
 
 
 class Computed(nn.Module):
@@ -279,10 +269,8 @@ def fitted_of_others(strategy: MakeStrategy | None) -> Any:
     return module.kept, {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
-def test_maps_whose_bias_is_no_parameter_and_what_hooks_keep_on_them() -> None:
-    expected = begun_on_one(fitted_of_others, None)
-    for found in run_on_ranks(2, fitted_of_others, TP2):
-        require_like(expected.result(), found)
+def test_maps_whose_bias_is_no_parameter() -> None:
+    assert_like_one_device(fitted_of_others, 2, (None,), (TP2,))
 
 
 class Freezes(Repeated):
@@ -300,7 +288,5 @@ def fitted_frozen(strategy: MakeStrategy | None) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in module.state_dict().items()}
 
 
-def test_what_is_frozen_before_a_step_keeps_what_it_learned_from_batches_before() -> None:
-    expected = begun_on_one(fitted_frozen, None)
-    for found in run_on_ranks(2, fitted_frozen, TP2):
-        require_like(expected.result(), found)
+def test_frozen_parameters_keep_accumulated_gradients() -> None:
+    assert_like_one_device(fitted_frozen, 2, (None,), (TP2,))

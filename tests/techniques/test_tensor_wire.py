@@ -193,11 +193,3 @@ def kept_by_a_block(**options: Any) -> float:
 def test_what_a_block_keeps(world: None) -> None:
     assert kept_by_a_block(sequence_parallel=False) == pytest.approx(4 + 12 / T, rel=0.02)
     assert kept_by_a_block() == pytest.approx(2 / T + 2 + 12 / T, rel=0.02)
-    assert kept_by_a_block(regather=True) == pytest.approx(16 / T, rel=0.02)
-
-
-def test_inputs_gathered_again_are_two_more_gathers(world: None) -> None:
-    calls, sent = of_one_block(regather=True)
-    assert calls == {"_allgather_base_": 6, "_reduce_scatter_base_": 4}
-    del sent["allreduce_"]
-    assert sum(sent.values()) == pytest.approx(10 * (T - 1) / T * HIDDEN, rel=0.01)

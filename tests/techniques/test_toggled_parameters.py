@@ -13,18 +13,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_parallel import (
-    ContextParallel,
     DataParallel,
-    DataParallelStrategy,
-    ExpertParallel,
     HybridStrategy,
     PipelineParallel,
     TensorParallel,
-    TensorParallelStrategy,
     Zero,
-    ZeroStrategy,
 )
 from tests.curves import compare_weights
+from tests.layouts import layouts
 from tests.ranks import begun_on_one, run_on_ranks
 from tests.strategies.one_and_two import made
 from tests.techniques.test_penalties_across_stages import Routed
@@ -172,22 +168,11 @@ def parameters_of(optimizer: Any) -> Iterator[nn.Parameter]:
 MODELS = {
     kind.__name__: kind for kind in (Adversarial, Penalised, PenaltyAlone, SteppedBetween, FrozenAfterUse, Alternating)
 }
-LAYOUTS: dict[str, tuple[int, int, Any]] = {
-    "dp": (2, 2, DataParallelStrategy),
-    "zero 1": (2, 2, partial(ZeroStrategy, stage=1)),
-    "zero 2": (2, 2, partial(ZeroStrategy, stage=2)),
-    "zero 3": (2, 2, ZeroStrategy),
-    "tp": (2, 1, TensorParallelStrategy),
-    "tp, sequence whole": (2, 1, partial(TensorParallelStrategy, sequence_parallel=False)),
-    "tp x dp": (4, 2, partial(HybridStrategy, TensorParallel(2), DataParallel(2))),
-    "tp x zero 2": (4, 2, partial(HybridStrategy, TensorParallel(2), Zero(2, stage=2))),
-    "tp x zero 3": (4, 2, partial(HybridStrategy, TensorParallel(2), Zero(2))),
-    "ep x dp": (2, 2, partial(HybridStrategy, ExpertParallel(2), DataParallel(2))),
-    "ep x tp x dp": (4, 2, partial(HybridStrategy, ExpertParallel(2), TensorParallel(2), DataParallel(2))),
-    "ep x zero 2": (4, 4, partial(HybridStrategy, ExpertParallel(2), Zero(4, stage=2))),
-    "ep x zero 3": (4, 4, partial(HybridStrategy, ExpertParallel(2), Zero(4))),
-    "cp x zero 3": (4, 2, partial(HybridStrategy, ContextParallel(2), Zero(2))),
-}
+LAYOUTS = layouts(
+    *("data parallel", "zero 1", "zero 2", "zero 3", "tensor parallel", "tensor parallel, sequence whole"),
+    *("tensor x data parallel", "tensor x zero 2", "tensor x zero 3", "expert x data parallel", "expert x tensor"),
+    *("expert x zero 2", "expert x zero 3", "context x zero 3"),
+)
 
 
 def trained(strategy: Any, model: type[LightningModule], batch_size: int) -> dict[str, Tensor]:

@@ -60,7 +60,7 @@ def breaks_off(model: Model, x: Tensor) -> Tensor:
     return (model.head(hidden) * model.scale + before).mean()
 
 
-def test_an_end_that_was_not_seen_may_use_anything(caplog: pytest.LogCaptureFixture) -> None:
+def test_end_that_was_not_seen_may_use_anything(caplog: pytest.LogCaptureFixture) -> None:
     seen = look(Model(), breaks_off)
     assert not seen.complete
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -105,7 +105,7 @@ class Tells(nn.Linear):
         return super().forward(x), mask, mask * 2
 
 
-def test_what_modules_return_without_a_parameter_in_it_goes_past_a_cut() -> None:
+def test_outputs_without_parameters_go_past_a_cut() -> None:
     def step(model: Model, x: Tensor) -> Tensor:
         given = x > 0
         x, mask, twice = model.stem(x, given)
@@ -206,6 +206,47 @@ def test_memory_that_was_never_written_is_no_state() -> None:
     assert look(Model(lambda: WritesIntoEmpty(WIDTH, WIDTH)), plain).complete
 
 
+# ---------------------------------------------------------------- more than shapes: hooks on activations, quantiles
+
+
+class Does(nn.Linear):
+    """Does something with what it computes."""
+
+    def __init__(self, act: Callable[[Tensor], Tensor | None]) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        found = self.act(y)
+        return y if found is None else y + found.view(-1, 1)
+
+
+def hooked(y: Tensor) -> None:
+    y.register_hook(lambda gradient: gradient * 0.5).remove()
+    y.register_hook(torch.zeros_like)
+
+
+@pytest.mark.parametrize("act", [hooked, lambda y: y.retain_grad()])
+def test_hooks_on_activations_of_blocks(act: Callable[[Tensor], None]) -> None:
+    assert look(Model(lambda: Does(act)), plain).complete
+
+
+QUANTILES: list[Callable[[Tensor], Tensor]] = [
+    lambda y: torch.quantile(y, 0.9, dim=-1),
+    lambda y: torch.quantile(y, q=0.5, dim=-1, interpolation="lower"),
+    lambda y: y.quantile(0.9, dim=-1, keepdim=True),
+    lambda y: torch.nanquantile(y, 1, dim=-1),
+    lambda y: torch.quantile(input=y, q=0.9, dim=-1),
+    lambda y: torch.quantile(y, torch.tensor([0.1]), dim=-1),
+]
+
+
+@pytest.mark.parametrize("act", QUANTILES)
+def test_quantiles_in_blocks(act: Callable[[Tensor], Tensor]) -> None:
+    assert look(Model(lambda: Does(act)), plain).complete
+
+
 # ---------------------------------------------------------------- gradients within a step
 
 
@@ -299,13 +340,13 @@ def test_refusals(step: Callable[..., Any], said: str) -> None:
         look(Model(), step)
 
 
-def test_an_error_of_the_step_stays_the_same_error() -> None:
+def test_error_of_the_step_stays_the_same_error() -> None:
     with pytest.raises(OwnError, match="no values") as caught:
         look(Model(), fails_early)
     assert "raised before the block blocks.0, while the step was analyzed" in caught.value.__notes__[0]
 
 
-def test_models_whose_layers_are_not_found_get_a_plan_to_start_from() -> None:
+def test_model_without_known_layers_gets_a_plan_to_start_from() -> None:
     network = nn.Sequential(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 2))
     model = nn.ModuleDict({"network": network})
     with pytest.raises(ValueError, match=r"ZeroStrategy or DataParallelStrategy") as caught:
@@ -332,7 +373,7 @@ def test_models_whose_layers_are_not_found_get_a_plan_to_start_from() -> None:
         ({"texts": ["a", "b"], "labels": ["x", "y", "z"]}, 2),
     ],
 )
-def test_the_number_of_samples(batch: Any, size: int | None) -> None:
+def test_number_of_samples(batch: Any, size: int | None) -> None:
     assert batch_size(batch) == size
 
 

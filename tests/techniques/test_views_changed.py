@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.ranks import run_on_ranks
 from tests.tiers import sampled
 
 SHAPE = 2, 6, 8
+REFUSED = "was changed in place while there is a view of what was gathered from it"
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "itself": lambda y: y.contiguous(),
     "features": lambda y: y[..., :5],
@@ -49,40 +51,61 @@ CHANGES: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def used(y: Tensor, view: str, change: str) -> Tensor:
-    """What is computed from a tensor, changed through a view, and from views of a tensor that is changed."""
+def written(y: Tensor, view: str, change: str) -> Tensor:
+    """What is computed from a tensor that was changed through a view."""
     beside = y.transpose(0, 2)
     CHANGES[change](VIEWS[view](y))
     before = (beside * beside.detach().cos()).tanh()
     first = (y * y.detach().cos()).tanh()
-    seen = VIEWS[view](y)
+    return (first + before.transpose(0, 2)).square().sum() + (y.sin() * 2).sum()
+
+
+def followed(y: Tensor, view: str, change: str) -> Tensor:
+    """What is computed from views of a tensor that is changed, and then through them."""
+    beside, seen = y.transpose(0, 2), VIEWS[view](y)
     y.mul_(1.5)
     beside[1:2] *= 1.1
     CHANGES[change](seen)
-    return (first + before.transpose(0, 2)).square().sum() + (y.sin() * 2).sum() + (seen * 3).cos().mean()
+    return (y.sin() * 2).sum() + (seen * 3).cos().mean()
 
 
-def on_ranks(dim: int) -> list[tuple[str, str, float, float]]:
+def on_ranks(dim: int) -> list[str]:
+    """The views of which ranks find something else than one device; `followed` may refuse those of gathered tensors."""
     ranks = Ranks(dist.group.WORLD, "sequence")
-    return [(view, change, *differences(view, change, dim, ranks)) for view in VIEWS for change in CHANGES]
+    failed = []
+    for view, change, used in itertools.product(VIEWS, CHANGES, (written, followed)):
+        try:
+            off = difference(used, view, change, dim, ranks)
+        except RuntimeError as error:
+            is_divided = isinstance(VIEWS[view](divided(torch.ones(SHAPE), dim, ranks)), Divided)
+            off = str(error) if is_divided or used is written or REFUSED not in str(error) else 0.0
+        if isinstance(off, str) or off > 1e-10:
+            failed.append(f"{used.__name__} {view} {change}: {off}")
+    return failed
 
 
-def differences(view: str, change: str, dim: int, ranks: Ranks) -> tuple[float, float]:
+def divided(own: Tensor, dim: int, ranks: Ranks) -> Any:
+    elements = ranks.zigzag(6) if dim == 1 else ranks.elements(8, [[(0, 4)], [(4, 8)]])
+    return Divided(own.index_select(dim, elements.index(own.device)), {dim: elements})
+
+
+def difference(used: Callable[..., Any], view: str, change: str, dim: int, ranks: Ranks) -> float:
+    """How far values and gradients are off."""
     torch.manual_seed(0)
     whole = torch.randn(SHAPE, dtype=torch.float64)
-    elements = ranks.zigzag(6) if dim == 1 else ranks.elements(8, [[(0, 4)], [(4, 8)]])
     plain, source = whole.clone().requires_grad_(), whole.clone().requires_grad_()
     expected = used(plain * 1.0, view, change)
-    own = source.index_select(dim, elements.index(source.device))
-    found = used(Divided(own, {dim: elements}) * 1.0, view, change)
-    ranks.viewed.clear()
+    try:
+        found = used(divided(source, dim, ranks) * 1.0, view, change)
+    finally:
+        ranks.viewed.clear()
     found = found.whole() if isinstance(found, Divided) else found
     expected.backward()
     found.backward()
     assert plain.grad is not None
     assert source.grad is not None
     dist.all_reduce(source.grad)
-    return float((found - expected).detach().abs()), float((source.grad - plain.grad).abs().max())
+    return max(float((found - expected).detach().abs()), float((source.grad - plain.grad).abs().max()))
 
 
 def held_in_backward() -> int:
@@ -100,10 +123,9 @@ def held_in_backward() -> int:
 
 
 def test_recomputations_hold_no_tensors_of_others() -> None:
-    assert run_on_ranks(2, held_in_backward) == [1, 1]
+    assert run_on_ranks(2, held_in_backward) == [0, 0]
 
 
 @sampled(1, "dim", [1, 2])
 def test_a_view_is_one(dim: int) -> None:
-    for found in run_on_ranks(2, on_ranks, dim):
-        assert [each for each in found if max(each[2:]) > 1e-10] == []
+    assert run_on_ranks(2, on_ranks, dim) == [[], []]

@@ -78,7 +78,7 @@ def trained(samples: int, make: Callable[[], Pairs] = Pairs, of: int = 16) -> li
     return [run.callback_metrics["train_loss"], *module.state_dict().values()]
 
 
-def test_a_contrast_of_all_samples_in_a_class_of_no_file() -> None:
+def test_contrast_of_all_samples_in_a_class_of_no_file() -> None:
     (expected,) = run_on_ranks(1, trained, 8)
     for found in run_on_ranks(2, trained, 4):
         torch.testing.assert_close(found, expected)

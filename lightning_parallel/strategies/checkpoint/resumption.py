@@ -10,9 +10,8 @@ from torch.utils.data import DataLoader
 
 from lightning_parallel.checkpoint.damage import reading
 from lightning_parallel.strategies import lightning_internals as internals
-from lightning_parallel.strategies.data.loaders import outlives_epochs, resume
+from lightning_parallel.strategies.data.loaders import GLOBAL_BATCH, outlives_epochs, resume
 from lightning_parallel.strategies.data.randomness import RandomState, RankRandomness, seed_per_data_rank
-from lightning_parallel.strategies.data.samplers import GLOBAL_BATCH
 from lightning_parallel.strategies.lightning_package import Trainer
 from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.techniques.step import Step

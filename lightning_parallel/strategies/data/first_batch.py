@@ -40,13 +40,12 @@ class FirstPass:
         self._loop, self._begun = loop, RandomState.now()
         loop.setup_data()  # nothing where it has been called
         combined: Any = internals.combined_of(loop)
-        self._iterators = None if combined is None else internals.iterators_of(combined, 0)
+        self._loaders, self._iterators = ([], None) if combined is None else internals.reading_of(combined, 0)
         if self._iterators is None:
             raise ValueError(
                 "a pipeline analyzes a step on one batch before the run, but the trainer's limits leave none to read, "
                 "or it is too early to read one"
             )
-        self._loaders = combined.flattened[:1] if internals.reads_in_turn(combined) else combined.flattened
         share_generators(self._loaders)
         generators = [generator for loader in self._loaders for generator in generators_of(loader)]
         self._made, self._own = RandomState.now(), [(each, each.get_state()) for each in generators]
@@ -82,7 +81,7 @@ class FirstPass:
     def begin(self) -> None:
         """The loop is about to read."""
         combined: Any = internals.combined_of(self._loop)
-        if combined is None or internals.iterators_of(combined, 0) != self._iterators:
+        if combined is None or internals.reading_of(combined, 0)[1] != self._iterators:
             return  # a checkpoint has had them begin anew
         now = RandomState.now()
         if now.equals(self._made):

@@ -9,21 +9,275 @@ on 2 ranks: two global batches of 8, then one of 5, of which rank 0 gets 3 sampl
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+import pickle
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, get_worker_info
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_parallel.strategies import lightning_internals as internals
-from lightning_parallel.strategies.data.samplers import GLOBAL_BATCH, DividedSampler, checksum, length_of
-from lightning_parallel.strategies.data.sharding import DataSharding, PassNotes, Reading, Share
+from lightning_parallel.strategies.data.randomness import RandomState
 from lightning_parallel.techniques.tools.microbatches import samples_in
+
+T = TypeVar("T")
+CHECKED_FIRST, CHECKED_EVERY = 8, 64
+GLOBAL_BATCH = "global_batch"
+"""Where a position holds how many items of the sampler one global batch took."""
+
+
+class Share(NamedTuple):
+    """The part of a global batch that a rank reads: so many samples of so many."""
+
+    samples: int
+    total: int
+
+    def weight(self, ranks: int) -> float:
+        """The factor that makes the mean over ranks of their means the mean over all samples."""
+        return self.samples * ranks / self.total
+
+
+@dataclass(frozen=True)
+class DataSharding:
+    """How data is divided among ranks.
+
+    Attributes:
+        ranks: the number of ranks that read different samples.
+        rank: the number of this rank among them.
+        copies: the number of ranks that read the same samples as this one, itself among them.
+    """
+
+    ranks: int
+    rank: int
+    copies: int = 1
+
+    def part(self, items: list[T]) -> tuple[list[T], Share]:
+        """This rank's items of a global batch, as even as can be; one that does not count where none is left."""
+        base, extra = divmod(len(items), self.ranks)
+        start = self.rank * base + min(self.rank, extra)
+        part = items[start : start + base + (self.rank < extra)]
+        return part or items[:1], Share(len(part), len(items))
+
+    def round_robin(self, batches: list[T], sizes: list[int]) -> tuple[T, Share]:
+        """This rank's batch where whole batches are dealt in turn; the first does not count where none is left."""
+        mine = self.rank < len(batches)
+        return batches[self.rank if mine else 0], Share(sizes[self.rank] if mine else 0, sum(sizes))
+
+    def require_same_batches(self, before: int, now: int) -> None:
+        """Raise ValueError for a run that would go on within an epoch with global batches of another size."""
+        if now == before:
+            return
+        divisors = ", ".join(str(count) for count in range(1, before + 1) if before % count == 0)
+        other = f"{before} cannot be divided among {self.ranks}: let one of {divisors} ranks read different samples"
+        fitting = f"use {before // self.ranks} per rank in place of {now // self.ranks}"
+        raise ValueError(
+            f"the checkpoint lies within an epoch that was read in global batches of {before}, and now one has {now} "
+            f"({self.ranks} ranks read different samples): the curve would be another; "
+            f"{other if before % self.ranks else fitting}, or go on from a checkpoint at the end of an epoch"
+        )
+
+
+def is_compared(batch_idx: int) -> bool:
+    """Whether ranks that must read the same compare this batch of a pass: the first 8, then every 64th."""
+    return batch_idx < CHECKED_FIRST or batch_idx % CHECKED_EVERY == 0
+
+
+@dataclass
+class PassNotes:
+    """Notes of one pass over a loader. They hold no reference to the iterator, so that its workers can end.
+
+    Attributes:
+        uneven: the batches that ranks share unevenly, by their numbers in this pass.
+        length: the number of batches of the epoch, once all have been drawn.
+        order: a checksum of the order of samples.
+        contents: checksums of some batches, where several ranks must read the same.
+        begins_at: Lightning's index of the first batch, which is above 0 where a run goes on within an epoch.
+    """
+
+    uneven: dict[int, Share] = field(default_factory=dict)
+    length: int | None = None
+    order: int = 0
+    contents: dict[int, int] = field(default_factory=dict)
+    begins_at: int | None = None
+
+    def note(self, number: int, share: Share, ranks: int) -> None:
+        """Note how ranks share batch `number`."""
+        if share.samples * ranks != share.total:
+            self.uneven[number] = share
+
+    def number_of(self, batch_idx: int) -> int:
+        """The number in this pass of the batch that Lightning counts as `batch_idx`; asked for one after the other."""
+        self.begins_at = batch_idx if self.begins_at is None else self.begins_at
+        return batch_idx - self.begins_at
+
+
+class Reading(Iterator[Any]):
+    """The iterator of one pass over a loader. Its notes stay right when another pass begins, on one rank perhaps.
+
+    Args:
+        batches: what the loader yields.
+        notes: of this pass.
+        sampler: of the loader, whose pass has begun when the first batch is there.
+        checksum: computes the checksum of a batch; None where no other rank reads the same.
+    """
+
+    def __init__(
+        self,
+        batches: Iterator[Any],
+        notes: PassNotes,
+        sampler: DividedSampler | None = None,
+        checksum: Callable[[Any], int] | None = None,
+    ) -> None:
+        self._batches, self._sampler, self._checksum, self._number = batches, sampler, checksum, 0
+        self.notes, self._peeked = notes, list[Any]()
+
+    def peek(self) -> Any:
+        """Return the next batch, which `next` will return again."""
+        self._peeked.append(next(self))
+        return self._peeked[0]
+
+    def __next__(self) -> Any:
+        if self._peeked:
+            return self._peeked.pop()
+        batch = next(self._batches)
+        if isinstance(batch, Counted):
+            self.notes.uneven[self._number] = batch.share
+            batch = batch.value
+        if self._number == 0 and self._sampler is not None:
+            self.notes.uneven, self.notes.order = self._sampler.latest.uneven, self._sampler.latest.order
+        if self._checksum is not None and is_compared(self._number):
+            self.notes.contents[self._number] = self._checksum(batch)
+        self._number += 1
+        return batch
+
+
+class DividedSampler(Sampler[Any]):
+    """A sampler that yields this rank's part of what the user's sampler yields.
+
+    It is resumable: the order is a function of the random state in which the user's sampler started, which is kept.
+    It has no `state_dict`: torchdata's loaders would call that, and count the position a second time.
+
+    Args:
+        source: the user's sampler of single samples, or a sampler of whole batches, which are dealt in turn.
+        sharding: of the data.
+        batch_size: the number of samples of a rank in one batch; None for a sampler of whole batches.
+        drop_last: whether a last global batch of fewer samples is left out.
+    """
+
+    def __init__(
+        self, source: Any, sharding: DataSharding, batch_size: int | None = None, drop_last: bool = False
+    ) -> None:
+        self._deals = batch_size is None
+        #: on which Lightning calls `set_epoch`, as on one device: `loader.batch_sampler.sampler`
+        self.source, self.sampler = source, getattr(source, "sampler", None) if self._deals else source
+        self.batch_size = getattr(source, "batch_size", None) if self._deals else batch_size
+        self.drop_last = getattr(source, "drop_last", False) if self._deals else drop_last
+        self._drops = not self._deals and drop_last
+        #: the number of items of the user's sampler that one global batch takes
+        self.items_per_batch = (batch_size or 1) * sharding.ranks
+        self.sharding, self.latest = sharding, PassNotes()
+        self._started_with: RandomState | None = None
+        self._resume: tuple[RandomState, int] | None = None
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """The user's own generator, if the sampler draws from one."""
+        found = (getattr(owner, "generator", None) for owner in (self.source, self.sampler))
+        return next((generator for generator in found if isinstance(generator, torch.Generator)), None)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.latest = PassNotes()
+        return self._parts(self.latest)
+
+    def _parts(self, notes: PassNotes) -> Iterator[Any]:
+        items, first = self._start()
+        number = 0
+        while batch := list(islice(items, self.items_per_batch)):
+            if self._drops and len(batch) < self.items_per_batch:
+                break
+            if self._deals:
+                sizes = [len(each) if isinstance(each, Sized) else 1 for each in batch]
+                part, share = self.sharding.round_robin(batch, sizes)
+            else:
+                part, share = self.sharding.part(batch)
+            notes.order = notes.order or checksum(batch)
+            notes.note(number, share, self.sharding.ranks)
+            yield part
+            number += 1
+        notes.length = first + number
+
+    def __len__(self) -> int:
+        full, rest = divmod(len(self.source), self.items_per_batch)
+        return full + (rest > 0 and not self._drops)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch on to the user's sampler; Lightning calls this where the sampler yields whole batches."""
+        if callable(set_epoch := getattr(self.source, "set_epoch", None)):
+            set_epoch(epoch)
+
+    def _start(self) -> tuple[Iterator[Any], int]:
+        if self._resume is None:
+            self._started_with = RandomState.now(self.generator)
+            return iter(self.source), 0
+        (state, consumed), self._resume = self._resume, None
+        self._started_with = state
+        with state.replayed(self.generator):
+            items = iter(self.source)
+            for _ in islice(items, consumed):
+                pass
+        return items, consumed // self.items_per_batch
+
+    def position_after(self, batches: int) -> dict[str, Any]:
+        """The position in the epoch after so many batches."""
+        length = self.latest.length if (known := length_of(self)) is None else known
+        finished = length is not None and batches >= length
+        started = None if finished else self._started_with
+        consumed = 0 if finished else batches * self.items_per_batch
+        random = (started or RandomState.now(self.generator)).as_dict()
+        return {"consumed": consumed, "random": random, GLOBAL_BATCH: self.items_per_batch}
+
+    def go_on_from(self, position: dict[str, Any]) -> None:
+        """The next epoch starts at the position; after the end of an epoch it starts afresh.
+
+        Raises:
+            ValueError: the position lies within an epoch that was read in global batches of another size.
+        """
+        random = RandomState.from_dict(position["random"])
+        if position["consumed"]:
+            self.sharding.require_same_batches(position.get(GLOBAL_BATCH, self.items_per_batch), self.items_per_batch)
+            self._resume = random, position["consumed"]
+        elif self.generator is not None and random.own_state is not None:
+            self.generator.set_state(random.own_state)
+
+
+def length_of(loader: Any) -> int | None:
+    """The number of batches of a loader or sampler, None where it does not know."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def checksum(value: object) -> int:
+    """A small number that differs where values differ; what has no plain bytes counts by its type."""
+    leaves, structure = pytree.tree_flatten(value)
+    return zlib.crc32(b"".join(map(_bytes_of, leaves)), zlib.crc32(str(structure).encode())) + 1
+
+
+def _bytes_of(leaf: object) -> bytes:
+    if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+        return leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    if isinstance(leaf, (bool, int, float, complex, str, bytes, np.ndarray, np.generic)):
+        return pickle.dumps(leaf)
+    return type(leaf).__name__.encode()
+
 
 # ---------------------------------------------------------------- streams
 
@@ -94,17 +348,8 @@ class DividedLoader(DataLoader[Any]):
     latest: PassNotes | None = None
 
     def __iter__(self) -> Any:
-        self.latest, divided = PassNotes(), self.divided
-        sampler_notes = None if divided is None else lambda: divided.latest
-        return Reading(self._counted(super().__iter__(), self.latest), self.latest, sampler_notes, self.checksum)
-
-    def _counted(self, batches: Iterator[Any], notes: PassNotes) -> Iterator[Any]:
-        """Take the shares off the batches and note them."""
-        for number, batch in enumerate(self._noting_states(batches)):
-            if isinstance(batch, Counted):
-                notes.uneven[number] = batch.share
-                batch = batch.value
-            yield batch
+        self.latest = PassNotes()
+        return Reading(self._noting_states(super().__iter__()), self.latest, self.divided, self.checksum)
 
     def _noting_states(self, batches: Iterator[Any]) -> Iterator[Any]:
         return batches

@@ -3,36 +3,284 @@
 Values of ranks are combined by `reduce_fx`. A mean weighs by `batch_size`, the samples of the rank, and a mean loss of
 torch's own or `lightning_parallel.mean` by its targets. Epoch values are reduced when Lightning computes them. Step
 values are reduced together, in one message per step that travels while backward runs; with it ranks find out whether
-they logged the same names, as a reduction of what only some ranks log would never end. What touches Lightning's private
-results is in this file and in `step_values`.
+they logged the same names, as a reduction of what only some ranks log would never end.
+
+A mean v of rank (or microbatch) r is a sum of multiples of losses that count by their targets (`Mean`), and of a rest
+that counts by samples: v_r = rest_r + sum_k part_kr. Rank r has w_r samples, and loss k of it is over c_kr targets.
+Over all R ranks
+
+    value = sum_r w_r rest_r / sum_r w_r + sum_k (sum_r c_kr part_kr) / (sum_r c_kr)
+
+and its gradient is that of each rank, averaged by samples, where that of loss k is multiplied by
+
+    scale_kr = c_kr R / sum_r c_kr / w_r
 """
 
 from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Generic, TypeVar
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torchmetrics import Metric
 
-from lightning_parallel.strategies.data.batches import Batches
+from lightning_parallel.collectives.functional import Pending, packed, within_reach
+from lightning_parallel.strategies.data.batches import Batches, Exchange, Message, SyncPoint, Words
 from lightning_parallel.strategies.lightning_internals import require_reduction
 from lightning_parallel.strategies.lightning_package import LightningModule, _ResultMetric, is_overridden
-from lightning_parallel.strategies.logged.metrics import MetricsOfRun, sync_on_step_where_logged
-from lightning_parallel.strategies.logged.step_values import StepValue, options_of, without_effect
-from lightning_parallel.strategies.logged.sums import StepReduction, scale
-from lightning_parallel.strategies.ranks.sync import Exchange, Message, SyncPoint, Words
+from lightning_parallel.strategies.logged.metrics import MetricsOfRun
 from lightning_parallel.techniques.step import BatchContext
 from lightning_parallel.techniques.tools.means import Mean, Means
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
+
+SIGNS = {"max": 1.0, "min": -1.0}
+"""A minimum is sent as the maximum of negative values."""
+NEUTRAL = {"sum": 0.0, "min": float("inf"), "max": float("-inf")}
+"""What a batch that does not count contributes to a reduction; to a mean it contributes with weight zero."""
+OPTIONS = (*signature(LightningModule.log).parameters,)[3:]
+"""The options of `self.log` after the name and the value."""
+
+
+def reduce_tensor(tensor: Tensor, group: dist.ProcessGroup, operation: object) -> Tensor:
+    """A tensor reduced over a group: by mean (the default of Lightning), sum, min, max or any `ReduceOp`."""
+    name = operation.lower() if isinstance(operation, str) else None
+    mean = operation is None or name in ("mean", "avg")
+    result = within_reach(tensor.detach().clone().contiguous(), group)
+    if mean and not result.is_floating_point():
+        result = result.to(torch.get_default_dtype())
+    by_name: dict[Any, Any] = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+    dist.all_reduce(result, op=dist.ReduceOp.SUM if mean else by_name[name] if name else operation, group=group)
+    return (result / group.size() if mean else result).to(tensor.device)
+
+
+# ---------------------------------------------------------------- values of ranks, or of microbatches
+
+
+class Term(NamedTuple):
+    """What a rank or a microbatch contributes to a value.
+
+    Attributes:
+        how: the reduction: mean, sum, min or max.
+        value: a number.
+        weight: of a mean: the samples that it counts for.
+        parts: contributions of the step's means to it.
+    """
+
+    how: str
+    value: Tensor
+    weight: float = 1.0
+    parts: Mapping[Any, Tensor] = {}
+
+
+def to_sums(terms: Sequence[Term], counts: Mapping[K, Tensor]) -> list[Tensor]:
+    """The numbers that are added up over the terms of ranks, which are means and sums.
+
+    Args:
+        terms: of this rank.
+        counts: over how many targets each mean is.
+    """
+    numbers: list[Tensor] = []
+    for how, value, weight, parts in terms:
+        rest = value.detach().double().reshape(())
+        if how == "sum":
+            numbers.append(rest)
+            continue
+        for mean, count in counts.items():
+            part = parts[mean].detach().double() if mean in parts else torch.zeros_like(rest)
+            numbers.append(part * count)
+            rest = rest - part
+        numbers += [rest * weight, torch.full_like(rest, weight)]
+    return [*numbers, *counts.values()]
+
+
+def from_sums(
+    numbers: Sequence[Tensor], terms: Sequence[Term], means: Sequence[K], alone: bool = True
+) -> Iterator[tuple[Tensor, dict[K, Tensor]]]:
+    """The value of the whole batch of each term, and the contributions of means to it.
+
+    Args:
+        numbers: of `to_sums`, added up.
+        terms: the same as there.
+        means: likewise.
+        alone: whether a mean over no targets at all is nan, as on one device; else it is 0.
+    """
+    totals, left = numbers[len(numbers) - len(means) :], iter(numbers)
+    for how, _, _, parts in terms:
+        if how == "sum":
+            yield next(left), {}
+            continue
+        whole: dict[K, Tensor] = {}
+        for mean, total in zip(means, totals, strict=True):
+            part = next(left) / total
+            whole[mean] = part if alone and mean in parts else torch.where(total == 0, 0.0, part)
+        yield sum(whole.values(), start=next(left) / next(left)), whole
+
+
+class StepReduction:
+    """Reduces values over ranks. The messages, one of sums and one of extremes, are under way when this is made.
+
+    All ranks have as many values and means, of the same kinds.
+
+    Args:
+        terms: this rank's parts of the values.
+        means: of the step.
+        weight: of this rank, 1 on average; 0.0: it counts nowhere.
+        group: the ranks.
+    """
+
+    def __init__(self, terms: Sequence[Term], means: Sequence[Mean], weight: float, group: dist.ProcessGroup) -> None:
+        self._terms, self._weight, self._ranks = terms, weight, group.size()
+        self._counts = dict[Mean, Tensor]()
+        for mean in means:
+            self._counts[mean] = mean.count if weight else torch.zeros_like(mean.count)
+        self._added, extremes = list[Term](), list[Tensor]()
+        for term in terms:
+            if term.how in SIGNS:
+                extremes.append(SIGNS[term.how] * term.value.detach().double().reshape(()))
+            else:
+                self._added.append(term)
+        self._values: list[Tensor] | None = None
+        self._sent = list[tuple[Tensor, Pending]]()
+        for numbers, operation in ((to_sums(self._added, self._counts), "SUM"), (extremes, "MAX")):
+            if numbers:
+                sent: Any = packed(numbers, group)
+                work = dist.all_reduce(sent, getattr(dist.ReduceOp, operation), group=group, async_op=True)
+                self._sent.append((sent, Pending(work)))
+
+    def values(self) -> list[Tensor]:
+        """Wait, and return the values of the whole batch; the scales of the means are filled in, too."""
+        if self._values is not None:
+            return self._values
+        self._values, numbers = [], list[Tensor]()
+        for sent, work in self._sent:
+            work.wait()
+            numbers += sent.unbind()
+        end = len(numbers) - (len(self._terms) - len(self._added))
+        added, maxima = from_sums(numbers[:end], self._added, [*self._counts]), iter(numbers[end:])
+        for term in self._terms:
+            self._values.append(SIGNS[term.how] * next(maxima) if term.how in SIGNS else next(added)[0])
+        for (mean, count), total in zip(self._counts.items(), numbers[end - len(self._counts) : end], strict=True):
+            mean.scale.factor = _scale(count, total.to(count.device), self._ranks, self._weight)
+            mean.total.factor = torch.where(total == 0, 0.0, self._ranks / total).to(count.device)
+        return self._values
+
+
+def scale(means: Means, weight: float, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Fill in by what the gradients of means are multiplied. Collective; ranks may have other numbers of means.
+
+    Args:
+        means: of a step; they count as a whole where ranks have other numbers of them.
+        weight: see `StepReduction`.
+        group: the ranks.
+        device: where numbers are.
+    """
+    number = len(means.all)
+    least = within_reach(torch.tensor([number, -number], device=device), group)
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+    if least[0] == -least[1]:
+        StepReduction([], means.all, weight, group).values()
+        return
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    count = means.count if weight and means.count is not None else zero
+    total = within_reach(count.clone(), group)
+    dist.all_reduce(total, group=group)
+    factor = _scale(count, total.to(device), group.size(), weight)
+    for mean in means.all:
+        mean.scale.factor = factor
+
+
+def _scale(own: Tensor, total: Tensor, ranks: int, weight: float) -> Tensor:
+    """By what the gradient of a mean is multiplied; by zero where there is nothing to average, on this rank or any."""
+    scale = own * (ranks / weight) / total if weight else torch.zeros_like(own)
+    return torch.where(total == 0, 0.0, scale)
+
+
+def counted_loss(loss: Tensor, means: Means) -> Tensor:
+    """The loss with the contributions of means multiplied as their gradients are, its other parts as they are."""
+    counted = loss.detach()
+    for mean, part in means.parts_of(loss).items():
+        factor = mean.scale.factor
+        counted = counted if factor is None else counted + part * (factor - 1).to(part)
+    return counted
+
+
+# ---------------------------------------------------------------- values that a step logs
+
+
+@dataclass(frozen=True)
+class StepValue:
+    """A value that a step logged under one name.
+
+    Attributes:
+        result: Lightning's private result of the name.
+        value: as it was then: a step may change it in place later, and memory of ZeRO 3 goes when the step ends.
+        how: the reduction: mean, sum, min or max.
+        batch_size: the user's own; None for the samples of the batch.
+        samples: by so many Lightning has counted the value in the mean of the epoch.
+        parts: contributions of the step's means to it.
+    """
+
+    result: _ResultMetric
+    value: Any
+    how: str
+    batch_size: float | None
+    samples: float
+    parts: Mapping[Mean, Tensor]
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether loggers see the value of each step."""
+        return bool(self.result.meta.on_step and self.result._forward_cache is not None)
+
+    def term(self, weight: float) -> Term:
+        """This rank's part of the value; `weight` is that of its samples, 1 on average."""
+        # a number of Python's has more digits than the dtype that it would get here
+        value = torch.as_tensor(self.value, dtype=torch.float64 if isinstance(self.value, float) else None)
+        if self.how != "mean":
+            return Term(self.how, value if weight else torch.full_like(value, NEUTRAL[self.how], dtype=torch.float64))
+        own = weight if self.batch_size is None or not weight else self.batch_size
+        return Term("mean", value, own, self.parts)
+
+    def place(self, value: Tensor, by_targets: bool) -> None:
+        """Put the value of the whole batch in the place of this rank's, and into the epoch's if targets counted."""
+        result, meta = self.result, self.result.meta
+        if self.is_shown:
+            assert result._forward_cache is not None
+            result._forward_cache = value.to(result._forward_cache)
+            if not meta.on_epoch:
+                result.value = result._forward_cache
+        if by_targets and self.how == "mean" and meta.on_epoch and self.samples:
+            assert isinstance(result.value, Tensor)
+            own = torch.as_tensor(self.value).to(result.value).reshape(())
+            result.value = result.value + (value.to(own) - own) * self.samples
+
+
+def name_of(reduction: Any) -> str:
+    """The name of a `reduce_fx`."""
+    return (reduction if isinstance(reduction, str) else getattr(reduction, "__name__", "mean")).lower()
+
+
+def without_effect(value: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A value that leaves the reduction as it is; the key is logged all the same, as on every other rank."""
+    if isinstance(value, Metric):
+        return value, options
+    neutral, value = NEUTRAL.get(name_of(options.get("reduce_fx", "mean"))), torch.as_tensor(value)
+    value = value if value.is_floating_point() else value.to(torch.get_default_dtype())
+    if neutral is None:
+        return torch.zeros_like(value), {**options, "batch_size": 0}
+    return torch.full_like(value, neutral), options
 
 
 class StepLog:
@@ -65,10 +313,10 @@ class StepLog:
         self._group, self._host, self._ranks = group, host, group.size()
         self.defers = self.counts_by_samples = False
         self._logged: dict[str, StepValue] = {}
-        #: of the values of a step under way, with these and the means by which they count
+        #: of the values of a step under way, with these, and whether they count by means over targets
         self._reduction: StepReduction | None = None
         self._reduced: list[StepValue] = []
-        self._reduced_by: Sequence[Mean] = ()
+        self._by_targets = False
         self.means: Means | None = None
         self._differed = False
         self._counted: tuple[Tensor, Tensor] | None = None
@@ -97,16 +345,16 @@ class StepLog:
 
     def __call__(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """`LightningModule.log` with `sync_dist=True`, except that step values wait for `reduce_step`."""
-        options = {**options_of(args, kwargs), "sync_dist": True}
+        options = {**dict(zip(OPTIONS, args, strict=False)), **kwargs, "sync_dist": True}
         value = value.full_tensor() if isinstance(value, DTensor) else value
-        value = self.metrics.of_all_ranks(value)
+        value = self.metrics.of_all_ranks(value) if self.metrics.losses else value
         if self.divert is not None:
             require_reduction(name, options)
             return self.divert(name, value, options)
-        parts: Mapping[Mean, Tensor] = {}
+        parts = dict[Mean, Tensor]()
         if self.metrics.in_step and self.means is not None and isinstance(value, Tensor):
-            found = self.means.parts_of(value)
-            parts = {mean: part.detach().clone() for mean, part in found.items()}  # as they are now
+            for mean, part in self.means.parts_of(value).items():
+                parts[mean] = part.detach().clone()  # as they are now
         return self.record(name, value, options, parts)
 
     def record(self, name: str, value: Any, options: dict[str, Any], parts: Mapping[Mean, Tensor]) -> None:
@@ -135,20 +383,39 @@ class StepLog:
         if results is None or result is None or options.get("rank_zero_only", False):
             return
         if not result.is_tensor:
-            sync_on_step_where_logged(result.value, [each for each in results.values() if not each.is_tensor])
-            result._forward_cache = self.metrics.of_all_ranks(result._forward_cache)
+            metric = result.value  # whose values in single steps, if nobody logs them, need not be gathered
+            metric.dist_sync_on_step = any(each.meta.on_step for each in results.values() if each.value is metric)
+            if self.metrics.losses:
+                result._forward_cache = self.metrics.of_all_ranks(result._forward_cache)
         else:
-            kept = given.detach().clone() if isinstance(given, Tensor) else given
-            samples = size if size is not None else 1 if results.batch_size is None else results.batch_size
-            each = StepValue(result, kept, size, samples if weight else 0, parts)
-            if self.metrics.in_step:
-                _count_as_exactly(result)
-                self._logged[key] = each
-            elif each.is_shown:
-                reduction = StepReduction([each.term(weight, self._ranks)], [], weight, self._group)
-                each.place(reduction.values()[0], ())
+            count = results.batch_size if size is None else size
+            self._keep(key, result, given, size, weight, parts, (1 if count is None else count) if weight else 0)
         if result.meta.on_epoch and result.meta.fx.partition(".")[0].endswith("_epoch_end"):
             result.compute()  # now, while all ranks are here: callbacks may read it on one of them
+
+    def _keep(
+        self,
+        key: str,
+        result: _ResultMetric,
+        given: Any,
+        size: float | None,
+        weight: float,
+        parts: Mapping[Mean, Tensor],
+        samples: float,
+    ) -> None:
+        """Remember a number that a step logged, or reduce it at once outside of a step; see `StepValue`."""
+        meta, kept = result.meta, given.detach().clone() if isinstance(given, Tensor) else given
+        how = "sum" if meta.is_sum_reduction else "min" if meta.is_min_reduction else "max"
+        each = StepValue(result, kept, "mean" if meta.is_mean_reduction else how, size, samples, parts)
+        if self.metrics.in_step:
+            if each.how == "mean" and isinstance(result.value, Tensor) and result.value.dtype == torch.float64:
+                # Lightning divides by the mean of the ranks' counts of samples. That of integers has the default
+                # dtype, which has too few digits where samples do not divide evenly among ranks.
+                result.cumulated_batch_size = result.cumulated_batch_size.double()
+            self._logged[key] = each
+        elif each.is_shown:
+            reduction = StepReduction([each.term(weight)], [], weight, self._group)
+            each.place(reduction.values()[0], by_targets=False)
 
     # ---------------------------------------------------------------- what the strategy calls
 
@@ -185,11 +452,13 @@ class StepLog:
         skips = trains and output is None
         point = SyncPoint.STEP_WITHOUT_LOSS if skips else SyncPoint.STEP_ENDS
         means = self._agree(point, "a step that returned no loss and logged" if skips else "a step that logged", logged)
-        reduced = [each for each in logged.values() if each.is_shown or each.changes_epoch(means)]
-        if reduced or means:
-            terms = [each.term(batch.weight, self._ranks) for each in reduced]
+        terms, self._by_targets = list[Term](), bool(means)
+        for each in logged.values():
+            if each.is_shown or (means and each.how == "mean" and each.result.meta.on_epoch):
+                self._reduced.append(each)
+                terms.append(each.term(batch.weight))
+        if terms or means:
             self._reduction = StepReduction(terms, means, batch.weight, self._group)
-            self._reduced, self._reduced_by = reduced, means
 
     @contextmanager
     def around_backward(self, batch: BatchContext, loss: Tensor, asked: bool) -> Iterator[None]:
@@ -237,20 +506,24 @@ class StepLog:
         reduced, self._reduced = self._reduced, []
         if reduced and self._reduction is not None:
             for each, value in zip(reduced, self._reduction.values(), strict=True):
-                each.place(value, self._reduced_by)
+                each.place(value, self._by_targets)
 
     def _agree(self, point: SyncPoint, said: str, logged: Mapping[str, StepValue]) -> Sequence[Mean]:
         """The step's means if all ranks computed the same, else those that learn, or none; others count by samples."""
         by_samples = self.counts_by_samples and self._module.trainer.training
         means: Sequence[Mean] = [] if self.means is None or by_samples else [*self.means.all]
         learning = [mean for mean in means if mean.edge is not None]
-        kinds = [f"{key} ({each.kind})" for key, each in logged.items()]
+        kinds = list[str]()  # ranks must send all values in one way: "loss (mean by batch_size, on_step)"
+        for key, each in logged.items():
+            meta, weighs = each.result.meta, "" if each.batch_size is None else " by batch_size"
+            when = f"{', on_step' if meta.on_step else ''}{', on_epoch' if meta.on_epoch else ''}"
+            kinds.append(f"{key} ({each.how}{weighs}{when})")
         checksum = zlib.crc32("\n".join(kinds).encode())
         message = Message(point, checksum=checksum, means=len(means), learned_means=len(learning))
-        reply = Exchange(message, self._host).wait(lambda: Words(f"{said} {', '.join(kinds)}".rstrip()))
-        if reply.same_means:
+        most, least = Exchange(message, self._host).wait(lambda: Words(f"{said} {', '.join(kinds)}".rstrip()))
+        if most.means == least.means:
             return means
-        if reply.same_learned_means:
+        if most.learned_means == least.learned_means:
             return learning
         if not self._differed and self._host.rank() == 0:
             log.warning(
@@ -262,26 +535,8 @@ class StepLog:
         return []
 
 
-def _count_as_exactly(result: _ResultMetric) -> None:
-    """Let the samples of a mean in float64 count in it, too: Lightning divides by the mean of the ranks' counts.
-
-    That of integers has the default dtype, which has too few digits where samples do not divide evenly among ranks.
-    """
-    if result.meta.is_mean_reduction and isinstance(result.value, Tensor) and result.value.dtype == torch.float64:
-        result.cumulated_batch_size = result.cumulated_batch_size.double()
-
-
 def _log_nothing(*_: Any, **__: Any) -> None:
     """What a copy of a module logs."""
-
-
-def counted_loss(loss: Tensor, means: Means) -> Tensor:
-    """The loss with the contributions of means multiplied as their gradients are, its other parts as they are."""
-    counted = loss.detach()
-    for mean, part in means.parts_of(loss).items():
-        factor = mean.scale.factor
-        counted = counted if factor is None else counted + part * (factor - 1).to(part)
-    return counted
 
 
 class ObservedStep(Generic[T]):

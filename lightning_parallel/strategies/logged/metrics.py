@@ -15,7 +15,6 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_parallel.collectives.functional import within_reach
 from lightning_parallel.collectives.point_to_point import share_object
-from lightning_parallel.strategies.lightning_package import _ResultMetric
 
 
 class MetricsOfRun:
@@ -43,8 +42,8 @@ class MetricsOfRun:
         self._back = ExitStack()
         # a composition computes its value from other metrics
         computing = [metric for metric in self.all if group.size() > 1 and "compute" in vars(metric)]
-        self._losses = {id(metric): LossMetric(metric, self) for metric in computing}
-        for loss in self._losses.values():
+        self.losses = {id(metric): LossMetric(metric, self) for metric in computing}
+        for loss in self.losses.values():
             self._back.enter_context(_replaced(loss.metric, "compute", loss.compute))
         for metric in self.all:
             before = {"process_group": metric.process_group, "dist_sync_on_step": metric.dist_sync_on_step}
@@ -59,16 +58,16 @@ class MetricsOfRun:
 
     def of_all_ranks(self, value: Any) -> Any:
         """Return the value to log: where a metric gave a step a loss of this rank, its value for all ranks."""
-        if not (self._losses and isinstance(value, Tensor) and value.requires_grad):
+        if not (self.losses and isinstance(value, Tensor) and value.requires_grad):
             return value
-        return next((loss.of_all_ranks for loss in self._losses.values() if loss.local is value), value)
+        return next((loss.of_all_ranks for loss in self.losses.values() if loss.local is value), value)
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """Inside, updates leave metrics as they are: they are given samples that another rank counts."""
         with ExitStack() as back:
             for metric in self.all:
-                back.enter_context(Uncounted(metric, self._losses.get(id(metric))).updates())
+                back.enter_context(Uncounted(metric, self.losses.get(id(metric))).updates())
             yield
 
     @contextmanager
@@ -202,11 +201,6 @@ class Uncounted:
                 added = after[len(state) :]
                 state = state + [each[:0] if each.dim() else each.new_empty(0) for each in added]
             setattr(self._metric, name, state)
-
-
-def sync_on_step_where_logged(metric: Metric, results: Iterable[_ResultMetric]) -> None:
-    """A metric whose values in single steps nobody logs need not gather them."""
-    metric.dist_sync_on_step = any(result.meta.on_step for result in results if result.value is metric)
 
 
 def _states(metric: Metric) -> dict[str, Any]:

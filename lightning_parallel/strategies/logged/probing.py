@@ -14,10 +14,11 @@ from lightning_parallel.strategies.lightning_package import LightningModule
 from lightning_parallel.strategies.logged.logging import StepLog, counted_loss
 from lightning_parallel.strategies.traces import parts_unchanged, untouched, without_traces
 from lightning_parallel.techniques.pipeline_parallel.probe import MOST, Measured, SameDraws, tolerance
-from lightning_parallel.techniques.step import Silent, StepFn
+from lightning_parallel.techniques.step import Silent, Step, StepFn
 from lightning_parallel.techniques.tools.means import Mean, Means
 from lightning_parallel.techniques.tools.microbatches import Dims, select
 from lightning_parallel.techniques.tools.telling import warn
+from lightning_parallel.techniques.tools.undone_writes import UndoneWrites
 from lightning_parallel.values import map_tensors
 
 T = TypeVar("T")
@@ -26,18 +27,25 @@ log = logging.getLogger(__name__)
 
 
 @contextmanager
-def silent(module: LightningModule, run: Any, device: torch.device) -> Iterator[None]:
-    """Inside, the user's step leaves no trace: in logs, metrics, attributes, buffers and random states.
+def silent(module: LightningModule, run: Any, step: Step, device: torch.device) -> Iterator[UndoneWrites]:
+    """Inside, the user's step leaves no trace: in logs, metrics, attributes, tensors and random states.
 
     Args:
         module: the user's.
-        run: of its step; calls of it are not noted inside, and each finds the buffers as they were.
+        run: of its step; calls of it are not noted inside, and each finds all tensors as they were.
+        step: what techniques do around it.
         device: where the module is.
+
+    Yields:
+        What the step writes into tensors that it did not make.
     """
     tables = [(part._buffers, dict(part._buffers)) for part in module.modules()]
+    # BatchNorm's kernels do not tell PyTorch's dispatcher that they write their statistics
     values = [(buffer, buffer.clone()) for buffer in module.buffers() if not buffer.is_meta]
+    writes = UndoneWrites()
 
     def restore() -> None:
+        writes.undo(step.gathered())
         for table, buffers in tables:
             table.update(buffers)
         for buffer, value in values:
@@ -46,7 +54,8 @@ def silent(module: LightningModule, run: Any, device: torch.device) -> Iterator[
     with untouched(module.trainer, device), parts_unchanged(module), without_traces(module, reads=False):
         run.after_silent_call = restore
         try:
-            yield
+            with writes.entered():
+                yield writes
         finally:
             run.after_silent_call = None
 
@@ -62,6 +71,7 @@ class ProbingRun(Generic[T]):
         samples: how many samples a rank has at least; two or more.
         dims: where they are, see `ParallelPlan.batch_dims`.
         silent: see `BatchContext`.
+        step: what techniques do around the user's step.
         interacts: tells whether the step gathers what other ranks have.
         log: counts the losses of all later training steps.
 
@@ -77,11 +87,12 @@ class ProbingRun(Generic[T]):
         samples: int,
         dims: Dims,
         silent: Silent,
+        step: Step,
         interacts: Callable[[], bool],
         log: StepLog,
     ) -> None:
         self.inner, self._model, self._samples, self._dims = inner, model, samples, dims
-        self._silent, self._interacts, self._log = silent, interacts, log
+        self._silent, self._step, self._interacts, self._log = silent, step, interacts, log
         self.numbers_vary = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> T:
@@ -110,8 +121,11 @@ class ProbingRun(Generic[T]):
         with self._silent(), torch.compiler.set_stance("force_eager"), SameDraws():  # type: ignore[no-untyped-call]
             for rows in ([first, second], [first], [second]):
                 part, own = map_tensors(Tensor.clone, select(batch, rows, self._dims)), Means()
-                with own:
-                    output: Any = self.inner(part, *rest, **kwargs)
+                try:
+                    with own:
+                        output: Any = self.inner(part, *rest, **kwargs)
+                finally:
+                    self._step.gather_anew()
                 loss = output.get("loss") if isinstance(output, dict) else output
                 if not isinstance(loss, Tensor) or loss.dim():
                     return None

@@ -19,15 +19,15 @@ from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.collectives.functional import broadcast_tensors
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.plan import ParallelPlan
-from lightning_parallel.strategies.build import placement
-from lightning_parallel.strategies.build.born_sharded import born_sharded
-from lightning_parallel.strategies.checkpoint import hub
+from lightning_parallel.strategies import build
+from lightning_parallel.strategies.build import born_sharded
 from lightning_parallel.strategies.checkpoint.module_state import (
+    hub_weights,
     keep_sums_on_first,
     load_whole_state_dict,
     whole_state_dict,
 )
-from lightning_parallel.strategies.data.samplers import checksum
+from lightning_parallel.strategies.data.loaders import checksum
 from lightning_parallel.strategies.lightning_package import LightningModule, is_overridden
 from lightning_parallel.strategies.model.pipeline_group import PipelineGroup
 from lightning_parallel.strategies.ranks.agreement import (
@@ -115,7 +115,10 @@ class DividedModel:
             first: whether this rank is the first of those that see different data.
         """
         if isinstance(state, HubState):
-            state, strict = hub.named(self.module, state, strict), False  # it has told of what is missing or left over
+            state, strict = (
+                hub_weights(self.module, state, strict),
+                False,
+            )  # it has told of what is missing or left over
         if any(parameter.is_meta for parameter in self.module.parameters()):
             self._waiting = (state, strict, first)
             return
@@ -124,7 +127,7 @@ class DividedModel:
 
     def make_undivided(self) -> None:
         """Make on every rank's host a module that was not divided, as there was no batch. Collective."""
-        placement.Placement(self.module).finish(HOST, HOST, self._host)
+        build.Placement(self.module).finish(HOST, HOST, self._host)
         if self._waiting is not None:
             self.load(*self._waiting)
 
@@ -141,14 +144,14 @@ class DividedModel:
         self._hooked = hooked(dict(module.named_parameters()))
         prints = gather_objects(fingerprint_model(module), self._host)
         require_same("the model", prints, "build it from the same configuration everywhere")
-        moving = placement.Placement(module)
+        moving = build.Placement(module)
         if self._host.size() > 1:
-            broadcast_tensors(placement.real_tensors(module), mesh.world, device)
-        techniques, ground = self._techniques, PartitionContext(mesh, plan, sample, self._divisions)
+            broadcast_tensors(build.real_tensors(module), mesh.world, device)
+        techniques, context = self._techniques, PartitionContext(mesh, plan, sample, self._divisions)
         if mesh.loss.size() > 1 and not any(technique.traits.averages_gradients for technique in techniques):
             techniques = (*techniques, DataParallel(1))
-        for technique, seen in zip(techniques, self._looks(techniques, ground), strict=True):
-            division = technique.divide(self.model, ground, seen)
+        for technique, analysis in zip(techniques, self._analyze(techniques, context), strict=True):
+            division = technique.divide(self.model, context, analysis)
             self.model = division.model
             self._divisions.append(division)
         self._compare_whole_batches(plan)
@@ -161,7 +164,7 @@ class DividedModel:
         moving.finish(device, HOST if offloads else device, self._host)
         if self._waiting is not None:
             self.load(*self._waiting)
-        placement.move_whole_tensors(module, device)
+        build.move_whole_tensors(module, device)
 
     def _compare_whole_batches(self, plan: ParallelPlan) -> None:
         """Lets functions that compare samples see those of all ranks, if they see all of this one at once."""
@@ -170,16 +173,16 @@ class DividedModel:
             self._divisions += [whole] if whole.acts else []
             self.compares_samples = whole.acts
 
-    def _looks(self, techniques: Sequence[Technique], ground: PartitionContext) -> list[Any]:
+    def _analyze(self, techniques: Sequence[Technique], context: PartitionContext) -> list[Any]:
         """Let techniques analyze the whole model; all ranks raise if one cannot, or if they find different things."""
 
         def analyze() -> list[Any]:
-            return [technique.analyze(self.module, ground) for technique in techniques]
+            return [technique.analyze(self.module, context) for technique in techniques]
 
-        looks = run_or_raise_on_all(analyze, "analyze the model, to divide it", self._host)
-        prints = gather_objects(checksum(list(map(described, looks))), self._host)
+        found = run_or_raise_on_all(analyze, "analyze the model, to divide it", self._host)
+        prints = gather_objects(checksum(list(map(described, found))), self._host)
         require_same("what the analysis of model and step shows", prints, "build model and data alike everywhere")
-        return looks
+        return found
 
     def refuse_foreign_hooks(self, optimizers: Sequence[Optimizer]) -> None:
         """Raise on all ranks for hooks of torch on parameters and optimizers that would see parts of gradients."""
@@ -224,7 +227,7 @@ class DividedModel:
     @property
     def in_parts(self) -> bool:
         """Whether ranks may hold only a part of the parameters; the same on all of them."""
-        return self.pipeline.ranks > 1 or placement.has_sharded_parameters(self.module)
+        return self.pipeline.ranks > 1 or build.has_sharded_parameters(self.module)
 
     def steps_parts(self, step: Step) -> bool:
         """Whether optimizers step parts of parameters, or will: what is frozen is divided when it learns."""
@@ -249,21 +252,14 @@ class DividedModel:
         """Inside, the module's tree has all tensors: as hooks find them, or those of other stages on meta."""
         return nullcontext() if self.tree is None else self.tree.whole()
 
-    def follow_in(self, optimizers: Iterable[Optimizer], with_states: bool) -> None:
-        """Lets optimizers made before the module was divided step the parameters that it has now.
-
-        Args:
-            optimizers: the trainer's.
-            with_states: whether states follow too, as those that Adagrad makes when it is made; else optimizers that
-                have states are left as they are, and refused by `faults_of_old_parameters`.
-        """
+    def follow_in(self, optimizers: Iterable[Optimizer]) -> None:
+        """Let optimizers made before the module was divided step the parameters that it has now, with their states."""
         with self.whole():
             for optimizer in optimizers:
-                if with_states or not any(optimizer.state.values()):
-                    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-                    pairs = [(each, current(each)) for each in held if is_moved(each)]
-                    exchange(optimizer, [(old, now) for old, now in pairs if now is not None])
-                    _move_states(optimizer)
+                held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+                pairs = [(each, current(each)) for each in held if is_moved(each)]
+                exchange(optimizer, [(old, now) for old, now in pairs if now is not None])
+                _move_states(optimizer)
 
     def stand_ins(self) -> set[nn.Parameter]:
         """The parameters of other stages, without memory, always the same objects."""
@@ -311,22 +307,36 @@ class DividedModel:
         keep = self.mesh.leads_its_stage and not in_parts
         return keep, global_of if in_parts else partial(gathered, keep=keep)
 
-    def make_whole(self, copies: int) -> bool:
-        """Gives the user's module all parameters, on the host, if the hosts have room for one on each rank.
+    def make_whole(self, optimizers: Sequence[StoredOptimizer], copies: int) -> bool:
+        """Give the module all parameters, and its optimizers all states, on the host, if there is room. Collective.
 
         Args:
+            optimizers: the trainer's.
             copies: how many ranks this host has.
+
+        Returns:
+            Whether the module is whole.
         """
+        sharded, in_parts = [each for each in optimizers if each.has_shards], self.in_parts
+        if not sharded and not in_parts:
+            return True
         with self.whole():
-            fits = all(gather_objects(placement.fits_on_host(self.module, copies), self._host))
-        if fits:
-            placement.make_whole(self.module)
-            placement.move_whole_tensors(self.module, HOST)
+            states = sum(each.whole_bytes() for each in sharded)
+            fits = all(gather_objects(build.fits_on_host(self.module, states, copies), self._host))
+        if not fits:
+            log.warning("The whole model and the states of its optimizers do not fit on this host: they stay divided")
+            return not in_parts
+        with self.local():
+            made = [each.whole_state() for each in sharded]
+        if in_parts:
+            build.make_whole(self.module)
+            build.move_whole_tensors(self.module, HOST)
             self.pipeline.complete(self.module)
             self.tree = None
-        else:
-            log.warning("The whole model does not fit on this host: the module stays divided after the run")
-        return fits
+        self.follow_in([each.optimizer for each in sharded])
+        for each, state in zip(sharded, made, strict=True):
+            each.set_whole_state(state if self.pipeline.ranks == 1 else self.pipeline.completed(state))
+        return True
 
     def leave(self) -> None:
         """The run is over: the module's forwards are its own again, and its parameters may be replaced by others."""

@@ -62,6 +62,19 @@ class PipelineGroup:
         first = [key for key in order if key in merged]
         return {key: merged[key] for key in (*first, *(key for key in merged if key not in set(first)))}
 
+    def completed(self, values: Mapping[Key, Any]) -> dict[Key, Any]:
+        """All entries that any rank of the group holds, on all of them; the tensors are on the host."""
+        found: dict[Key, Any] = {}
+        for source in range(self.ranks):
+            shapes = pytree.tree_map_only(_is_plain, TensorSpec.of, dict(values))
+            theirs = share_object(shapes, source, self._group, self._device)
+            here = self.rank == source
+            made = dict(values) if here else pytree.tree_map_only(TensorSpec, lambda spec: spec.empty("cpu"), theirs)
+            tensors = [each for each in pytree.tree_leaves(made) if _is_plain(each)]
+            broadcast_tensors(tensors, self._group, self._device, source)
+            found = {**made, **found}
+        return found
+
     def _sent_to_first(self, value: Any, shape: Any, source: int, keep: bool) -> Any:
         """The value of rank `source`, on the first rank of the group; None on all others."""
         if not keep or self.rank not in (0, source):

@@ -1,4 +1,4 @@
-"""Failures: which rank failed first, and whether all ranks can go on together.
+"""Failures and signals: which rank failed first, whether all ranks can go on together, and how they stop.
 
 A rank that fails must not begin a collective to which others do not come. So ranks that handle an exception meet at the
 process group's store, where a rank that comes alone waits for 3 seconds rather than for the timeout. See
@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
+from torch.utils.data import get_worker_info
+
 from lightning_parallel.collectives.functional import answer_of, notes_under
+from lightning_parallel.strategies.lightning_package import SIGTERMException, SLURMEnvironment, Trainer
 
 E = TypeVar("E", bound=BaseException)
 
@@ -25,6 +31,8 @@ MAX_CHARACTERS = 500
 
 Begun = Mapping[str, int]
 """The number of collectives that a rank has begun in each of its groups, by the group's name."""
+INTERRUPTED = b"\nAll ranks stop before their next batch; SIGINT (Ctrl-C) once more ends this process at once\n"
+EXIT_CODE = 128 + signal.SIGTERM
 
 
 class Failure(NamedTuple):
@@ -138,3 +146,67 @@ def report_to_torchrun(exception: BaseException) -> None:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler  # torchrun's processes have it
 
         get_error_handler().record_exception(exception)
+
+
+class Signals:
+    """Handles SIGTERM, SIGINT unless the user does, and SLURM's signal to requeue, for the time of one run.
+
+    A handler notes the signal, and all ranks act between two batches: the message about every batch (`Message`) carries
+    what the handlers noted. Lightning answers SIGTERM with a collective inside the handler, which deadlocks where only
+    one rank gets it, and saves a checkpoint inside the handler when SLURM asks to requeue.
+
+    Attributes:
+        stop: the number of the signal that asked this process to stop, the higher one of two; 0 if none has.
+        requeue: whether SLURM has asked to requeue.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.stop, self.requeue = 0, False
+        self._trainer, self._process = trainer, os.getpid()
+        self._replaced: dict[int, Any] = {}  # Lightning's handlers, or Python's
+        self._requeue_signal: int | None = None
+
+    def install(self) -> None:
+        """Note signals from now on, in the place of the handlers that Lightning has just installed."""
+        if threading.current_thread() is not threading.main_thread():  # no other thread may set handlers
+            return
+        environment = self._trainer.strategy.cluster_environment  # type: ignore[attr-defined]
+        if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+            self._requeue_signal = environment.requeue_signal
+        for number in (signal.SIGTERM, signal.SIGINT, self._requeue_signal):
+            users = number == signal.SIGINT and signal.getsignal(number) is not signal.default_int_handler
+            if number and not users:
+                self._replaced[number] = signal.signal(number, self._note)
+
+    def answer(self, stop: int, requeue: bool) -> None:
+        """Do between two batches, on all ranks, what any of them was asked for.
+
+        Raises:
+            SIGTERMException: a rank got SIGTERM.
+            KeyboardInterrupt: a rank got SIGINT.
+        """
+        if requeue and self._requeue_signal is not None:
+            self.requeue = False
+            self._replaced[self._requeue_signal](self._requeue_signal, None)  # saves, and asks SLURM
+        if stop:
+            raise mark_as_raised_together(
+                SIGTERMException(EXIT_CODE) if stop == signal.SIGTERM else KeyboardInterrupt()
+            )
+
+    def close(self) -> None:
+        """Restore the handlers."""
+        for number, handler in self._replaced.items():
+            signal.signal(number, handler)
+        self._replaced.clear()
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        if number == self._requeue_signal:
+            self.requeue = True
+            return
+        signal.signal(number, signal.SIG_DFL)  # asked twice, the process ends at once
+        self.stop = max(number, self.stop)
+        if os.getpid() != self._process:  # forked from a rank
+            if get_worker_info() is None:  # workers of loaders go on until their rank stops
+                os.kill(os.getpid(), number)
+        elif number == signal.SIGINT and self._trainer.local_rank == 0:
+            os.write(2, INTERRUPTED)  # `print` is not reentrant

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from itertools import chain
 from operator import is_
-from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,9 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.utils._pytree import TreeSpec
 
 from lightning_parallel.collectives.elements import Ranks
+from lightning_parallel.collectives.made_of import is_in_checkpoint, is_recomputed
 from lightning_parallel.mesh import ParallelMesh
+from lightning_parallel.techniques.divided.functions import FunctionsGetWholes
 from lightning_parallel.techniques.divided.in_graph import (
     Place,
     asked_of_blocks,
@@ -27,7 +28,7 @@ from lightning_parallel.techniques.divided.in_graph import (
     ranks_of,
     watch,
 )
-from lightning_parallel.techniques.divided.regather import is_in_checkpoint, is_recomputed
+from lightning_parallel.techniques.divided.parts import Part, computing
 from lightning_parallel.techniques.divided.table import KEPT
 from lightning_parallel.techniques.divided.tensor import Divided, Wrapper
 from lightning_parallel.techniques.tools.redirect import (
@@ -43,7 +44,7 @@ from lightning_parallel.values import put_together, taken_apart
 
 Forward = Callable[..., Any]
 
-Slot = tuple[int, str, Wrapper]
+Slot = tuple[int, str, Any]
 """Where a divided parameter is: the number of a table of parameters, and its name there."""
 
 
@@ -69,9 +70,9 @@ class Parameters(NamedTuple):
 
 def _parameters(tables: list[dict[str, Any]], now: list[Tensor | None]) -> Parameters:
     slots = [(number, name, each) for number, table in enumerate(tables) for name, each in table.items()
-             if isinstance(each, Wrapper)]  # fmt: skip
+             if isinstance(each, (Part, Wrapper))]  # fmt: skip
     divided = [slot for slot in slots if not slot[2].looked_at]
-    looks = tuple((number, name, each.form) for number, name, each in divided)
+    looks = tuple((number, name, computing(each).form) for number, name, each in divided)
     return Parameters(now, divided, [slot for slot in slots if slot[2].looked_at], looks)
 
 
@@ -107,9 +108,8 @@ class Graphs:
     def __init__(self, compiled: Callable[..., Forward], mesh: ParallelMesh) -> None:
         self.compiled, self._mesh = compiled, mesh
         self._warned: set[str] = set()
-        self.code = inside.__code__.replace(co_consts=(*inside.__code__.co_consts, object()))
-        """A code of its own: a compiler keeps graphs by the code that it has read."""
-        self.inside = compiled(FunctionType(self.code, inside.__globals__), fullgraph=True, asks_for=asked_of_blocks)
+        # Isolated: torch counts recompilations, and looks for graphs, by the function that it has read.
+        self.inside = compiled(inside, fullgraph=True, asks_for=asked_of_blocks, isolate_recompiles=True)
         self._calls: dict[Any, Call] = {}
         self._words: dict[Any, str] = {}
 
@@ -143,7 +143,7 @@ class Graphs:
 
     def _new(self, spelled: Any, form: Any, leaves: list[Any], divided: list[Slot]) -> Call:
         marks = list(map(mark_of, leaves))
-        places = [(number, name, mark_of(each)) for number, name, each in divided]
+        places = [(number, name, mark_of(computing(each))) for number, name, each in divided]
         key = spelled, *map(hashable, marks), *[(number, name, hashable(mark)) for number, name, mark in places]
         word = self._words.setdefault(key, str(len(self._words)))  # lengths of sequences are none of it
         ranks = list(dict.fromkeys(ranks_of([*marks, *[mark for _, _, mark in places]])))
@@ -205,7 +205,8 @@ class CompiledForward:
         leaves, form = taken_apart((args, kwargs))
         if not parameters.divided and not any(isinstance(leaf, Divided) for leaf in leaves):
             plain = self._plain_static if is_in_checkpoint() else self._plain
-            return plain(*args, **kwargs)
+            with FunctionsGetWholes.compiling():
+                return plain(*args, **kwargs)
         if self._eager:
             return self.forward(*args, **kwargs)
         graphs = self._graphs.static if is_in_checkpoint() else self._graphs
@@ -232,13 +233,14 @@ class CompiledForward:
         redirected = self._redirected()
         try:
             for number, name, each in divided:
-                self.tables[number][name] = each.own
+                self.tables[number][name] = computing(each).own
             for attributes, _, plain in redirected:
                 if plain is None:
                     del attributes["forward"]
                 else:
                     attributes["forward"] = plain
-            return graphs.inside(self, call.word, own, call.marks, call.form, call.places)
+            with FunctionsGetWholes.compiling():
+                return graphs.inside(self, call.word, own, call.marks, call.form, call.places)
         finally:
             self._put_back(divided)
             for attributes, led, _ in redirected:

@@ -1,7 +1,7 @@
 """What a compiler reads of a block with divided tensors, and what a graph cannot do.
 
 A graph gets and returns plain tensors: a rank's own elements. Which elements they are is told beside them, by a mark,
-and is a constant of the graph. A mark is the cuts of a divided tensor, the ranks of an alike parameter, or None.
+and is a constant of the graph. A mark is the cuts of a divided tensor, or None.
 
 A graph is the same for all backward passes, so it leaves gradients of parameters to be reduced when the step ends.
 A step that asks for one in between would get a summand.
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from lightning_parallel.collectives.elements import Ranks
-from lightning_parallel.techniques.divided.rules.parameters import alike
+from lightning_parallel.techniques.divided.parts import computing
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.tools.redirect import Forward
 from lightning_parallel.values import are_same, put_together
@@ -185,34 +185,24 @@ def _holds_divided(values: Any) -> bool:
 
 def mark_of(leaf: Any) -> Any:
     """What a graph is told of a tensor beside its own elements."""
-    if not isinstance(leaf, Divided):
-        return None
-    return leaf.cuts or leaf.ranks
+    return leaf.cuts if isinstance(leaf, Divided) else None
 
 
 def hashable(mark: Any) -> Any:
     """A mark by its value: graphs make elements anew."""
-    if not isinstance(mark, dict):
-        return mark
+    if mark is None:
+        return None
     return tuple([(dim, elements.ranks, elements.size, elements.runs) for dim, elements in mark.items()])
 
 
 def ranks_of(marks: list[Any]) -> list[Ranks]:
     """The groups that divide what has these marks."""
-    found = []
-    for mark in marks:
-        if isinstance(mark, Ranks):
-            found.append(mark)
-        elif mark is not None:
-            found += [elements.ranks for elements in mark.values()]
-    return found
+    return [elements.ranks for mark in marks if mark is not None for elements in mark.values()]
 
 
 def made(own: Any, mark: Any) -> Any:
     """The divided tensor of these own elements and this mark."""
-    if mark is None:
-        return own
-    return Divided(own, mark) if isinstance(mark, dict) else alike(own, mark)
+    return own if mark is None else Divided(own, mark)
 
 
 def own_of(leaf: Any) -> Any:
@@ -241,9 +231,10 @@ def watch(outputs: Sequence[Any], ranks: Sequence[Ranks], parameters: Sequence[T
 def _check(ranks: Sequence[Ranks], parameters: Sequence[Tensor | None], gradients: Any) -> None:
     if all(each.reduces_later for each in ranks):
         return
-    averages = any(each.averages is not None for each in ranks)
+    if all(each.averages is None for each in ranks):
+        return
     learning = [each for each in parameters if each is not None and each.requires_grad]
-    if any(_gets_a_summand(parameter, averages) for parameter in learning):
+    if any(map(_gets_a_summand, learning)):
         raise RuntimeError(
             "a backward pass of the step's own asks for gradients of parameters in a compiled block, of which "
             "ranks have summands until the step ends; use self.manual_backward(loss) in place of "
@@ -251,12 +242,10 @@ def _check(ranks: Sequence[Ranks], parameters: Sequence[Tensor | None], gradient
         )
 
 
-def _gets_a_summand(parameter: Tensor, averages: bool) -> bool:
-    """Whether the backward pass that runs returns the gradient, or adds it where nobody sums it later."""
-    alike = isinstance(parameter, Divided) and not parameter.cuts
-    leaf = parameter.own if isinstance(parameter, Divided) else parameter
+def _gets_a_summand(parameter: Tensor) -> bool:
+    """Whether the backward pass that runs returns the gradient: where it adds it, the step makes it a mean."""
     try:
-        accumulates: bool = torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
+        torch._C._will_engine_execute_node(get_gradient_edge(own_of(computing(parameter))).node)
     except RuntimeError:  # torch does not say so of what `torch.autograd.grad` was asked for
-        return averages or alike
-    return accumulates and alike
+        return True
+    return False

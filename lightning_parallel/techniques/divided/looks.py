@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from operator import ge
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
 from typing_extensions import Self
 
 from lightning_parallel.collectives.elements import Elements
 from lightning_parallel.collectives.made_of import Version, version
-from lightning_parallel.techniques.divided.table import Cuts, form_of
+from lightning_parallel.techniques.divided.table import Cuts
 from lightning_parallel.techniques.tools.leaves import leaf_of
 
 
@@ -128,9 +128,15 @@ class LooksWhole(Tensor):
             return None
         return self._known[0]
 
+    def note_change(self) -> None:
+        """Notes that an operation changed the elements in place."""
+        self.forget()
+
     def forget(self) -> None:
-        """Lets go of what was gathered, after an operation changed the elements in place."""
-        self._gathers = self._known = None
+        """Lets go of what was gathered."""
+        self._known = None
+        if self._gathers is not None:
+            self._gathers.clear()
 
     @property
     def only(self) -> Elements:
@@ -175,68 +181,20 @@ AT_ONCE = [asking_at_once(method) for method in (
 """Methods that the form without memory has itself."""
 
 
-def strides_of(divided: LooksWhole) -> list[int] | None:
-    """The strides of the whole, which lies in memory in the order in which own elements do; None: as dimensions do.
-
-    What views leave out is not seen: a slice lies as densely as a copy of it. A dimension that was expanded has the
-    stride 0.
-    """
-    if torch.compiler.is_dynamo_compiling() or (divided.own.is_contiguous() and not is_noted(divided)):
-        return None
-    own, step = strides_with_gaps(divided), 1
-    strides = [0] * len(own)
-    for dim in sorted(range(len(own)), key=lambda dim: (own[dim], -dim)):
-        if own[dim] or divided.shape[dim] == 1:
-            strides[dim] = step
-            step *= divided.shape[dim]
-    return strides
+def laid_out(whole: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """The whole with its dimensions in memory in the order that these strides have; stride 0 repeats elements."""
+    shape, order = whole.shape, sorted(range(whole.dim()), key=lambda dim: (-stride[dim], dim))
+    for dim, step in enumerate(stride):
+        whole = whole.narrow(dim, 0, 1) if step == 0 and shape[dim] > 1 else whole
+    if order != list(range(whole.dim())):
+        whole = whole.permute(order).contiguous().permute([order.index(dim) for dim in range(whole.dim())])
+    return whole.expand(shape) if whole.shape != shape else whole
 
 
-def laid_out(whole: Tensor, divided: LooksWhole) -> Tensor:
-    """The whole in memory as it is told to lie there, for who reads it by strides, as `as_strided` does."""
-    strides = strides_of(divided)
-    if strides is None or whole.stride() == (*strides,):
-        return whole
-    for dim, stride in enumerate(strides):
-        whole = whole if stride else whole.narrow(dim, 0, 1)
-    order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
-    turned = whole.permute(order).contiguous()
-    return turned.permute([order.index(dim) for dim in range(len(order))]).expand(divided.shape)
-
-
-# ---------------------------------------------------------------- what shares memory on one device
-
-
-def tells_strides(divided: LooksWhole) -> bool:
-    """Whether the whole would be contiguous, or a view of it possible, where they are for what this rank has.
-
-    The order of a dimension of which a rank has one element, or none, cannot be seen there; nor that a slice leaves out
-    what other ranks have. Each rank answers for itself: nothing is sent for what follows.
-    """
-    lengths = [elements.length for elements in divided.cuts.values()]
-    if torch.compiler.is_dynamo_compiling():
-        even = all(len({*elements.lengths}) == 1 for elements in divided.cuts.values())
-        return even and min(lengths) > 1
-    return min(lengths) > 1 and as_wrapper(divided).form.strides is None
-
-
-def copied_as_whole(divided: LooksWhole, made: Tensor, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Tensor:
-    """What an operation made of own elements; a copy, if it is a view of them, but torch would copy the whole.
-
-    Args:
-        divided: the tensor.
-        made: of its own elements.
-        func: what torch calls for the whole.
-        args: its further arguments.
-        kwargs: likewise.
-    """
-    if torch.compiler.is_dynamo_compiling():
-        return made.clone()  # graphs leave out what nobody changes
-    if _memory(made) != _memory(divided.own):
-        return made
-    whole = _strided_as(divided)
-    found = func(whole, *args, **kwargs)
-    return made if found is whole or found._base is whole else made.clone()
+def hides_layout(divided: LooksWhole) -> bool:
+    """Whether, in a graph, the elements of some rank do not tell if a view of the whole is possible."""
+    lengths = [elements.lengths for elements in divided.cuts.values()]
+    return torch.compiler.is_dynamo_compiling() and not all(min(each) > 1 and len({*each}) == 1 for each in lengths)
 
 
 def no_view(made: Tensor) -> Tensor:
@@ -247,75 +205,57 @@ def no_view(made: Tensor) -> Tensor:
     return found
 
 
-def note_strides(made: Any, func: Callable[..., Any], args: Any, kwargs: Any) -> None:
-    """Notes how a result, or a tuple of them, would lie on one device, where what this rank has does not tell it.
-
-    A view lies as what it is a view of; a result of its own in the order of dimensions in which that lies, of which
-    torch sees none in a dimension of one element.
-    """
-    made = [each for each in (made if isinstance(made, tuple) else (made,)) if isinstance(each, LooksWhole)]
-    if torch.compiler.is_dynamo_compiling() or not made or not args or made[0] is args[0]:
-        return
-    is_view = isinstance(args[0], LooksWhole) and _memory(made[0].own) == _memory(args[0].own)
-    if is_noted(args[0]) if is_view else any(map(_hides_order, tree_leaves((args, kwargs)))):
-        found = func(*tree_map_only(Tensor, _strided_as, args), **tree_map_only(Tensor, _strided_as, kwargs))
-        for one, whole in zip(made, found if isinstance(found, (tuple, list)) else (found,), strict=True):
-            if is_view or not _in_order(whole.stride()):
-                lies_as(one, whole.stride())
+# ---------------------------------------------------------------- what shares memory on one device
 
 
-def _hides_order(given: Any) -> bool:
-    """Whether dimensions of a tensor come in another order on one device than those of what this rank makes of it."""
-    if not isinstance(given, LooksWhole) or not as_wrapper(given).form.hides_order:
-        return False
-    return not _in_order(strides_with_gaps(given))
+class Layout(NamedTuple):
+    """How a result lies in memory on one device: its stride, and whether it is a view of an argument."""
+
+    stride: tuple[int, ...]
+    is_view: bool
 
 
-def _memory(tensor: Tensor) -> int:
+def layouts_of(func: Any, args: Any, kwargs: Any) -> list[Layout | None] | None:
+    """Run an operation on tensors without memory that lie as the wholes do; None where values decide its result."""
+    given: set[int] = set()
+
+    def meta(tensor: Tensor) -> Tensor:
+        stride = as_wrapper(tensor).form.stride if isinstance(tensor, LooksWhole) else tensor.stride()
+        made = torch.empty_strided(tensor.shape, stride, device="meta", dtype=tensor.dtype)
+        given.add(memory_of(made))
+        return made
+
+    try:
+        metas = tree_map_only(Tensor, meta, (args, kwargs))
+        # Modes of others, as selective checkpoints, are not to count this: it does not run when things are recomputed.
+        with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
+            result = func(*metas[0], **metas[1])
+    except Exception:  # what is wrong with the arguments the rule itself has said
+        return None
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    return [Layout(each.stride(), memory_of(each) in given) if isinstance(each, Tensor) else None for each in results]
+
+
+def known_by(value: Any) -> Any:
+    """What decides how a result lies, of an argument: the form or layout of a tensor, and the value of what is none."""
+    if isinstance(value, Tensor):
+        looks = as_wrapper(value).form if isinstance(value, LooksWhole) else (value.shape, value.stride())
+        return looks, value.dtype
+    if isinstance(value, (tuple, list)):
+        return type(value), *map(known_by, value)
+    if isinstance(value, slice):
+        return slice, value.start, value.stop, value.step
+    return type(value), value
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Stands for the memory of a tensor."""
     return int(tensor.untyped_storage()._cdata)
 
 
-def _in_order(strides: tuple[int, ...]) -> bool:
-    return all(map(ge, strides, strides[1:]))
-
-
-def is_noted(divided: Any) -> bool:
-    """Whether the strides of the whole are noted in the form of a tensor."""
-    return isinstance(divided, LooksWhole) and as_wrapper(divided).form.strides is not None
-
-
-def lies_as(made: LooksWhole, strides: tuple[int, ...]) -> None:
-    """Notes the strides of the whole on one device."""
-    as_wrapper(made).form = form_of(made.own.shape, made.cuts, made.only.ranks, strides)
-
-
-def as_wrapper(divided: LooksWhole) -> Any:
+def as_wrapper(divided: Any) -> Any:
     """The tensor, as one that has a form, which it has where no compiler reads."""
     return divided
-
-
-def strides_with_gaps(divided: LooksWhole) -> tuple[int, ...]:
-    """The strides of the whole on one device, where what this rank has tells them.
-
-    Of dimensions with the same stride one of which the rank has one element lies within the other.
-    """
-    noted: tuple[int, ...] | None = as_wrapper(divided).form.strides
-    if noted is not None:
-        return noted
-    own, shape = divided.own, divided.shape
-    strides, step, dense = [0] * own.dim(), 1, 1
-    for dim in sorted(range(own.dim()), key=lambda dim: (own.stride(dim), own.shape[dim] > 1, -dim)):
-        if shape[dim] == 1 or (own.shape[dim] > 1 and own.stride(dim) == 0):
-            continue
-        strides[dim] = step + (own.stride(dim) != dense)  # how wide a gap is does not matter
-        step, dense = strides[dim] * shape[dim], own.stride(dim) * max(own.shape[dim], 1)
-    return tuple(strides)
-
-
-def _strided_as(tensor: Tensor) -> Tensor:
-    """A tensor without memory that has the shape and strides of the whole."""
-    strides = strides_with_gaps(tensor) if isinstance(tensor, LooksWhole) and tensor.cuts else tensor.stride()
-    return torch.empty_strided(tensor.shape, strides, device="meta", dtype=tensor.dtype)
 
 
 def state_of(tensor: Tensor) -> tuple[bool, Version]:

@@ -25,18 +25,18 @@ import torch
 from torch import Tensor, nn
 
 from lightning_parallel.collectives.by_elements import (
+    averaged_later,
+    becomes_mean,
     entered,
     gathered,
     joined,
     part,
-    reduced_later,
     total,
     total_part,
 )
 from lightning_parallel.collectives.elements import Elements, Ranks
-from lightning_parallel.collectives.made_of import version
+from lightning_parallel.collectives.made_of import checkpoint_around, version
 from lightning_parallel.techniques.divided.looks import state_of
-from lightning_parallel.techniques.divided.regather import checkpoint_around, to_be_regathered
 from lightning_parallel.techniques.divided.table import Cuts
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided, own_use
 
@@ -83,7 +83,8 @@ def brought_together(
     """
     usual = as_they_are(tensors, names)
     if usual is not None:
-        return list(map(own_use, tensors)), usual
+        ranks = next(iter(usual.values())).ranks
+        return [own_use(ranks, tensor) for tensor in tensors], usual
     cuts = _of_all(tensors, names)
     if cuts is None:
         return None
@@ -114,18 +115,16 @@ def _of_all(tensors: Sequence[Any], names: Sequence[Sequence[Label]]) -> dict[An
 def as_they_are(tensors: Sequence[Any], names: Sequence[Sequence[Label]]) -> dict[Any, Elements] | None:
     """The elements by the names of dimensions where nothing has to be brought, which is the usual case; else None.
 
-    All that is divided is so alike, along one name. What is plain, as a mask, or alike, as a norm's weight, does not
-    have this name; plain tensors do not learn.
+    All that is divided is so alike, along one name. What is plain, as a mask, does not have this name, and does not
+    learn, unless its gradients become means when the step ends, as those of a norm's weight.
     """
     name, elements = _only_one(tensors, names)
     if elements is None or elements.everywhere:
         return None
-    ranks = elements.ranks
     for tensor, own in zip(tensors, names, strict=True):
         if is_divided(tensor) or not isinstance(tensor, Tensor):
             continue
-        fits = tensor.ranks is ranks and ranks.averages is None if isinstance(tensor, Divided) else not learns(tensor)
-        if name in own or not fits:
+        if name in own or (learns(tensor) and not becomes_mean(tensor, elements.ranks)):
             return None
     return {name: elements}
 
@@ -178,8 +177,6 @@ def own_part(
     Raises:
         ValueError: a dimension that has not the size of the elements it meets.
     """
-    if isinstance(tensor, Divided) and not tensor.cuts:
-        return _summand(tensor, names, cuts)
     if is_divided(tensor) and tensor.known is not None and not _all_stay(tensor, names, cuts):
         tensor = tensor.known
     made, stays, has_entered = _brought_along(tensor, names, cuts, dtype)
@@ -235,31 +232,12 @@ def _part_of_whole(whole: Tensor, dim: int, elements: Elements, has_entered: boo
     if learns(whole):
         if has_entered:
             return elements.take(whole, dim)
-        _note(whole, elements.ranks)
+        if becomes_mean(whole, elements.ranks):
+            return elements.take(averaged_later(whole, elements.ranks), dim)
         return part(whole, dim, elements)
     make = elements.ranks.made_of.plain(whole)
     # A copy, for a view would keep the whole alive until backward.
     return make.get(("elements", elements, dim), lambda: elements.take(whole, dim).clone())
-
-
-def _note(tensor: Tensor, ranks: Ranks) -> None:
-    """Notes that a parameter met divided tensors: from the next batch on its gradients travel once a step."""
-    if type(tensor) is nn.Parameter and not torch.compiler.is_dynamo_compiling():
-        ranks.met[id(tensor)] = tensor
-
-
-def _summand(parameter: Divided, names: Sequence[Label], cuts: Mapping[Any, Elements]) -> Tensor:
-    """What a rank uses of an alike parameter: a summand of its gradient travels when the step ends."""
-    meets = any(e.ranks is parameter.ranks for e in cuts.values())
-    made = reduced_later(parameter.own, parameter.ranks) if meets else parameter.whole()
-    for name, elements in cuts.items():
-        if elements.ranks.averages is not None:
-            made = _own_use(made, names, name, elements)
-        elif elements.ranks is not parameter.ranks:
-            made = part(made, names.index(name), elements) if name in names else met(made, elements.ranks)
-        elif name in names:
-            made = elements.take(made, names.index(name))
-    return made
 
 
 def _is_averaged(tensor: Tensor, ranks: Ranks) -> bool:
@@ -273,7 +251,7 @@ def _is_averaged(tensor: Tensor, ranks: Ranks) -> bool:
 
 def _own_use(own: Tensor, names: Sequence[Label], name: Label, elements: Elements) -> Tensor:
     """What a rank uses of a parameter whose gradients are averaged later over ranks that compute summands of them."""
-    made = reduced_later(own, elements.ranks, elements.ranks.count)
+    made = averaged_later(own, elements.ranks)
     return elements.take(made, names.index(name)) if name in names else made
 
 
@@ -284,9 +262,7 @@ def gathered_once(divided: Any, own: Tensor, dim: int, elements: Elements, dtype
     kept: dict[Any, Tensor] = divided.gathers
     key = dim, torch.is_grad_enabled(), dtype, state_of(own)
     if key not in kept:
-        again = elements.ranks.regathers and not torch.compiler.is_dynamo_compiling()
-        made = gathered(in_dtype(own, dtype), dim, elements, keep=again)
-        kept[key] = to_be_regathered(made) if again else made
+        kept[key] = gathered(in_dtype(own, dtype), dim, elements)
     return kept[key]
 
 
@@ -310,13 +286,13 @@ def met(tensor: Tensor, ranks: Ranks, dtype: torch.dtype | None = None) -> Tenso
         return tensor
     if torch.compiler.is_dynamo_compiling():
         return _met_in_graph(tensor, ranks, dtype)
-    _note(tensor, ranks)
+    is_mean = becomes_mean(tensor, ranks)
     last: Any = ranks.last_entered
     when = version(tensor), dtype, checkpoint_around()
     if last is not None and last[0]() is tensor and last[1] == when:
         again: Tensor = last[2]
         return again
-    made = entered(in_dtype(tensor, dtype), ranks)
+    made = in_dtype(averaged_later(tensor, ranks), dtype) if is_mean else entered(in_dtype(tensor, dtype), ranks)
     ranks.last_entered = weakref.ref(tensor, ranks.forget), when, made
     return made
 

@@ -1,46 +1,34 @@
-"""Where Python begins: torch's functions that are written in it, those of autograd, and what is called below both."""
+"""Where `__torch_function__` is not asked: within functions of autograd and transforms, and below autograd."""
 
 from __future__ import annotations
 
-import functools
-import sys
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from types import FrameType, FunctionType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.autograd.function import BackwardCFunction, Function
+from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.checkpoint import CheckpointFunction
 
 from lightning_parallel.techniques.divided.table import written_by
 
-OF_FUNCTIONS = frozenset(
-    (Function.apply.__func__.__code__, BackwardCFunction.apply.__code__)  # type: ignore[attr-defined]
-)
-"""The frames below the forward and the backward of such a function."""
-
-
-def running_function() -> type | None:
-    """The function of autograd, written in Python, in whose forward or backward this is called."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code in OF_FUNCTIONS:
-            return frame.f_locals.get("cls") or type(frame.f_locals["self"])
-        frame = frame.f_back
-    return None
+log = logging.getLogger(__name__)
 
 
 def in_function() -> bool:
-    """Whether a function of autograd written in Python runs: what it returns must not be divided.
+    """Whether the forward or the backward of a function of autograd written in Python runs; a checkpoint is none.
 
-    Such a function may use tensors that it was not given, as a parameter of the module in whose forward it is written.
-    Gradients are off in it, so nobody asks on the usual way. A reentrant checkpoint only runs a layer.
+    In a forward torch switches forward-mode differentiation off, as otherwise only inference mode does. A backward has
+    its node.
     """
-    function = running_function()
-    return function is not None and not function.__name__.startswith("CheckpointFunction")
+    if not torch._C._is_fwd_grad_enabled():
+        return not torch.is_inference_mode_enabled()
+    node: Any = torch._C._current_autograd_node()
+    return isinstance(node, BackwardCFunction) and cast(Any, node)._forward_cls is not CheckpointFunction
 
 
 in_transform = torch._C._are_functorch_transforms_active
@@ -48,12 +36,14 @@ in_transform = torch._C._are_functorch_transforms_active
 
 
 def takes_wholes() -> bool:
-    """Whether what runs takes no divided tensors: a function of autograd, or a transform of `torch.func`."""
+    """Whether what runs takes no divided tensors: a function of autograd, or a transform of `torch.func`.
+
+    Both may use tensors that they were not given, as a parameter of the module in whose forward they are written. What
+    a function returns must not be divided: gradients are off in it, so it would have no history.
+    """
     if torch.is_grad_enabled() or in_transform():
         return in_transform()
-    # In a forward of such a function there is no forward mode either, as in inference mode; a backward has its node.
-    maybe = not torch._C._is_fwd_grad_enabled() or torch._C._current_autograd_node() is not None
-    return maybe and in_function()
+    return in_function()
 
 
 def outside_of_transforms() -> AbstractContextManager[Any]:
@@ -61,26 +51,9 @@ def outside_of_transforms() -> AbstractContextManager[Any]:
     return temporarily_clear_interpreter_stack() if in_transform() else nullcontext()
 
 
-@functools.cache
-def body_of(func: Any) -> Callable[..., Any] | None:
-    """What torch has written in Python for an operation made of others, which then meet their own rules; else None.
-
-    Torch's functionals first ask whether a tensor has rules of its own (`has_torch_function`), and then compute. The
-    body is the same code in a namespace where the answer is no.
-    """
-    inside = getattr(func, "__module__", None) in ("torch.nn.functional", "torch.functional")
-    if not inside or not isinstance(func, FunctionType) or "handle_torch_function" not in func.__code__.co_names:
-        return None
-    unasked = dict.fromkeys(("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), _no)
-    body = FunctionType(
-        func.__code__, {**func.__globals__, **unasked}, func.__name__, func.__defaults__, func.__closure__
-    )
-    body.__kwdefaults__ = func.__kwdefaults__
-    return body
-
-
-def _no(*_: Any) -> bool:
-    return False
+def _refused(why: str) -> RuntimeError:
+    log.error(why)  # TorchScript drops the text of errors that pass it
+    return RuntimeError(why)
 
 
 T = TypeVar("T", bound=Tensor)
@@ -114,11 +87,11 @@ def called_below(
     given: list[Any] = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, form)]
     collective = getattr(func, "namespace", "") == "c10d"  # has no gradient, and its schema says not what it writes
     if not collective and torch.is_grad_enabled() and any(each.own.requires_grad for each in given):
-        raise RuntimeError(f"{func} is called below Python on {what}, where its gradient cannot be followed; {remedy}")
+        raise _refused(f"{func} is called below Python on {what}, where its gradient cannot be followed; {remedy}")
     wholes = {id(each): whole(each).detach() for each in given}
     written = given if collective else [each for each in written_by(func, args, kwargs or {}) if isinstance(each, form)]
     if written and write is None:
-        raise RuntimeError(f"{func} writes, below Python, to {what}, which does not reach it; {remedy}")
+        raise _refused(f"{func} writes, below Python, to {what}, which does not reach it; {remedy}")
     wholes |= {id(each): wholes[id(each)].clone() for each in written}  # a collective's result may not be changed
     args, kwargs = tree_map_only(form, lambda each: wholes[id(each)], (args, kwargs or {}))
     result = func(*args, **kwargs)

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from inspect import signature
-from itertools import chain, compress, islice, repeat
-from operator import is_, sub
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +17,7 @@ from lightning_parallel.techniques.divided.gathered import tell
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.step import Step, StepFn, WrappedStep
 from lightning_parallel.techniques.tools.redirect import Redirected
-from lightning_parallel.values import like
+from lightning_parallel.values import ATOMS, like
 
 T = TypeVar("T")
 
@@ -30,6 +27,7 @@ OF_TORCH = frozenset(vars(nn.Module()))
 HOLD = (Divided, list, deque, dict, tuple)
 """Divided tensors, and what may hold them."""
 
+NO_TENSORS = frozenset(ATOMS)
 DEPTH = 5
 """How far within containers is looked: they may contain each other."""
 
@@ -53,9 +51,8 @@ class DividedStep(WrappedStep):
     def __init__(self, inner: Step, model: nn.Module, ranks: Ranks) -> None:
         super().__init__(inner)
         _refuse_compiled(model)
-        self._model, self._ranks = model, ranks
-        self._attributes = Attributes([module for module in model.modules() if not _sets_nothing(module)])
-        self._of_torch = Attributes([module for module in model.modules() if _sets_nothing(module)])
+        self._ranks = ranks
+        self._attributes = [vars(module) for module in model.modules()]
         self._functions = FunctionsGetWholes()
         self._in_forward = self._went_back = False
 
@@ -92,10 +89,11 @@ class DividedStep(WrappedStep):
         return of_the_user
 
     def _leave(self) -> None:
-        tell(self._ranks, self._model)
-        self._attributes.make_whole()
-        if self._of_torch.grew():  # others' code may add some to them
-            self._of_torch.make_whole()
+        tell(self._ranks)
+        for table in self._attributes:
+            for name, value in [*table.items()]:
+                if isinstance(value, HOLD) and name not in OF_TORCH and (made := _whole(value)) is not value:
+                    table[name] = made
 
 
 def _refuse_compiled(model: nn.Module) -> None:
@@ -117,74 +115,6 @@ def _reducing_later(ranks: Ranks, now: bool) -> Iterator[None]:
         ranks.reduces_later = before
 
 
-def _sets_nothing(module: nn.Module) -> bool:
-    """Whether a module is one of torch's own, that sets no attribute to something new as it computes.
-
-    Who gave it others, as None for what a hook keeps there, may set these.
-    """
-    of_torch = type(module).__module__.startswith("torch.nn.") and _named_by(type(module)).issuperset(vars(module))
-    return of_torch and not any(issubclass(kind, (Tensor, *HOLD)) for kind in Attributes([module]).kinds())
-
-
-def _named_by(kind: type[nn.Module]) -> frozenset[str]:
-    """The attributes of a module that its class makes of arguments, and those that every one has."""
-    return OF_TORCH | {"forward", *signature(kind).parameters}
-
-
-ALL = slice(None)
-
-
-class Attributes:
-    """The attributes that modules have beside those of every module.
-
-    It looks at every one after each step, and so leaves going through them to functions in C.
-
-    Args:
-        modules: whose attributes they are.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._tables = list(map(vars, modules))
-        self._first = list(map(_first_own, self._tables))
-        self._lengths = list(map(len, self._tables))
-        self._hold_nothing: set[type] = set()
-        """Types of which values are no divided tensors, and hold none: most modules have no other ones."""
-
-    def grew(self) -> bool:
-        """Whether a module has more attributes, or fewer, than at first."""
-        return list(map(len, self._tables)) != self._lengths
-
-    def kinds(self, one: slice = ALL) -> set[type]:
-        """The types of their values; of a tuple, as of the sizes of a norm, those of what is in it."""
-        tables = self._tables[one]
-        from_last = map(reversed, map(dict.values, tables))  # a shorter way than past those of every module
-        values = list(chain.from_iterable(map(islice, from_last, map(sub, map(len, tables), self._first[one]))))
-        kinds = list(map(type, values))
-        within = chain.from_iterable(compress(values, map(is_, kinds, repeat(tuple))))
-        return ({*kinds} - {tuple}) | {*map(type, within)}
-
-    def make_whole(self) -> None:
-        """Puts wholes in the place of divided tensors, in containers too; all ranks that divide them must call this."""
-        kinds = self.kinds()
-        if kinds.issubset(self._hold_nothing):
-            return
-        for place, (table, first) in enumerate(zip(self._tables, self._first, strict=True)):
-            if not self.kinds(slice(place, place + 1)).issubset(self._hold_nothing):
-                _make_whole(table, first)
-        self._hold_nothing |= {kind for kind in kinds if not issubclass(kind, HOLD)}
-
-
-def _first_own(table: dict[str, Any]) -> int:
-    """The place of a module's first attribute of its own: those of every module come first, and stay there."""
-    return len(OF_TORCH) if OF_TORCH.issuperset(islice(table, len(OF_TORCH))) else 0
-
-
-def _make_whole(table: dict[str, Any], own: int) -> None:
-    for name, value in islice(table.items(), own, None):
-        if name not in OF_TORCH and (made := _whole(value)) is not value:
-            table[name] = made
-
-
 def _kept(divided: Divided) -> Tensor:
     """The whole, with the gradient that was retained for it, which is there by now."""
     whole, gradient = divided.whole("what the module keeps"), divided.grad if divided.own.retains_grad else None
@@ -202,6 +132,8 @@ def _whole(value: Any, depth: int = DEPTH) -> Any:
     if not depth or not isinstance(value, HOLD):
         return value
     items: Any = value
+    if NO_TENSORS.issuperset(map(type, value.values() if isinstance(value, dict) else value)):
+        return value
     places: Any = list(value) if isinstance(value, dict) else range(len(value))
     made = {place: _whole(value[place], depth - 1) for place in places}
     changed = {place: each for place, each in made.items() if each is not value[place]}

@@ -146,66 +146,69 @@ class Form:
     Attributes:
         shape: of the whole.
         cuts: which elements ranks have; none of a parameter that they have alike.
-        strides: of the whole on one device, where what a rank has does not tell them, as of a slice that leaves out
-            elements of other ranks only; else None.
-        hides_order: whether a rank has less than two elements of a dimension, so that what it makes of them does not
-            tell in which order the dimensions lie.
+        stride: of the whole on one device.
         calls: by operation and further arguments: what rules decided where a tensor of this form came first, and the
             form of the result.
-        tensor_meta: what torch is told of shape and strides as it makes a tensor of this form.
+        tensor_meta: what torch is told of shape and stride as it makes a tensor of this form.
         viewed: see `Ranks.viewed`.
     """
 
-    __slots__ = ("calls", "cuts", "hides_order", "shape", "strides", "tensor_meta", "viewed")
+    __slots__ = ("calls", "cuts", "shape", "stride", "tensor_meta", "viewed")
 
-    def __init__(
-        self, shape: torch.Size, cuts: Cuts, strides: tuple[int, ...] | None = None, viewed: Sequence[Any] = ()
-    ) -> None:
-        self.shape, self.cuts, self.strides, self.viewed = shape, cuts, strides, viewed
-        self.hides_order = any(elements.length < 2 for elements in cuts.values())
-        dense = tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1]
-        self.tensor_meta = TensorMeta(shape, dense[: len(shape)])
-        self.calls: dict[Any, Remembered] = {}
+    def __init__(self, shape: torch.Size, cuts: Cuts, stride: tuple[int, ...], viewed: Any = None) -> None:
+        self.shape, self.cuts, self.stride = shape, cuts, stride
+        self.viewed: list[Any] = [] if viewed is None else viewed
+        self.tensor_meta = TensorMeta(shape, stride)
+        self.calls: dict[Any, Any] = {}
 
-    def remember(self, key: Key, again: Again, looks: Form | None) -> None:
-        """Keeps a call; of numbers that change with every step not without end.
-
-        Args:
-            key: of the operation and what it gets.
-            again: makes the call that a rule decided on.
-            looks: the form of the result, if it is divided.
-        """
+    def remember(self, key: Key, known: Any) -> None:
+        """Keeps what was found for a call; of numbers that change with every step not without end."""
         if len(self.calls) >= KEPT:
             self.calls.clear()
-        self.calls[key] = again, looks
+        self.calls[key] = known
 
 
 Again = Callable[[Any, Any], Any]
 """Gives, of what an operation gets, and gets by name, this rank's own elements of the result."""
 
-Remembered = tuple[Again, "Form | None"]
-"""See `Form.remember`."""
-
 KEPT = 1000
 """How many calls a form remembers, and forms the ranks."""
 
 
-def form_of(own: torch.Size, cuts: Cuts, ranks: Ranks, strides: tuple[int, ...] | None = None) -> Form:
+def form_of(own: torch.Size, cuts: Cuts, ranks: Ranks, stride: tuple[int, ...] | None = None) -> Form:
     """The form of what has these cuts.
 
     Args:
         own: the shape of what this rank has.
         cuts: which elements that are.
         ranks: that keep it in mind.
-        strides: see `Form`.
+        stride: of the whole; None where it is contiguous.
     """
-    key = own, strides, *cuts.items()
+    key = own, stride, *cuts.items()
     found: Form | None = ranks.forms.get(key)
     if found is None:
         if len(ranks.forms) >= KEPT:
             ranks.forms.clear()
-        found = ranks.forms[key] = Form(whole_shape(own, cuts), cuts, strides, ranks.viewed)
+        shape = whole_shape(own, cuts)
+        dense = tuple(accumulate(reversed(shape[1:]), mul, initial=1))[::-1][: len(shape)]
+        if stride is None or stride == dense:
+            contiguous = own, None, *cuts.items()
+            found = ranks.forms.get(contiguous) or Form(shape, cuts, dense, ranks.viewed)
+            ranks.forms[contiguous] = found
+        else:
+            found = Form(shape, cuts, stride, ranks.viewed)
+        ranks.forms[key] = found
     return found
+
+
+def stride_like(own: Tensor, shape: torch.Size) -> tuple[int, ...]:
+    """The stride of a whole that lies densely in memory, its dimensions in the order of those of what a rank has."""
+    strides, step = [0] * own.dim(), 1
+    for dim in sorted(range(own.dim()), key=lambda dim: (own.stride(dim), -dim)):
+        if own.stride(dim) or own.shape[dim] < 2:
+            strides[dim] = step
+            step *= shape[dim]
+    return tuple(strides)
 
 
 def whole_shape(own: torch.Size, cuts: Cuts) -> torch.Size:
@@ -263,7 +266,7 @@ class Pattern:
             key = *key, given[place].form
         for place in self._plain:
             each = given[place]
-            key = *key, each.shape, each.requires_grad and torch.is_grad_enabled()
+            key = *key, each.shape, each.requires_grad and torch.is_grad_enabled(), "_replicated_path" in vars(each)
         return key
 
 

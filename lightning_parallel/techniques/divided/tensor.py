@@ -14,27 +14,38 @@ All ranks of a group must take the same way: rules decide by shapes, and by whic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, is_grad_enabled
+import torch.nn.functional as F
+from torch import Tensor, is_grad_enabled, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_parallel.collectives.by_elements import completed, joined, part, reduced_later, shared_out
+from lightning_parallel.collectives.by_elements import averaged_later, becomes_mean, completed, joined, part
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.techniques.divided.gathered import note
-from lightning_parallel.techniques.divided.looks import AT_ONCE, LooksWhole, laid_out, note_strides, state_of
+from lightning_parallel.techniques.divided.looks import (
+    AT_ONCE,
+    Layout,
+    LooksWhole,
+    known_by,
+    laid_out,
+    layouts_of,
+    memory_of,
+    state_of,
+)
+from lightning_parallel.techniques.divided.parts import Part, computing_in
 from lightning_parallel.techniques.divided.python_functions import (
-    body_of,
     called_below,
     in_transform,
     outside_of_transforms,
     takes_wholes,
 )
-from lightning_parallel.techniques.divided.regather import checkpoint_around
 from lightning_parallel.techniques.divided.table import (
     REMEMBERED,
     REORDERED,
@@ -49,6 +60,7 @@ from lightning_parallel.techniques.divided.table import (
     in_order,
     pattern_of,
     same_cuts,
+    stride_like,
     viewed,
     whole_shape,
 )
@@ -65,17 +77,16 @@ class Divided(LooksWhole):
 
     Args:
         own: this rank's elements, a plain tensor with its history.
-        cuts: which they are; none for a parameter that all ranks have alike, see `alike`.
+        cuts: which they are.
     """
 
     looked_at: ClassVar[bool] = False  # of a parameter: only code outside of its module reads this form of it
-    ranks: Ranks
-    """Of an alike parameter: the ranks that add up its gradients."""
 
     @staticmethod
     def __new__(cls, own: Tensor, cuts: Cuts) -> Divided:  # noqa: D102
         if not torch.compiler.is_dynamo_compiling():
-            return wrapped(own, form_of(own.shape, cuts, next(iter(cuts.values())).ranks))
+            stride = None if own.is_contiguous() else stride_like(own, whole_shape(own.shape, cuts))
+            return wrapped(own, form_of(own.shape, cuts, next(iter(cuts.values())).ranks, stride))
         made: Divided = own.as_subclass(_Traced)
         made.own, made.cuts, made._shape = own, cuts, whole_shape(own.shape, cuts)
         made._gathers, made.stored, made._known = None, None, None
@@ -87,8 +98,6 @@ class Divided(LooksWhole):
         Args:
             reader: the operation that needs it, for the log; nothing is told without one.
         """
-        if not self.cuts:
-            return shared_out(self.own, self.ranks)
         if (known := self.known) is not None:
             return known
         key = "whole", torch.is_grad_enabled(), state_of(self.own)
@@ -99,14 +108,14 @@ class Divided(LooksWhole):
             if reader:
                 note(elements.ranks, reader, self.own, self._shape)
             made = joined(made, dim, elements)
-        gathers[key] = laid_out(made, self)
+        gathers[key] = laid_out(made, self.form.stride) if isinstance(self, Wrapper) else made
         return gathers[key]
 
     @property
     def grad(self) -> Tensor | None:
         """Its gradient, divided alike."""
         gradient = (self.own if self.stored is None else self.stored).grad
-        if gradient is None or not self.cuts or local(gradient).shape != self.own.shape:
+        if gradient is None or local(gradient).shape != self.own.shape:
             return gradient
         return Divided(local(gradient) if self.stored is not None else completed(gradient, self.cuts), self.cuts)
 
@@ -128,15 +137,7 @@ class Divided(LooksWhole):
             for each in args[0] if args and type(args[0]) in (list, tuple) else args:
                 if isinstance(each, Wrapper):
                     settle(each.form.viewed)
-        result = by_rule(func, args, kwargs)
-        return _made_of(result, func, args, kwargs) if isinstance(result, LocalCall) else result
-
-
-def _made_of(call: LocalCall, func: Any, args: Any, kwargs: Any) -> Any:
-    made = carried_out(call, args, kwargs)
-    if args and isinstance(args[0], Wrapper) and args[0].form.strides is not None:
-        note_strides(made, func, args, kwargs)
-    return made
+        return _computed(func, args, kwargs)[0]
 
 
 class Wrapper(Divided):
@@ -148,7 +149,6 @@ class Wrapper(Divided):
 
     __slots__ = ("_local_tensor", "_spec")
     form: Form
-    origin: Divided | None = None  # over whose memory this one lies
     stored = _known = _gathers = None
     cuts: Any = property(attrgetter("form.cuts"))  # no function of Python, for every operation asks
     _shape: Any = property(attrgetter("form.shape"))
@@ -157,6 +157,8 @@ class Wrapper(Divided):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The remembered call, if there is one; what a rule decides, if not."""
+        if Part in types:
+            args, kwargs = computing_in(args, kwargs)
         if kwargs and not REORDERED.isdisjoint(kwargs):
             args, kwargs = in_order(original(func), args, kwargs)
         if func not in REMEMBERED or not ((is_grad_enabled() and not in_transform()) or not takes_wholes()):
@@ -176,16 +178,22 @@ class Wrapper(Divided):
         own = again(args, kwargs or {})
         return own if looks is None else made_as_dtensors_are(Wrapper, own, looks, own.requires_grad)
 
-    def forget(self) -> None:
-        """See `Divided.forget`; with what shares this memory, views of its whole change."""
-        super().forget()
+    def note_change(self) -> None:
+        """See `Divided.note_change`; views of what was gathered from this memory are stale."""
+        super().note_change()
         for each in self.form.viewed:
-            each.whole("views")
+            if memory_of(each.own) == memory_of(self.own):
+                each.versions = each.versions[0], -1
+
+    def keep(self, whole: Tensor) -> None:
+        """Keeps what is the gathered tensor now."""
+        if whole.requires_grad or not (self.own.requires_grad and is_grad_enabled()):
+            self.gathers["whole", is_grad_enabled(), state_of(self.own)] = whole
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:  # type: ignore[override]
         """Gives wholes to code that `__torch_function__` does not see; it is reached below autograd."""
-        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+        if func is torch.ops.aten.detach.default:
             return wrapped(args[0].own.detach(), args[0].form)
         what = "a tensor that ranks have divided"
         remedy = "call it from a torch.autograd.Function, or give it tensor.clone() under torch.no_grad()"
@@ -194,46 +202,51 @@ class Wrapper(Divided):
 
 Wrapper.own, Wrapper.form = (vars(Wrapper)[slot] for slot in ("_local_tensor", "_spec"))  # other names of the slots
 
-OWN = cast(Callable[[Wrapper], Tensor], vars(Wrapper)["own"].__get__)
-"""What lies in the slot, where a class derived from this one looks at it before it is given."""
 
+@dataclass(eq=False)
+class View:
+    """A gathered tensor that code has, or of which it has views.
 
-class Viewed(Wrapper):
-    """One of which code has views of the gathered whole: what changes in one of both in place changes in the other."""
+    What changes there in place is written back before the next operation. The views cannot follow the divided tensor:
+    while there are any, a change of it in place is an error.
 
-    _shown: tuple[Tensor, int, int]  # the whole, and the versions of it and of the own elements when they agreed
+    Attributes:
+        whole: the gathered tensor.
+        divided: what it was gathered from.
+        own: this rank's elements.
+        versions: of `whole` and `own` when they agreed; -1 after a change through `data`, which torch does not count.
+    """
+
+    whole: Tensor
+    divided: Wrapper
+    own: Tensor
+    versions: tuple[int, int]
 
     @property
-    def own(self) -> Tensor:  # type: ignore[override]
-        """This rank's elements, as they are after changes of views."""
-        self.take_changes()
-        return OWN(self)
+    def is_alive(self) -> bool:
+        """Whether code still has the gathered tensor, or views, which hold it as their base."""
+        held = 2 + sum(each is self.whole for each in self.divided.gathers.values())  # here, and as the argument below
+        return cast(Any, self.whole)._use_count() > 1 or sys.getrefcount(self.whole) > held
 
     def take_changes(self) -> None:
-        """Writes what views changed to the own elements."""
-        own, (whole, version, _) = OWN(self), self._shown
-        if whole._version != version:
+        """Write what views changed to this rank's elements.
+
+        Raises:
+            RuntimeError: the divided tensor was changed, and views would not see it.
+        """
+        own, (of_whole, of_own) = self.own, self.versions
+        if own._version != of_own and (self.is_alive or self.whole._version != of_whole):
+            raise RuntimeError(
+                f"a tensor of shape {tuple(self.whole.shape)} that ranks divide was changed in place while there is a "
+                "view of what was gathered from it, which would not change; write x = x + 1 in place of x += 1, or "
+                "clone the view"
+            )
+        if self.whole._version != of_whole:
             is_weight = own.is_leaf and own.requires_grad  # who changes a view of one does so without gradients
-            with torch.set_grad_enabled(torch.is_grad_enabled() and not is_weight):
-                own.copy_(own_of(whole, self.cuts))
-            self._shown = whole, whole._version, own._version
-
-    def whole(self, reader: str = "") -> Tensor:
-        """See `Divided.whole`: the one of which there are views, unless it learns and they, made before, do not."""
-        own, whole = self.own, self._shown[0]
-        if own.requires_grad and torch.is_grad_enabled() and not whole.requires_grad:
-            return super().whole(reader)
-        if own._version != self._shown[2]:
-            whole.copy_(super().whole(reader))
-            self._shown = whole, whole._version, own._version
-        return whole
-
-    def forget(self) -> None:
-        """See `Divided.forget`; changes through `data` count for autograd in the whole as little as in the own."""
-        through_data = self.own._version == self._shown[2]
-        super().forget()
-        if through_data:
-            self._shown[0].data.copy_(super().whole("views").detach())
+            with torch.set_grad_enabled(is_grad_enabled() and not is_weight):
+                own.copy_(own_of(self.whole, self.divided.cuts))
+            self.divided.keep(self.whole)
+            self.versions = self.whole._version, own._version
 
 
 class _Traced(Divided):
@@ -242,7 +255,7 @@ class _Traced(Divided):
     Compilers ask for rules of functions, but not of methods that torch has written in Python: these call functions.
     """
 
-    form = Form(torch.Size(), {})  # nothing is noted in it
+    form = Form(torch.Size(), {}, ())  # nothing is noted in it
 
     def split(self, split_size: Any, dim: int = 0) -> Any:
         """See `torch.split`."""
@@ -285,8 +298,6 @@ def by_rule(func: Any, args: Any, kwargs: Any) -> Any:
         result = known(func, args, kwargs)
         if result is not NotImplemented:
             return result
-    elif (body := body_of(func)) is not None:
-        return body(*args, **kwargs)
     elif (
         getattr(func, "__module__", None) == dist.distributed_c10d.__name__
     ):  # writes to its arguments: see `called_below`
@@ -315,33 +326,102 @@ def _again(call: LocalCall, alone: bool) -> Again:
         return lambda args, _: run(args[0].own, *rest)
     if alone:
         return lambda args, _: run(args[0].own, *args[1:])
-    return lambda args, kwargs: run(*map(own_use, args), **{name: own_use(each) for name, each in kwargs.items()})
+    use = partial(own_use, next(iter(call.cuts.values())).ranks)
+    return lambda args, kwargs: run(*map(use, args), **{name: use(each) for name, each in kwargs.items()})
+
+
+def _computed(func: Any, args: Any, kwargs: Any) -> tuple[Any, LocalCall | None]:
+    """The result of an operation by its rule, and the call that gives it where that is one."""
+    result = by_rule(func, args, kwargs)
+    call = result if isinstance(result, LocalCall) else None
+    if call is not None:
+        result = carried_out(call, args, kwargs)
+    if torch.compiler.is_dynamo_compiling() or (call is not None and call.cuts is None):
+        return result, call
+    return lying_as_whole(result, func, args, kwargs), call
 
 
 def _met_first(form: Form, key: Key, func: Any, args: Any, kwargs: Any) -> Any:
     """The result of an operation that the form of its first divided tensor does not remember yet."""
-    if not isinstance(result := by_rule(func, args, kwargs), LocalCall):
-        if form.hides_order:
-            note_strides(result, func, args, kwargs)
+    result, call = _computed(func, args, kwargs)
+    if call is None or torch.compiler.is_dynamo_compiling():  # which reads a function of the user's
         return result
-    made = carried_out(result, args, kwargs)
-    if type(made) is not _Traced:  # what a compiler makes that reads a function of the user's
-        note_strides(made, func, args, kwargs)
-        alone = key[0].alone and len(form.cuts) > 0 and not kwargs
-        form.remember(key, _again(result, alone), None if result.cuts is None else made.form)
-    return made
+    again = _again(call, call.cuts is not None and key[0].alone and len(form.cuts) > 0 and not kwargs)
+    if call.cuts is None:
+        form.remember(key, (again, None))
+        return result
+    if call.run in (Tensor.reshape, Tensor.contiguous):
+        layouts = _layouts(args[0], func, args, kwargs)
+        if layouts is not None and layouts[0] is not None and not layouts[0].is_view:
+            again = _copying(again)
+    form.remember(key, (again, result.form))
+    return result
 
 
-def own_use(given: Any) -> Any:
+def _copying(run: Again) -> Again:
+    """A call that may give a view of what a rank has, where one device makes a copy."""
+
+    def copying(args: Any, kwargs: Any) -> Tensor:
+        own: Tensor = run(args, kwargs)
+        return own.clone() if memory_of(own) == memory_of(args[0].own) else own
+
+    return copying
+
+
+def lying_as_whole(result: Any, func: Any, args: Any, kwargs: Any) -> Any:
+    """The result of a rule, with the stride that it has on one device; a copy where one device copies."""
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    made = [each for each in results if isinstance(each, Wrapper)]
+    if not made or func not in RULES or any(each is given for each in made for given in args):
+        return result
+    first = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, Wrapper))
+    if func is F.scaled_dot_product_attention:  # each of its kernels lays out its result as it likes
+        _lying_as_queries(result, first)
+        return result
+    layouts = _layouts(first, func, args, kwargs)
+    if layouts is None or len(layouts) != len(results):
+        return result
+    for each, layout in zip(results, layouts, strict=True):
+        if not isinstance(each, Wrapper) or layout is None:
+            continue
+        if not layout.is_view and memory_of(each.own) == memory_of(first.own):
+            each.own = each.own.clone()
+        if each.form.stride != layout.stride:
+            each.form = form_of(each.own.shape, each.cuts, each.only.ranks, layout.stride)
+    return result
+
+
+def _lying_as_queries(result: Any, query: Wrapper) -> None:
+    """Gives attention of one head of this rank, which does not tell where positions lie, the order of the queries."""
+    tells = not result.own.is_contiguous() or 1 not in result.own.shape
+    if not tells and query.shape == result.shape and 0 not in query.form.stride:
+        stride = stride_like(torch.empty_strided(query.shape, query.form.stride, device="meta"), result.shape)
+        result.form = form_of(result.own.shape, result.cuts, result.only.ranks, stride)
+
+
+def _layouts(first: Wrapper, func: Any, args: Any, kwargs: Any) -> list[Layout | None] | None:
+    """See `layouts_of`: remembered by the form of the first divided tensor where a call is known by values."""
+    key = func, *map(known_by, args), *kwargs, *map(known_by, kwargs.values())
+    try:
+        if key in first.form.calls:
+            return cast("list[Layout | None] | None", first.form.calls[key])
+    except TypeError:  # something that has no hash
+        return layouts_of(func, args, kwargs)
+    found = layouts_of(func, args, kwargs)
+    first.form.remember(key, found)
+    return found
+
+
+def own_use(ranks: Ranks, given: Any) -> Any:
     """What a rank computes with where an argument stays as it is."""
-    if isinstance(given, Divided):
-        return given.own if given.cuts else reduced_later(given.own, given.ranks)
-    return given
+    if type(given) is nn.Parameter and given.requires_grad and is_grad_enabled() and becomes_mean(given, ranks):
+        return averaged_later(given, ranks)
+    return given.own if isinstance(given, Divided) else given
 
 
 def is_divided(value: Any) -> TypeGuard[Divided]:
-    """Whether a value is a tensor of which ranks have different elements; an alike parameter is none."""
-    return isinstance(value, Divided) and len(value.cuts) > 0  # torch 2.11 compiles no bool of a dict
+    """Whether a value is a tensor of which ranks have different elements."""
+    return isinstance(value, Divided)
 
 
 def of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
@@ -352,7 +432,7 @@ def of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
         result = _on_wholes(func, args, kwargs, name)
         compiled = torch.compiler.is_dynamo_compiling() or torch._C._are_functorch_transforms_active()
         given = [] if compiled else filter(is_divided, tree_leaves((args, kwargs)))
-        found = [each for each in given if not isinstance(each, Viewed) and viewed(each.whole(), result)]
+        found = [each for each in given if viewed(each.whole(), result) and not _is_watched(each)]
         for each in found:
             let_change(each)
         return _on_wholes(func, args, kwargs, name) if found else result
@@ -361,28 +441,38 @@ def of_wholes(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def let_change(divided: Any) -> None:
-    """From now on what changes in place in the gathered whole changes in the divided tensor, and vice versa."""
-    each = divided if divided.origin is None else divided.origin
-    if type(each) is not Viewed:
-        whole = laid_out(each.whole().clone(), each)  # a collective's result may not be changed in place
-        each.forget()
-        for elements in each.cuts.values():
-            elements.ranks.note_viewed(each, None if each.stored is not None else checkpoint_around())
-        vars(each)["_shown"], each.__class__ = (whole, whole._version, each.own._version), Viewed
+    """Watches the gathered tensor: what changes there in place changes in the divided tensor."""
+    viewed, own = divided.only.ranks.viewed, divided.own
+    if _is_watched(divided):
+        return
+    whole = divided.whole().clone()  # a collective's result may not be changed in place
+    if 0 in divided.form.stride:  # expanded, which a clone is not
+        whole = laid_out(whole, divided.form.stride)
+    divided.keep(whole)
+    viewed.append(View(whole, divided, own, (whole._version, own._version)))
 
 
-def settle(viewed: Sequence[Any]) -> None:
-    """Takes what changed in views of wholes, for all that have the memory of these tensors in common."""
-    if any(each._shown[0]._version != each._shown[1] for each in viewed):
-        for each in viewed:
-            each.take_changes()
-        for each in viewed:
-            each.whole("views")
+def write_back(divided: Any, whole: Tensor) -> None:
+    """Take what a function of autograd changed in place in the whole that it got, and what changes there later."""
+    view = View(whole, divided, divided.own, (-1, divided.own._version))
+    view.take_changes()
+    divided.only.ranks.viewed.append(view)
+
+
+def _is_watched(divided: Any) -> bool:
+    return any(each.whole is divided.whole() for each in divided.only.ranks.viewed)
+
+
+def settle(viewed: list[View]) -> None:
+    """Takes what changed in views of gathered tensors, and lets go of those of which no view is left."""
+    for each in (*viewed, *viewed):  # again, as what one of them took is a change that others do not follow
+        each.take_changes()
+    viewed[:] = [each for each in viewed if each.is_alive]
 
 
 def _take(divided: Divided, whole: Tensor) -> None:
     divided.own.copy_(own_of(whole, divided.cuts))
-    divided.forget()
+    divided.note_change()
 
 
 def _changing(func: Any, args: Any, kwargs: Any, name: str, changed: list[Divided]) -> Any:

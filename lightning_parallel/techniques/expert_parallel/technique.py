@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from lightning_parallel.arguments import whole_number
 from lightning_parallel.collectives.elements import Ranks
 from lightning_parallel.mesh import AXES, Axis, ParallelMesh, Size, expert_sizes
-from lightning_parallel.plan.experts import Experts, find_experts
+from lightning_parallel.plan.experts import STACK, Experts, find_experts
 from lightning_parallel.techniques.division import Division, PartitionContext
 from lightning_parallel.techniques.expert_parallel.exchange import Exchange
 from lightning_parallel.techniques.expert_parallel.outside import Outside, Readers, Shown, Slot
@@ -87,9 +87,6 @@ class ExpertParallel(Technique):
         experts = find_experts(model, ground.plan)
         if not experts:
             raise ValueError(_no_experts(self, model, ground.plan.source))
-        listed = [each.name for each in experts if each.form == "listed"]
-        if listed:
-            raise ValueError(_in_lists(self, listed))
         _require_untied(model, experts, ground.mesh)
         return self._size(experts, ground.mesh), experts
 
@@ -232,15 +229,7 @@ def _not_divided(technique: ExpertParallel, experts: Sequence[Experts]) -> str:
 def _no_experts(technique: ExpertParallel, model: nn.Module, source: str) -> str:
     return (
         f"{technique!r} finds no experts in {type(model).__name__}: {source} names none, and no module has the form of "
-        "stacked experts, called with (tokens, indices, weights), or of a list of experts beside a router. Name them, "
-        "as in plan=ParallelPlan(blocks='net.layers.*', experts='net.layers.*.experts'), or leave ExpertParallel out"
-    )
-
-
-def _in_lists(technique: ExpertParallel, names: Sequence[str]) -> str:
-    return (
-        f"{technique!r} sends tokens to stacked experts, but {names[0]} is a list of modules, of which only the module "
-        "around it knows which token goes where. Stack their weights into parameters of shape (experts, ...) of one "
-        "module that is called as experts(tokens, indices, weights), see docs/guide/expert_parallel.md, or leave "
-        "ExpertParallel out and shard the list with Zero"
+        "stacked experts, called with (tokens, indices, weights). Name those that are stacked, as in "
+        "plan=ParallelPlan(blocks='net.layers.*', experts='net.layers.*.experts'); "
+        f"{STACK}"
     )

@@ -13,8 +13,7 @@ from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.techniques.gradients.bucket import Bucket
 from lightning_parallel.techniques.gradients.buckets import BucketedStep
 from lightning_parallel.techniques.step import Step
-from lightning_parallel.techniques.tools.holders import Holders
-from lightning_parallel.techniques.tools.replicas import Replicas
+from lightning_parallel.techniques.tools.holders import Holders, Replicas
 from lightning_parallel.techniques.tools.shards import as_gradient, local
 
 Compression = Literal["bf16", "fp16"]
@@ -71,7 +70,8 @@ class AllReduceBucket(Bucket):
         self._message: Tensor | None = None
         self._views: list[Tensor] = []
         self._pending = Pending(None)
-        self._sizes = [*(local(parameter.detach()).numel() for parameter in self.parameters), len(self.parameters)]
+        self._shapes = [local(parameter.detach()).shape for parameter in self.parameters]  # in a step they look whole
+        self._sizes = [*(shape.numel() for shape in self._shapes), len(self.parameters)]
 
     def begin(self, synced: bool, given: bool = False) -> None:
         """See `Bucket.begin`."""
@@ -136,6 +136,5 @@ class AllReduceBucket(Bucket):
             first = local(self.parameters[0].detach())
             self._message = torch.empty(sum(self._sizes), dtype=self.dtype, device=first.device)
             *slots, self._flags = torch.split(self._message, self._sizes)
-            shapes = [local(parameter.detach()).shape for parameter in self.parameters]
             # what is written to one gradient is no change of the others: each counts its own versions
-            self._views = [slot.view(shape).data for slot, shape in zip(slots, shapes, strict=True)]
+            self._views = [slot.view(shape).data for slot, shape in zip(slots, self._shapes, strict=True)]

@@ -20,8 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.techniques.gradients.bucket import Bucket
 from lightning_parallel.techniques.step import Step, WrappedStep
-from lightning_parallel.techniques.tools.holders import Holders, holders_of
-from lightning_parallel.techniques.tools.replicas import Replicas
+from lightning_parallel.techniques.tools.holders import Holders, Replicas, holders_of
 from lightning_parallel.techniques.tools.shards import local
 
 IN_FLIGHT = 2

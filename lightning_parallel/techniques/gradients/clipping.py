@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_parallel.collectives.functional import by_kind, within_reach
-from lightning_parallel.techniques.tools.shards import divides, local, once
+from lightning_parallel.techniques.tools.shards import divides, local
 
 
 @torch.no_grad()
@@ -57,7 +57,7 @@ def _global_norm(gradients: list[Tensor], holding: list[int], world: dist.Proces
     by_copies: dict[int, list[Tensor]] = {}
     for index, gradient in enumerate(gradients):
         copies = 1 if world is None else holding[index] // _shards(gradient)
-        by_copies.setdefault(copies, []).extend([local(gradient)] if world is None else once(gradient))
+        by_copies.setdefault(copies, []).append(local(gradient))
     for copies, same_copies in by_copies.items():
         for same in by_kind(same_copies):
             norms = torch.stack(torch._foreach_norm(same))

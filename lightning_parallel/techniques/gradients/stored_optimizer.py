@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from lightning_parallel.techniques.gradients.elementwise import is_elementwise
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.tools.moved import stand_again, stand_for
-from lightning_parallel.techniques.tools.shards import as_shard, bear, is_sharded, shard_of, whole_tensor
+from lightning_parallel.techniques.tools.shards import as_shard, bear, gathered, is_sharded, shard_of, whole_tensor
 from lightning_parallel.techniques.tools.telling import warn
 
 METHODS = ("train", "eval", "first_step", "second_step", "ascent_step", "descent_step")
@@ -79,7 +79,8 @@ class StoredOptimizer:
         manual: bool,
         local: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self.optimizer, self._elsewhere, self._manual, self._shards = optimizer, elsewhere, manual, shards
+        self.optimizer, self._manual, self._shards = optimizer, manual, shards
+        self._elsewhere: Collection[nn.Parameter] = elsewhere
         self._local, self._inside = local, ExitStack()
         self._step, self._mean, self._elementwise = step, mean, is_elementwise(optimizer)
         #: whether the optimizer may decide by what its closure returns, which `mean` makes the same on all ranks
@@ -134,6 +135,40 @@ class StoredOptimizer:
                     if before is not None and owner is self.optimizer:
                         vars(owner)[name] = before
         self._replaced = {}
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether ranks may have parts of the state, or of the optimizer's parameters; the same on all of them."""
+        return self._shards or self._local is not nullcontext
+
+    def whole_bytes(self) -> int:
+        """The bytes that the state takes on one device."""
+        state = self.optimizer.state
+        tensors = [(p, it) for p in self.parameters() for it in pytree.tree_leaves(state.get(p)) if _has_elements(it)]
+        return sum(parameter.numel() * tensor.element_size() for parameter, tensor in tensors)
+
+    @torch.no_grad()
+    def whole_state(self) -> dict[Any, Any]:
+        """Gather the state of every parameter, by its number, to the host of every rank. Collective.
+
+        Third-party optimizers need not have the `state_dict` of torch's.
+        """
+        numbers: dict[int, Any] = {id(parameter): number for number, parameter in enumerate(self.parameters())}
+        state = {numbers.get(id(key), key): values for key, values in self.optimizer.state.items()}
+        return self._of_held(state, functools.partial(self._whole, change=functools.partial(gathered, keep=True)))
+
+    def set_whole_state(self, state: dict[Any, Any]) -> None:
+        """From now on step the module's own parameters, which are whole after the run, and are in the groups.
+
+        Args:
+            state: what `whole_state` returned before.
+        """
+        self._step, self._elsewhere, self._local, self._shards = Step(), (), nullcontext, False
+        self._wholes.clear()
+        self._adopted.clear()
+        parameters = self.parameters()
+        for number, values in state.items():
+            self.optimizer.state[parameters[number] if isinstance(number, int) else number] = values
 
     def _run_locally(self, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with self._local():
@@ -361,14 +396,14 @@ class StoredOptimizer:
                 own: dict[str, Any] = pytree.tree_map_only(Tensor, change, self.optimizer.state_dict())
             return own
 
-        def whole(value: Tensor, stored: Tensor | None) -> Tensor:
-            in_parts = self._elementwise and isinstance(stored, DTensor) and is_sharded(stored)
-            if in_parts and value.dim() > 0 and value.shape == stored.to_local().shape:  # type: ignore[union-attr]
-                value = as_shard(value, stored)  # type: ignore[arg-type]
-            return change(value)
-
         state: dict[str, Any] = self.optimizer.state_dict()
-        return {**state, "state": self._of_held(state["state"], whole)}
+        return {**state, "state": self._of_held(state["state"], functools.partial(self._whole, change=change))}
+
+    def _whole(self, value: Tensor, stored: Tensor | None, change: Callable[[Tensor], Tensor]) -> Tensor:
+        in_parts = self._elementwise and isinstance(stored, DTensor) and is_sharded(stored)
+        if in_parts and value.dim() > 0 and value.shape == stored.to_local().shape:  # type: ignore[union-attr]
+            value = as_shard(value, stored)  # type: ignore[arg-type]
+        return change(value)
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -405,6 +440,10 @@ class StoredOptimizer:
                 stored = None if parameter is None else self._step.stored(parameter)
                 made[index] = pytree.tree_map_only(Tensor, functools.partial(change, stored=stored), values)
         return made
+
+
+def _has_elements(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
 
 
 def _convert(state: Any, change: Callable[[Tensor], Tensor]) -> None:

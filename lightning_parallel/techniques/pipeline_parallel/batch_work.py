@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -12,6 +13,7 @@ from torch import Tensor
 from lightning_parallel.techniques.division import Division
 from lightning_parallel.techniques.pipeline_parallel.gradients import Gradients
 from lightning_parallel.techniques.pipeline_parallel.loss import Shares
+from lightning_parallel.techniques.pipeline_parallel.probe import REMEDIES
 from lightning_parallel.techniques.pipeline_parallel.stages import StageOutput
 from lightning_parallel.techniques.step import BatchContext, StepFn
 from lightning_parallel.techniques.tools.means import Means
@@ -60,6 +62,7 @@ class BatchWork:
         self.outputs: dict[int, Any] = {}
         self._losses: dict[int, Tensor | None] = {}
         self._multiples: dict[int, list[Tensor]] = {}
+        self._terms: dict[int, list[tuple[Tensor, Tensor]]] = {}
 
     def step(self, microbatch: int | None) -> Callable[[], Any]:
         """Runs the user's step on a microbatch, or on the batch."""
@@ -94,7 +97,11 @@ class BatchWork:
         self._losses[microbatch] = loss_of(detached)
         shares.add(microbatch, means, loss)
         learning = [tensor for tensor in tensors_of(output) if not tensor.dim() and tensor.requires_grad]
-        self._multiples[microbatch] = [tensor.detach() for tensor in learning if means.parts_of(tensor)]
+        parts = [(tensor, means.parts_of(tensor)) for tensor in learning]
+        self._multiples[microbatch] = [tensor.detach() for tensor, found in parts if found]
+        self._terms[microbatch] = [
+            (mean.count, part) for tensor, found in parts if tensor is loss for mean, part in found.items()
+        ]
         if shares.whole and self.training:
             self.context.records.scale_means(means)
         return loss
@@ -107,6 +114,35 @@ class BatchWork:
         scaled = share * self.context.scale
         # A number is filled in on the device; made into a tensor of the host, it would be waited for.
         return scaled.to(loss).expand_as(loss) if isinstance(scaled, Tensor) else torch.full_like(loss, scaled)
+
+    def require_alike_terms(self, shares: Sequence[float]) -> None:
+        """Require the loss to be one over all microbatches, if each mean in it is taken over its own targets.
+
+        A rest, which is no mean of torch's, counts by samples.
+
+        Args:
+            shares: of the microbatches, by the targets of all means together.
+
+        Raises:
+            ValueError: the loss adds up means over different things, so that it is another one.
+        """
+        losses = [loss for _, loss in sorted(self._losses.items()) if loss is not None]
+        terms = [self._terms[number] for number in sorted(self._terms)]
+        if self.shares.whole or len(losses) < len(shares) or len(set(map(len, terms))) != 1 or not terms[0]:
+            return
+        rests = list(map(float, losses))
+        together = sum(map(operator.mul, shares, rests))
+        expected = 0.0
+        for same in zip(*terms, strict=True):
+            counts, values = [float(count) for count, _ in same], [float(value) for _, value in same]
+            expected += sum(map(operator.mul, counts, values)) / (sum(counts) or 1.0)
+            rests = list(map(operator.sub, rests, values))
+        expected += sum(map(operator.mul, self.shares.sizes, rests)) / sum(self.shares.sizes)
+        if abs(expected - together) > 16 * torch.finfo(losses[0].dtype).eps * max(1e-3, abs(expected)):
+            raise ValueError(
+                f"In a pipeline, the loss of the batch is {expected:.10g}, but its microbatches together make "
+                f"{together:.10g}: {REMEDIES[0]}"
+            )
 
     def means_of(self, microbatch: int) -> list[Tensor]:
         """Values that count in the batch by the share of a microbatch: means over targets, and the loss of training."""

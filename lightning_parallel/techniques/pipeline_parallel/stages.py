@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_parallel.techniques.divided.functions import FunctionsGetWholes
 from lightning_parallel.techniques.pipeline_parallel.layout import Call, StageLayout
 from lightning_parallel.techniques.pipeline_parallel.p2p import Unsent
 from lightning_parallel.techniques.pipeline_parallel.rng import StageRNG
@@ -254,7 +255,7 @@ class Stages:
                 return output
             now.in_block, drawn, watching = True, self.draws.depart(number), WATCHING.set(None)
             try:  # losses in blocks are none of the step's
-                with torch.compiler.set_stance(self._stance):
+                with FunctionsGetWholes.blocks(self._stance):
                     now.result = call(*args, **kwargs)
             finally:
                 WATCHING.reset(watching)

@@ -242,11 +242,15 @@ class PipelineStep(WrappedStep):
         """Measures the loss of some samples of two microbatches, in one batch and in two. Collective over all ranks.
 
         Raises:
-            ValueError: on all ranks, if the two losses differ on one of them.
+            ValueError: on all ranks, if the two losses differ on one of them, or if the step changes parameters.
         """
         rows, works = rows_of(sizes, pair), list[BatchWork]()
         last = self._schedule.rank_of(self._schedule.stages - 1)
-        with self._context.silent(), self._stages.eagerly(), SameDraws():  # type: ignore[no-untyped-call]
+        with (
+            self._context.silent() as writes,
+            self._stages.eagerly(),
+            SameDraws(),  # type: ignore[no-untyped-call]
+        ):
             for chosen in ([rows], [[each] for each in rows]) if pair[0] != pair[1] else ():
                 parts = [map_tensors(Tensor.clone, microbatches.select(batch, each, self._dims)) for each in chosen]
                 taken = [sum(some.stop - some.start for some in each) for each in chosen]
@@ -254,8 +258,15 @@ class PipelineStep(WrappedStep):
                 self._execute(works[-1])
         assert self._pending is not None
         pending, taken = self._pending, [some.stop - some.start for some in rows]
+        written = None if writes is None else writes.kept_by(self._stages.model, 2 * self._over_batch)
 
         def agreed() -> Measured | None:
+            if written is not None:
+                raise ValueError(
+                    f"In a pipeline, the step changes {written} in place, as an average of weights, and would do so "
+                    "once for each microbatch; change it in on_train_batch_end or on_before_zero_grad, or pass "
+                    "PipelineParallel(microbatches=1)"
+                )
             return pending.agree(self._measured(works, taken))
 
         found = share_made(agreed, "what was measured of a loss", last, self._group, self._lane.device)
@@ -292,6 +303,8 @@ class PipelineStep(WrappedStep):
             multiples = [work.multiples_of(number) for number in range(len(sizes))]
             merged, unclear = microbatches.merge(outputs, sizes, shares, multiples)
             if work.training:
+                if self._pending is not None:
+                    work.require_alike_terms(shares)
                 merged = _with_loss_of_parts(merged, outputs, sizes, shares, averaged)
             merged = map_tensors(Tensor.cpu, merged)
             collected = records.collect(list(means.values()), work.shares.targets)

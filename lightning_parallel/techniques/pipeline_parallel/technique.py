@@ -94,8 +94,7 @@ class PipelineParallel(Technique):
         """See `Technique.traits`."""
         sizes = file_sizes(self.schedule) if is_file(self.schedule) else (2, 4)
         splits_backward = make_schedule(self.schedule, *sizes).splits_backward
-        divides = self.microbatches != 1
-        return Traits(splits_backward=splits_backward, divides_batches=divides, replaces_tensors=True)
+        return Traits(splits_backward=splits_backward, replaces_tensors=True)
 
     def analyze(self, model: nn.Module, ground: PartitionContext) -> Analysis | None:
         """Looks at one step, to know what runs before and after the blocks, and how much work it is."""

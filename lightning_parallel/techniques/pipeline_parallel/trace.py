@@ -19,7 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from lightning_parallel.plan.plan import starred
-from lightning_parallel.techniques.divided.python_functions import running_function
+from lightning_parallel.techniques.divided.python_functions import in_function
 from lightning_parallel.techniques.pipeline_parallel.layout import Call, Skip, StepTrace
 from lightning_parallel.techniques.tools.absent import UNDIVIDED, Absent
 from lightning_parallel.techniques.tools.moved import is_moved, stand_again, stand_for
@@ -476,12 +476,9 @@ def _runs_within(block: str) -> str | None:
             f"the block {block} runs inside a transform of torch.func, which would have to go through all stages; "
             f"transform what lies inside one block or follows the last one, or {UNDIVIDED}"
         )
-    function = running_function()
-    if function is None:
+    if not in_function():
         return None
-    reentrant = function.__name__ in ("CheckpointFunction", "CheckpointFunctionBackward")
-    remedy = "checkpoint it with use_reentrant=False" if reentrant else "call it outside"
     return (
-        f"the block {block} runs inside {function.__name__}, a torch.autograd.Function, whose backward would have to "
-        f"go through all stages; {remedy}, or {UNDIVIDED}"
+        f"the block {block} runs inside a torch.autograd.Function, whose backward would have to go through all stages; "
+        f"if that is a checkpoint, checkpoint it with use_reentrant=False, or else call it outside, or {UNDIVIDED}"
     )

@@ -1,14 +1,15 @@
 """Which heads of an attention each rank gets, whatever their number.
 
 Ranks share out groups: heads of keys and values, each with the heads of queries that read them. Where there are fewer
-groups than ranks they share out heads of queries, and each rank has those of keys and values that its queries read.
+groups than ranks they share out heads of queries, and the maps into keys and values stay whole: of 8 query heads and 2
+key heads, rank 1 of 4 computes queries 2 and 3, and both key heads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import ceil, gcd
+from math import gcd
 
 from torch import nn
 
@@ -38,14 +39,17 @@ class Heads:
         """The features of each rank, of `size` that lie head by head: of queries, of keys, or of all of a head."""
         if self.groups >= ranks and size % self.groups == 0:
             return _of_units(balanced(self.groups, ranks), size // self.groups)
-        queries = balanced(self.count, ranks)
-        if size % self.count == 0 and size >= self.count * self.width:
-            return _of_units(queries, size // self.count)
-        keys = size // self.width
-        if keys and size % self.width == 0 and self.count % keys == 0:
-            readers = self.count // keys
-            return _of_units([(a // readers, ceil(b / readers)) if a < b else (0, 0) for a, b in queries], self.width)
+        if self._are_queries(size):
+            return _of_units(balanced(self.count, ranks), size // self.count)
         return [joined([bounds(size, ranks, rank)]) for rank in range(ranks)]
+
+    def stay_whole(self, size: int, ranks: int) -> bool:
+        """Whether these features are keys or values of which there are fewer heads than ranks."""
+        keys, rest = divmod(size, self.width)
+        return self.groups < ranks and not self._are_queries(size) and keys > 0 and not rest and self.count % keys == 0
+
+    def _are_queries(self, size: int) -> bool:
+        return size % self.count == 0 and size >= self.count * self.width
 
 
 def _of_units(units: Iterable[Span], width: int) -> list[Runs]:

@@ -101,6 +101,10 @@ class DividedModule:
             return self.heads.runs(size, ranks)
         return [joined([bounds(size, ranks, rank)]) for rank in range(ranks)]
 
+    def stays_whole(self, ranks: int) -> bool:
+        """Whether every rank keeps the module whole, because there are fewer heads of keys in it than ranks."""
+        return self.heads is not None and any(self.heads.stay_whole(part, ranks) for part in self.parts)
+
     def check(self) -> None:
         """Raises ValueError unless the features are parts in the ratio that the style says."""
         if self.features % sum(self.style.ratio):

@@ -6,8 +6,7 @@ Source: M. Shoeybi et al., Megatron-LM, 2019; V. Korthikanti et al., MLSys 2023 
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -22,6 +21,7 @@ from lightning_parallel.mesh import Axis, Size
 from lightning_parallel.plan.plan import ParallelPlan
 from lightning_parallel.plan.styles import find_styles
 from lightning_parallel.techniques.divided.parcels import packed, unpacked
+from lightning_parallel.techniques.divided.parts import Part, computing
 from lightning_parallel.techniques.divided.step import DividedStep
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.division import Division, PartitionContext
@@ -33,8 +33,9 @@ from lightning_parallel.techniques.tensor_parallel.layout import (
     find_divided,
     found_again,
 )
-from lightning_parallel.techniques.tensor_parallel.partition import Partition
+from lightning_parallel.techniques.tensor_parallel.parameters import Parameters
 from lightning_parallel.techniques.tensor_parallel.step import TensorParallelStep
+from lightning_parallel.values import map_kind
 
 T = TypeVar("T")
 
@@ -50,8 +51,6 @@ class TensorParallel(Technique):
             no other technique claims.
         sequence_parallel: whether each rank keeps only its part of the sequence between divided layers, norms and
             dropout included: the same bytes on the wire, activations divided by `size`.
-        regather: with a split sequence, keeps only this rank's part of what enters a region and gathers it again in
-            backward: all activations divided by `size`, for a quarter more bytes on the wire.
         overlap: with a split sequence, lets torch's compiler overlap products of compiled blocks with the collective
             before or after them, on GPUs that reach each other's memory. Without `Compile` it changes nothing.
 
@@ -63,19 +62,16 @@ class TensorParallel(Technique):
     size: Size = "auto"
     _: KW_ONLY
     sequence_parallel: bool = True
-    regather: bool = False
     overlap: bool = False
 
     phase: ClassVar[Phase] = Phase.PARTITION
 
     def __post_init__(self) -> None:
-        switches = {name: getattr(self, name) for name in ("sequence_parallel", "regather", "overlap")}
-        true_or_false("TensorParallel", **switches)
-        alone = [f"{name}=True" for name in ("regather", "overlap") if switches[name]]
-        if alone and not self.sequence_parallel:
+        true_or_false("TensorParallel", sequence_parallel=self.sequence_parallel, overlap=self.overlap)
+        if self.overlap and not self.sequence_parallel:
             raise ValueError(
-                f"TensorParallel(sequence_parallel=False, {', '.join(alone)}): only a split sequence can do that; "
-                "leave sequence_parallel at True, or the other at False"
+                "TensorParallel(sequence_parallel=False, overlap=True): only a split sequence can do that; leave "
+                "sequence_parallel at True, or overlap at False"
             )
 
     @property
@@ -99,6 +95,7 @@ class TensorParallel(Technique):
             raise ValueError(_nothing_to_divide(self, model, ground.plan))
         for each in divided:
             each.check()
+        divided = [each for each in divided if not each.stays_whole(ranks)]
         if dist.get_rank() == 0:
             log.info("Tensor parallel divides %s", dict(styles))
         return divided
@@ -110,57 +107,47 @@ class TensorParallel(Technique):
         mesh, divided = ground.mesh, found_again(model, seen)
         divide_parameters(model, divided, mesh["tp"])
         sequence_dim = ground.plan.sequence_dim if self.sequence_parallel else None
-        ranks = Ranks(mesh["tp"].get_group(), "tp", sequence_dim, self.regather)
+        ranks = Ranks(mesh["tp"].get_group(), "tp", sequence_dim)
         if self.overlap:
             overlap_compiled_products(ranks.group)
-        return DividedFeatures(model, Partition(model, _blocks(model, ground.plan, divided), ranks))
+        return DividedFeatures(model, Parameters(model, ranks))
 
 
 @dataclass(eq=False)
 class DividedFeatures(Division):
     """A model of whose features, heads and vocabulary each rank has a part."""
 
-    partition: Partition
+    parameters: Parameters
 
     def outputs(self, outputs: Any) -> Any:
         """Makes whole what ranks have parts of."""
-        return tree_map_only(Divided, lambda each: each.whole("what a step returns"), outputs)
+        return tree_map_only((Divided, Part), lambda each: computing(each).whole("what a step returns"), outputs)
 
     def run(self, run: StepFn[T]) -> StepFn[T]:
         """Shows the user's own code whole parameters."""
 
         def whole_looking(*args: Any, **kwargs: Any) -> T:
-            self.partition.ranks.made_of.forget()
-            with self.partition.shown():
+            self.parameters.ranks.made_of.forget()
+            with self.parameters.computing():
                 return run(*args, **kwargs)
 
         return whole_looking
 
     def show(self) -> None:
         """See `Division.show`."""
-        self.partition.show()
+        self.parameters.find()
 
     def encode_activation(self, value: Any) -> Any:
         """See `Division.encode_activation`."""
-        return packed(value)
+        return packed(map_kind(Part, computing, value))
 
     def decode_activation(self, value: Any) -> Any:
         """See `Division.decode_activation`."""
-        return unpacked(value, self.partition.ranks)
+        return unpacked(value, self.parameters.ranks)
 
     def settle(self, step: Step) -> Step:
-        """Adds the sum of what ranks have summands of; the module keeps whole tensors."""
-        return DividedStep(TensorParallelStep(step, self.partition), self.model, self.partition.ranks)
-
-
-def _blocks(model: nn.Module, plan: ParallelPlan, divided: Iterable[DividedModule]) -> dict[str, nn.Module]:
-    """The plan's blocks that this rank has, and layers with divided modules that it does not name: a second model's."""
-    found = {name: block for name, block in plan.find_blocks(model).items() if any(True for _ in block.parameters())}
-    for each in divided:
-        layer = re.match(r"(.+?\.)?\d+(?=\.)", each.name)
-        if layer and not any(each.name.startswith(f"{name}.") for name in found):
-            found[layer[0]] = model.get_submodule(layer[0])
-    return found
+        """Averages gradients that ranks have summands of; the module keeps whole tensors."""
+        return DividedStep(TensorParallelStep(step, self.model, self.parameters), self.model, self.parameters.ranks)
 
 
 def _nothing_to_divide(technique: TensorParallel, model: nn.Module, plan: ParallelPlan) -> str:

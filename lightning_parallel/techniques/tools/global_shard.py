@@ -112,20 +112,6 @@ class _Gather(torch.autograd.Function):
         return shard_of(gradient, ctx.like)
 
 
-def as_global(module: nn.Module) -> None:
-    """Let every sharded parameter of a module, and its gradient, compute as the whole. No message."""
-    for parameter in module.parameters():
-        global_of(parameter)
-
-
-def as_stored(module: nn.Module) -> None:
-    """Make the sharded parameters and gradients of a module plain DTensors again. No message. Undoes `as_global`."""
-    for parameter in module.parameters():
-        for tensor in (parameter.grad, parameter):
-            if type(tensor) is GlobalShard:
-                tensor.__class__ = DTensor  # type: ignore[assignment]
-
-
 def global_of(tensor: TensorT) -> TensorT:
     """The same tensor, which computes as the whole from now on, with its gradient, if it is a DTensor."""
     for each in (tensor, tensor.grad if tensor.is_leaf else None):
@@ -502,4 +488,4 @@ def _share_memory(a: Tensor, b: Tensor) -> bool:
     with torch._C.DisableTorchFunctionSubclass():
         if isinstance(a, DTensor) or isinstance(b, DTensor) or a.is_meta or a.layout != torch.strided:
             return False
-        return a.numel() > 0 and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+        return a.numel() > 0 and a.untyped_storage()._cdata == b.untyped_storage()._cdata

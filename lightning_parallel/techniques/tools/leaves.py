@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_parallel.collectives.by_elements import complete
-from lightning_parallel.collectives.elements import Elements, Ranks
-from lightning_parallel.techniques.tools.shards import ElementsShard, local, made_as_dtensors_are
+from lightning_parallel.techniques.tools.shards import ElementsShard, made_as_dtensors_are
 
 
 def leaf_of(parameter: Tensor) -> Tensor:
@@ -21,7 +19,7 @@ def leaf_of(parameter: Tensor) -> Tensor:
 
     Operations on a DTensor, and its conversion within autograd, cost several times as much as those on a plain tensor.
     So the plain part is a leaf of its own, whose gradient moves to the parameter as it arrives, before hooks on the
-    parameter run. Gradients of elements that several ranks have are summed over these ranks on the way.
+    parameter run.
     """
     if not isinstance(parameter, DTensor):
         return parameter
@@ -46,8 +44,10 @@ def _plain_leaf(parameter: DTensor) -> Tensor:
     # a parameter that was copied or replaced has other memory
     if leaf is None or leaf.kept is not parameter._local_tensor or leaf.parameter is not parameter:
         leaf = vars(parameter)["_leaf"] = _PlainPart(parameter)
-    if leaf.tensor.requires_grad is not parameter.requires_grad:
-        leaf.tensor.requires_grad_(parameter.requires_grad)
+    with torch._C.DisableTorchFunctionSubclass():
+        learns = parameter.requires_grad
+    if leaf.tensor.requires_grad is not learns:
+        leaf.tensor.requires_grad_(learns)
         leaf.listen()
     return leaf.tensor
 
@@ -67,7 +67,6 @@ class _PlainPart:
         self.parameter = parameter
         self.kept = parameter._local_tensor
         self.tensor = self.kept.detach()
-        self.copied = list(_copied(parameter))
         self._listens = False
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -82,28 +81,23 @@ class _PlainPart:
             self._listens = True
 
 
-def _copied(parameter: DTensor) -> Iterator[tuple[int, Elements]]:
-    """The dimensions of which several ranks have the same elements."""
-    for axis, placement in enumerate(parameter.placements):
-        if isinstance(placement, ElementsShard):
-            ranks = Ranks(parameter.device_mesh.get_group(axis), str(axis))
-            elements = ranks.elements(parameter.shape[placement.dim], placement.runs)
-            if not elements.disjoint:
-                yield placement.dim, elements
-
-
 def _move_gradient(of: weakref.ref[_PlainPart], tensor: Tensor) -> None:
     gradient: Any = tensor.grad
     tensor.grad, leaf = None, of()
-    if leaf is None or not leaf.parameter.requires_grad:  # it is gone, or was frozen after it was used
+    if leaf is None:
         return
     parameter: Any = leaf.parameter
+    with torch._C.DisableTorchFunctionSubclass():  # while a step runs its class is another one
+        learns, before = parameter.requires_grad, parameter.grad
+        hooks = parameter._post_accumulate_grad_hooks
+    if not learns:  # it was frozen after it was used
+        return
     if gradient is not None:  # None is passed by a pipeline for a parameter that no step used
-        for dim, elements in leaf.copied:
-            gradient = complete(gradient, dim, elements)
-        if parameter.grad is None:
-            parameter.grad = made_as_dtensors_are(DTensor, gradient, parameter._spec, False)
+        if before is None:
+            made = made_as_dtensors_are(DTensor, gradient, parameter._spec, False)
+            with torch._C.DisableTorchFunctionSubclass():
+                parameter.grad = made
         else:
-            local(parameter.grad).add_(gradient.detach())
-    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+            before._local_tensor.add_(gradient.detach())
+    for hook in (hooks or {}).values():
         hook(parameter)

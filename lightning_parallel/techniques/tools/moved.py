@@ -122,13 +122,3 @@ def current(tensor: Any) -> Any:
         follows = vars(tensor)[KEY]
         tensor = follows.held() if isinstance(follows, Place) else follows
     return tensor
-
-
-def path_of(tensor: Tensor) -> str | None:
-    """FQN of a parameter that was replaced in the module."""
-    while is_moved(tensor):
-        follows = vars(tensor)[KEY]
-        if isinstance(follows, Place):
-            return follows.path
-        tensor = follows
-    return None

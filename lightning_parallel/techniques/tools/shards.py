@@ -21,7 +21,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from lightning_parallel.collectives.functional import all_gather
-from lightning_parallel.collectives.spans import Runs, Span, bounds, joined, length_of, places, within, without
+from lightning_parallel.collectives.spans import Runs, Span, bounds, joined, length_of, within
 from lightning_parallel.mesh import place_in
 
 
@@ -29,7 +29,6 @@ class ElementsShard(Shard):
     """The placement of a dimension of which each rank keeps elements of its own: `runs` are their spans, by rank.
 
     Fused weights are divided so, as each rank keeps a piece of each part, and heads that ranks do not share evenly.
-    Several ranks may have copies of the same element.
     """
 
     def __init__(self, dim: int, runs: Sequence[Runs]) -> None:
@@ -124,18 +123,6 @@ def pieces(placement: Placement, size: int, ranks: int, rank: int) -> list[Span]
     return list(placement.runs[rank]) if isinstance(placement, ElementsShard) else [bounds(size, ranks, rank)]
 
 
-def once(tensor: Tensor) -> list[Tensor]:
-    """What this rank holds of a tensor, but for copies of what a rank before it on the same axis holds."""
-    found = [local(tensor)]
-    for axis, placement in enumerate(tensor.placements if isinstance(tensor, DTensor) else ()):
-        if isinstance(placement, ElementsShard) and isinstance(tensor, DTensor):
-            held = runs_of(tensor)[placement.dim]
-            before = [span for runs in placement.runs[: place_in(tensor.device_mesh, axis)] for span in runs]
-            spans = places(held, without(held, before))
-            found = [piece.narrow(placement.dim, a, b - a) for piece in found for a, b in spans]
-    return found
-
-
 def shard_of(whole: Tensor, like: DTensor) -> DTensor:
     """This rank's part of a tensor that every rank has whole, divided as `like` is; no communication.
 
@@ -197,9 +184,12 @@ def parameter_part(parameter: nn.Parameter, mesh: DeviceMesh, placements: Sequen
     return made
 
 
+OF_TECHNIQUES = ("_leaf", "watch", "reads", "computes")
+
+
 def given_by_users(parameter: Tensor) -> dict[str, Any]:
     """The attributes that users gave a parameter, such as flags, without those that techniques gave it."""
-    return {name: value for name, value in vars(parameter).items() if name not in ("_leaf", "watch", "reads", "made")}
+    return {name: value for name, value in vars(parameter).items() if name not in OF_TECHNIQUES}
 
 
 def bear(made: Tensor, parameter: Tensor) -> None:

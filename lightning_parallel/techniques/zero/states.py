@@ -23,10 +23,10 @@ from lightning_parallel.techniques.gradients.bucket import Bucket
 from lightning_parallel.techniques.gradients.buckets import BucketedStep, has_shard, nothing
 from lightning_parallel.techniques.step import Step, StepFn
 from lightning_parallel.techniques.tools.global_shard import GlobalShard, global_of, local_of
-from lightning_parallel.techniques.tools.holders import Holders
-from lightning_parallel.techniques.tools.replicas import Replicas
+from lightning_parallel.techniques.tools.holders import Holders, Replicas
 from lightning_parallel.techniques.tools.shards import as_shard, local, made_as_dtensors_are, shard_of_part
 from lightning_parallel.techniques.zero.arrivals import Arrival, Arrivals
+from lightning_parallel.techniques.zero.casts import refuse_casts
 from lightning_parallel.techniques.zero.compilers import Compilers
 from lightning_parallel.techniques.zero.rows import Gathering, RowShard
 
@@ -43,12 +43,13 @@ class ShardedStatesStep(BucketedStep):
 
     Args:
         inner: the step to wrap.
-        parameters: all parameters of the model.
+        parameters: all parameters of the model that have rows to share.
         mesh: its `fsdp` view holds the shards, `dp_replicate` the replicas of hybrid sharding.
         stage: 1 keeps whole gradients while they accumulate, 2 reduces every backward pass and keeps shards.
         offload: keeps the shards that the optimizer steps, and so its states, in host memory.
         blocks: modules before whose forward their own parameters are waited for.
         replicas: compares what ranks hold of the parameters.
+        model: in whose forwards no parameter may be cast.
     """
 
     buckets: list[ScatterBucket]  # type: ignore[assignment]
@@ -63,7 +64,9 @@ class ShardedStatesStep(BucketedStep):
         offload: bool,
         blocks: Sequence[nn.Module] = (),
         replicas: Replicas | None = None,
+        model: nn.Module | None = None,
     ) -> None:
+        self._model, self._all = model, [] if model is None else list(model.parameters())
         self._arrivals = Arrivals(blocks)
         self._compilers = Compilers(parameters, self._arrivals.complete)
         self._offload, self._stage = offload, stage
@@ -82,12 +85,19 @@ class ShardedStatesStep(BucketedStep):
         return self.stored(parameter) if self._stage == 2 else self.inner.accumulated(parameter)
 
     def forward(self, run: StepFn[T], *args: Any, **kwargs: Any) -> T:
-        """See `Step.forward`."""
-        self._in_step = True
+        """See `Step.forward`. A forward that casts parameters, as some routers do, is refused."""
+        self._in_step, before = True, self._dtypes()
         try:
-            return self.inner.forward(run, *args, **kwargs)
+            output = self.inner.forward(run, *args, **kwargs)
         finally:
             self._in_step = False
+        if self._model is not None and (after := self._dtypes()) != before:
+            refuse_casts(self._model, zip(self._all, before, after, strict=True))
+        return output
+
+    def _dtypes(self) -> list[torch.dtype]:
+        with torch._C.DisableTorchFunctionSubclass():  # rows that arrive are not waited for
+            return [parameter.dtype for parameter in self._all]
 
     def backward(self, run: Callable[[], None]) -> None:
         """See `Step.backward`."""

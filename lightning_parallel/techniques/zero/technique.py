@@ -17,9 +17,8 @@ from lightning_parallel.techniques.division import Division, PartitionContext
 from lightning_parallel.techniques.gradients.average import average_gradients
 from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.technique import Phase, Technique, Traits
-from lightning_parallel.techniques.tools.replicas import Replicas
+from lightning_parallel.techniques.tools.holders import Replicas
 from lightning_parallel.techniques.tools.shards import has_no_rows
-from lightning_parallel.techniques.zero.casts import UncastStep
 from lightning_parallel.techniques.zero.sharded.parameters import shard_parameters
 from lightning_parallel.techniques.zero.sharded.root import Root
 from lightning_parallel.techniques.zero.sharded.step import ShardedParametersStep
@@ -104,11 +103,11 @@ class ShardedStates(Division):
     def step(self, step: Step) -> Step:
         """Adds the reduction of gradients to shards, and of those without rows to share to all."""
         parameters, mesh = list(self.model.parameters()), self.ground.mesh
-        step = UncastStep(step, self.model)
         step = average_gradients(step, [p for p in parameters if has_no_rows(p)], mesh)
         rows = [p for p in parameters if not has_no_rows(p)]
         asked, replicas = self.technique, Replicas(self.model, mesh)
-        return ShardedStatesStep(step, rows, mesh, asked.stage, asked.offload, self._blocks(), replicas)
+        blocks = self._blocks()
+        return ShardedStatesStep(step, rows, mesh, asked.stage, asked.offload, blocks, replicas, self.model)
 
     def _blocks(self) -> list[nn.Module]:
         """Modules that wait for their own parameters; a pipeline enters its blocks many times in a step."""

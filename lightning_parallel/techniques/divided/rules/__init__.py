@@ -2,6 +2,7 @@
 
 from lightning_parallel.techniques.divided.rules import (
     attention,
+    functionals,
     gradients,
     indexing,
     losses,
@@ -15,6 +16,7 @@ from lightning_parallel.techniques.divided.rules import (
 
 __all__ = [
     "attention",
+    "functionals",
     "gradients",
     "indexing",
     "losses",

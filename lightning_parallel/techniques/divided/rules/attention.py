@@ -13,7 +13,6 @@ from lightning_parallel.collectives.elements import Elements
 from lightning_parallel.collectives.made_of import Made
 from lightning_parallel.techniques.divided.meeting import as_divided, as_they_are, brought_together, learns, own_part
 from lightning_parallel.techniques.divided.randomness import drawn_apart, places_of
-from lightning_parallel.techniques.divided.rules.repeats import without_repeats
 from lightning_parallel.techniques.divided.table import Cuts, LocalCall, rule, same_cuts
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided, own_use
 
@@ -50,7 +49,8 @@ def _attention(func: Any, args: Any, kwargs: Any) -> Any:
         none = any(0 in elements.lengths for elements in cuts.values())
         return LocalCall(_attended if none else func, cuts)
     with drawn_apart(query.device, places_of(cuts)) if drops else nullcontext():
-        return as_divided(_computed(func, list(map(own_use, mine[0][::-1])), given), cuts)
+        ranks = next(iter(mine[1].values())).ranks
+        return as_divided(_computed(func, [own_use(ranks, each) for each in mine[0][::-1]], given), cuts)
 
 
 def _computed(func: Any, own: list[Tensor], given: dict[str, Any]) -> Tensor:
@@ -109,12 +109,7 @@ def _along_the_sequence(query: Any, key: Any, value: Any, mask: Tensor | None, g
         # The whole is exact, but no use: the graph ends where messages along the sequence would be sent in it.
         torch._dynamo.graph_break(msg="attention over a divided sequence sends messages, which no graph has")
         return NotImplemented
-    one_key, one_value = _each_head_once(key, value)
-    cuts = _cuts_of_all(query, one_key, one_value, one_key is not key or bool(given.get("enable_gqa")))
-    if cuts is not None:
-        key, value = one_key, one_value
-    else:
-        cuts = _cuts_of_all(query, key, value, bool(given.get("enable_gqa")))
+    cuts = _cuts_of_all(query, key, value, bool(given.get("enable_gqa")))
     if cuts is None:
         return NotImplemented
     causal = bool(given.get("is_causal"))
@@ -145,12 +140,6 @@ def _along_the_sequence(query: Any, key: Any, value: Any, mask: Tensor | None, g
 
 def _is_along(query: Any, dim: int) -> bool:
     return is_divided(query) and dim in query.cuts and query.cuts[dim].ranks.attention is not None
-
-
-def _each_head_once(key: Divided, value: Divided) -> tuple[Divided, Divided]:
-    """Keys and values as they were before the model repeated their heads for those of queries."""
-    (one_key, times), (one_value, others) = without_repeats(key), without_repeats(value)
-    return (one_key, one_value) if times == others > 1 else (key, value)
 
 
 def _cuts_of_all(query: Divided, key: Divided, value: Divided, grouped: bool) -> Cuts | None:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_parallel.techniques.divided.looks import note_strides
 from lightning_parallel.techniques.divided.meeting import as_divided, brought_together
 from lightning_parallel.techniques.divided.rules.shapes import sliced
 from lightning_parallel.techniques.divided.table import NAMES, operations, rule
@@ -47,9 +46,7 @@ def _one_part(func: Any, args: Any, kwargs: Any) -> Any:
     if dim in divided.cuts:
         return NotImplemented if NAMES[func] == "select" else _narrowed(divided, dim, *place)
     lost = NAMES[func] == "select"
-    made = Divided(func(divided.own, dim, *place), {k - (lost and k > dim): e for k, e in divided.cuts.items()})
-    note_strides(made, func, (divided, dim, *place), {})
-    return made
+    return Divided(func(divided.own, dim, *place), {k - (lost and k > dim): e for k, e in divided.cuts.items()})
 
 
 def _narrowed(divided: Divided, dim: int, start: int, length: int) -> Any:
@@ -105,9 +102,7 @@ def _chosen(divided: Divided, index: list[Any]) -> Any:
         else:
             dim, place = dim + 1, place + isinstance(each, slice)
         own_index.append(each)
-    own = Divided(made.own[tuple(own_index)], cuts)
-    note_strides(own, Tensor.__getitem__, (made, tuple(own_index)), {})
-    return own
+    return Divided(made.own[tuple(own_index)], cuts)
 
 
 def _span(each: Any, size: int) -> tuple[int, int] | None:

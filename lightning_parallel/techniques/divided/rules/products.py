@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,6 @@ from lightning_parallel.techniques.divided.meeting import (
     own_part,
     summed_up,
 )
-from lightning_parallel.techniques.divided.regather import lightly_kept
 from lightning_parallel.techniques.divided.table import LocalCall, rule
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided
 
@@ -80,10 +78,7 @@ def _of_sequence_into_features(x: Divided, weight: Divided, bias: Divided | None
         return made.own
     ((dim, elements),) = x.cuts.items()
     whole = gathered_once(x, x.own, dim, elements, autocast_dtype(x.own))
-    if not elements.ranks.regathers:
-        return F.linear(whole, weight.own, None if bias is None else bias.own)
-    with lightly_kept([whole]):
-        return F.linear(whole, weight.own, None if bias is None else bias.own)
+    return F.linear(whole, weight.own, None if bias is None else bias.own)
 
 
 def _out_of_features(ranks: Ranks, x: Divided, weight: Divided, bias: Tensor | None = None) -> Tensor:
@@ -181,8 +176,7 @@ def _product(run: Any, tensors: Any, names: Any, out: list[Any], bias: Any = Non
         return NotImplemented
     cuts = {out.index(name): each for name, each in elements.items() if name in out}
     added = _bias_of(bias, cuts, len(out)) if run is F.linear and bias is not None and not over else None
-    with nullcontext() if torch.compiler.is_dynamo_compiling() else lightly_kept(own):
-        made = run(*own) if added is None else F.linear(own[0], own[1], added)
+    made = run(*own) if added is None else F.linear(own[0], own[1], added)
     made = as_divided(made, cuts)
     for each in over:
         summand, rest = (made.own, made.cuts) if isinstance(made, Divided) else (made, {})

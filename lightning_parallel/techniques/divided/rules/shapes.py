@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
 from itertools import accumulate
 from typing import Any, cast
 
@@ -12,19 +11,10 @@ import torch
 from torch import Tensor
 
 from lightning_parallel.collectives.elements import Elements
-from lightning_parallel.techniques.divided.looks import (
-    as_wrapper,
-    copied_as_whole,
-    lies_as,
-    no_view,
-    note_strides,
-    strides_with_gaps,
-    tells_strides,
-)
+from lightning_parallel.techniques.divided.looks import hides_layout, no_view
 from lightning_parallel.techniques.divided.meeting import as_divided, brought_together
-from lightning_parallel.techniques.divided.rules.repeats import note_repeated, note_reshaped
-from lightning_parallel.techniques.divided.table import NAMES, Cuts, LocalCall, operations, rule, whole_shape
-from lightning_parallel.techniques.divided.tensor import Divided, Wrapper, carried_out, is_divided
+from lightning_parallel.techniques.divided.table import NAMES, Cuts, LocalCall, operations, rule
+from lightning_parallel.techniques.divided.tensor import Divided, Wrapper, is_divided
 
 # ---------------------------------------------------------------- one shape into another
 
@@ -50,18 +40,12 @@ def _reshaped(func: Any, args: Any, kwargs: Any) -> Any:
     if placed is None:
         return NotImplemented
     own, cuts = placed
-    call = LocalCall(Tensor.reshape, cuts, (own,))
-    if NAMES[func] in COPYING and not tells_strides(divided):
-        call = LocalCall(partial(_reshaped_as_whole, own, whole_shape(torch.Size(own), cuts)), cuts, None, True)
-    if all(elements.ranks.attention is None for elements in cuts.values()):
-        return call
-    made = cast(Divided, carried_out(call, args, {}))
-    note_reshaped(divided, made)
-    return made
+    copies = NAMES[func] in COPYING and hides_layout(divided)
+    return LocalCall(_reshaped_copy if copies else Tensor.reshape, cuts, (own,))
 
 
-def _reshaped_as_whole(own: list[int], shape: torch.Size, divided: Divided, /, *_: Any, **__: Any) -> Tensor:
-    return copied_as_whole(divided, divided.own.reshape(own), Tensor.reshape, shape)
+def _reshaped_copy(own: Tensor, shape: list[int]) -> Tensor:
+    return own.reshape(shape).clone()  # graphs leave out what nobody changes
 
 
 def _placed(func: Any, args: Any, kwargs: Any) -> tuple[list[int], Cuts] | None:
@@ -196,12 +180,14 @@ def _itself_in_another_shape(func: Any, args: Any, kwargs: Any) -> Any:
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), torch._C._DisableTorchDispatch():
         func(*args, **kwargs)  # its history is that of its own elements
     divided.own, divided.form = made.own, made.form
-    divided.forget()
+    divided.note_change()
     return divided
 
 
 def _may_turn(divided: Divided, name: str) -> bool:
-    return name in TURNING and type(divided) is Wrapper and divided.stored is None and is_divided(divided)
+    if name not in TURNING or divided.stored is not None or not is_divided(divided):
+        return False
+    return isinstance(divided, Wrapper) and not any(each.divided is divided for each in divided.form.viewed)
 
 
 def _instead_of(name: str) -> str:
@@ -229,9 +215,7 @@ def _repeated(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     dim %= divided.dim()
     cuts = {k: elements.grown(times) if k == dim else elements for k, elements in divided.cuts.items()}
-    made = Divided(no_view(torch.repeat_interleave(divided.own, times, dim)), cuts)
-    note_repeated(divided, made, times, dim)
-    return made
+    return Divided(no_view(torch.repeat_interleave(divided.own, times, dim)), cuts)
 
 
 # ---------------------------------------------------------------- several tensors, and pieces of one
@@ -274,9 +258,7 @@ def _pieces(func: Any, args: Any, kwargs: Any) -> Any:
     if dim not in divided.cuts:
         lost = NAMES[func] == "unbind"
         cuts = {k - (lost and k > dim): elements for k, elements in divided.cuts.items()}
-        found = tuple([Divided(piece, cuts) for piece in func(divided.own, *args[1:], **kwargs)])
-        note_strides(found, func, args, kwargs)
-        return found
+        return tuple([Divided(piece, cuts) for piece in func(divided.own, *args[1:], **kwargs)])
     if NAMES[func] == "unbind":
         return NotImplemented
     found = func(torch.empty(divided.shape, device="meta"), *args[1:], **kwargs)
@@ -292,8 +274,4 @@ def sliced(divided: Divided, dim: int, start: int, stop: int) -> Divided:
     elements = divided.cuts[dim]
     first, last = elements.before(start), elements.before(stop)
     cuts = {k: each.cut(start, stop) if k == dim else each for k, each in divided.cuts.items()}
-    made = Divided(divided.own.narrow(dim, first, last - first), cuts)
-    hidden = last - first in (0, 1, elements.length) and stop - start < elements.size
-    if not torch.compiler.is_dynamo_compiling() and (hidden or as_wrapper(divided).form.strides is not None):
-        lies_as(made, strides_with_gaps(divided))
-    return made
+    return Divided(divided.own.narrow(dim, first, last - first), cuts)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lightning_parallel.techniques.divided.looks import copied_as_whole, note_strides, strides_of, tells_strides
+from lightning_parallel.techniques.divided.looks import hides_layout
 from lightning_parallel.techniques.divided.meeting import (
     as_divided,
     as_they_are,
@@ -22,33 +22,43 @@ from lightning_parallel.techniques.divided.randomness import drawn_apart, kept_i
 from lightning_parallel.techniques.divided.table import NAMES, LocalCall, is_in_place, operations, rule, same_cuts
 from lightning_parallel.techniques.divided.tensor import Divided, is_divided, of_wholes
 
-ARITHMETIC = ("add", "sub", "subtract", "mul", "multiply", "div", "divide", "true_divide", "floor_divide",
-              "remainder", "fmod", "pow", "rsub", "maximum", "minimum", "fmax", "fmin", "atan2", "lerp", "addcmul",
-              "addcdiv", "where", "xlogy", "copysign", "hypot", "logaddexp", "bitwise_and", "bitwise_or",
-              "bitwise_xor")  # fmt: skip
-COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "not_equal", "greater", "less", "greater_equal", "less_equal",
-               "isclose", "logical_and", "logical_or", "logical_xor", "logical_not", "isnan", "isinf",
-               "isfinite")  # fmt: skip
-FUNCTIONS = ("abs", "neg", "negative", "positive", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt",
-             "rsqrt", "square", "sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "tanh", "sigmoid",
-             "logit", "erf", "erfc", "reciprocal", "sign", "floor", "ceil", "round", "trunc", "frac", "clamp",
-             "clip", "clamp_min", "clamp_max", "nan_to_num", "masked_fill", "relu", "relu6", "elu", "selu", "celu",
-             "gelu", "silu", "mish", "softplus", "softsign", "leaky_relu", "logsigmoid", "hardtanh", "hardswish",
-             "hardsigmoid", "hardshrink", "softshrink", "tanhshrink", "threshold", "bitwise_not", "sgn", "expit",
-             "i0", "sinc", "lgamma", "digamma")  # fmt: skip
+UNTAGGED = ("divide", "expit", "floor_divide", "greater", "greater_equal", "hardswish", "isclose", "less",
+            "less_equal", "logsigmoid", "masked_fill", "multiply", "negative", "not_equal", "rsub", "softsign",
+            "subtract", "tanhshrink", "threshold", "true_divide", "where")  # fmt: skip
+"""Act on each element by itself, but are composed of others, or lack torch's tag that says so."""
+UNLIKE = ("equal", "frexp", "mvlgamma", "rrelu")
+"""Have the tag, but make one number of all elements, several results, or random numbers."""
 KEEPING = ("clone", "float", "double", "half", "bfloat16", "long", "int", "bool", "short", "byte",
-           "zeros_like", "ones_like", "full_like", "empty_like", "zero_", "fill_",
+           "zeros_like", "ones_like", "full_like", "empty_like", "zero_", "fill_", "copy_",
            "detach_", "cuda")  # fmt: skip
 OPERATORS = ("__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__truediv__", "__rtruediv__",
              "__rdiv__", "__div__", "__floordiv__", "__rfloordiv__", "__mod__", "__rmod__", "__pow__", "__rpow__",
              "__neg__", "__pos__", "__abs__", "__invert__", "__and__", "__or__", "__xor__", "__rand__", "__ror__",
              "__rxor__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__iadd__", "__isub__",
              "__imul__", "__itruediv__", "__idiv__", "__ipow__", "__iand__", "__ior__", "__ixor__")  # fmt: skip
-CHANGING = (*(f"{name}_" for name in (*ARITHMETIC, *COMPARISONS, *FUNCTIONS)), "copy_")
+
+
+def _is_pointwise(name: str) -> bool:
+    """Whether each overload of an operation that takes a tensor has torch's tag for functions of single elements."""
+    packet: Any = getattr(torch.ops.aten, name, None)
+    if name in UNLIKE or not isinstance(packet, torch._ops.OpOverloadPacket):
+        return False
+    names: list[str] = packet.overloads()  # type: ignore[no-untyped-call]
+    overloads = [getattr(packet, each) for each in names if not each.endswith("out")]
+    kinds = [{each.type.kind() for each in overload._schema.arguments[:2]} for overload in overloads]
+    tags = [each.tags for each, kind in zip(overloads, kinds, strict=True) if "TensorType" in kind]
+    return len(tags) > 0 and all(torch.Tag.pointwise in each for each in tags)
+
+
+POINTWISE = (
+    *UNTAGGED,
+    *filter(_is_pointwise, sorted({*dir(torch), *dir(Tensor), *dir(functional), *dir(torch.special)})),
+)
+CHANGING = tuple(f"{name}_" for name in POINTWISE)
 MAY_CHANGE = ("relu", "relu6", "elu", "selu", "celu", "silu", "mish", "leaky_relu", "hardtanh", "hardswish",
               "hardsigmoid", "threshold")  # fmt: skip
 """Change their argument if they are told so by `inplace`, the last of theirs and the only one that is a truth value."""
-ONE_BY_ONE = operations(*ARITHMETIC, *COMPARISONS, *FUNCTIONS, *KEEPING, *OPERATORS, *CHANGING)
+ONE_BY_ONE = operations(*POINTWISE, *KEEPING, *OPERATORS, *CHANGING)
 LEAKS = frozenset(operations("rrelu"))
 DROPS = frozenset(operations("dropout", "alpha_dropout", "feature_alpha_dropout", "dropout_")) | LEAKS
 DROPOUT = frozenset(operations("dropout", "dropout_"))
@@ -90,7 +100,7 @@ def _changed_element_by_element(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _result(func: Any, first: Any, made: Any, cuts: Any, changes: bool) -> Any:
     if changes:
-        first.forget()
+        first.note_change()
         return first
     return as_divided(made, cuts)
 
@@ -100,11 +110,11 @@ def _made_contiguous(func: Any, args: Any, kwargs: Any) -> Any:
     divided = args[0]
     if not is_divided(divided):
         return NotImplemented
-    return LocalCall(func, divided.cuts) if tells_strides(divided) else LocalCall(_contiguous, divided.cuts, None, True)
+    return LocalCall(_contiguous_copy if hides_layout(divided) else func, divided.cuts)
 
 
-def _contiguous(divided: Divided, **kwargs: Any) -> Tensor:
-    return copied_as_whole(divided, divided.own.contiguous(**kwargs), Tensor.contiguous, **kwargs)
+def _contiguous_copy(own: Tensor, **kwargs: Any) -> Tensor:
+    return own.contiguous(**kwargs).clone()
 
 
 @rule(*operations("to", "type", "type_as"))
@@ -123,9 +133,7 @@ def _to(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented  # there the ranks' collectives may not reach
     if made is divided.own:
         return divided
-    found = Divided(made, divided.cuts)
-    note_strides(found, Tensor.clone, (divided,), {})  # in another dtype it lies as a copy does
-    return found
+    return Divided(made, divided.cuts)
 
 
 @rule(*DRAWN)
@@ -194,12 +202,7 @@ def _asked(func: Any, args: Any, kwargs: Any) -> Any:
 @rule(Tensor.stride, Tensor.is_contiguous, Tensor.dim_order)
 def _asked_of_the_layout(func: Any, args: Any, kwargs: Any) -> Any:
     asked, *rest = args
-    if not is_divided(asked):
-        return func(asked.own, *rest, **kwargs)
-    strides = strides_of(asked)
-    if strides is None:
-        return _asked_of_the_whole(func, args, kwargs)
-    return func(torch.empty_strided(asked.shape, strides, device="meta"), *rest, **kwargs)
+    return _asked_of_the_whole(func, args, kwargs) if is_divided(asked) else func(asked.own, *rest, **kwargs)
 
 
 @rule(torch.numel, Tensor.nelement, Tensor.ndimension, Tensor.storage_offset)
@@ -210,14 +213,16 @@ def _asked_of_the_whole(func: Any, args: Any, kwargs: Any) -> Any:
 
 @rule(*operations("as_strided"))
 def _by_strides(func: Any, args: Any, kwargs: Any) -> Any:
-    """Of the whole, where it lies as on one device; a view does not know what is before it in memory."""
-    own, given = args[0].own, args[3] if len(args) > 3 else kwargs.get("storage_offset")
+    """Of the whole, where it lies as on one device; a view does not know what else is in the memory that it views."""
+    divided, given = args[0], args[3] if len(args) > 3 else kwargs.get("storage_offset")
+    own, reach = divided.own, sum((n - 1) * step for n, step in zip(divided.shape, divided.stride(), strict=True)) + 1
     is_part = own._is_view() and (own.storage_offset() > 0 or own.numel() < own._base.numel())
-    if given is not None and is_part:
+    has_gaps = reach > divided.numel() and not torch.compiler.is_dynamo_compiling()
+    if has_gaps or (given is not None and is_part):
         raise ValueError(
-            f"as_strided(storage_offset={given}) of a view, {tuple(args[0].shape)}, of a tensor that ranks divide "
-            "counts from the beginning of what it views, which the view does not know; write x.as_strided(...) for the "
-            "tensor x itself, or use slices and unfold"
+            f"as_strided of a view, {tuple(divided.shape)}, of a tensor that ranks divide reads the memory of what it "
+            "views, which the view does not know; write x.as_strided(...) for the tensor x itself, or use slices and "
+            "unfold"
         )
     return NotImplemented
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_parallel.techniques.divided.parts import Part, is_part
 from lightning_parallel.techniques.tools.shards import bear
 
 
@@ -83,3 +84,5 @@ def _make_whole(parameter: Any) -> None:
     parameter.__class__.init_unsharded_param(parameter)
     del vars(parameter)["init_unsharded_param"]
     bear(parameter._unsharded_param, parameter.sharded_param)
+    if is_part(parameter._unsharded_param):  # within steps only is it ever seen
+        parameter._unsharded_param.__class__ = Part

@@ -26,13 +26,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
+from lightning_parallel.techniques.divided.parts import computing
 from lightning_parallel.techniques.divided.table import is_in_place
 from lightning_parallel.techniques.divided.tensor import Divided
 from lightning_parallel.techniques.gradients.buckets import nothing
 from lightning_parallel.techniques.tools.global_shard import global_of
 from lightning_parallel.techniques.tools.shards import shard_of
 from lightning_parallel.techniques.zero.gradients import StepsGradients
-from lightning_parallel.techniques.zero.sharded.groups import groups_of, is_known, slots_of
+from lightning_parallel.techniques.zero.sharded.groups import groups_of
 
 ABOUT = frozenset(
     (
@@ -153,8 +154,6 @@ class OutsideReads:
     def watching(self) -> Iterator[None]:
         """Around the forward of a step: what was read before is whole, and what is read now is noticed."""
         self.gather()
-        for state in (*self._others, *self._kept):
-            self._watch_parts(state)
         for units, state in self._units:
             if state not in self._kept:
                 for parameter in _parameters(state):
@@ -176,21 +175,9 @@ class OutsideReads:
         vars(tensor)["reads"], tensor.__class__ = self, Away
         self._watched.append(tensor)
 
-    def _watch_parts(self, state: Any) -> None:
-        """What tensor parallelism divides is a part of the whole even where it is gathered."""
-        for parameter in _parameters(state):
-            if is_known(parameter) and type(parameter._unsharded_param) is DTensor:
-                self._watch(parameter._unsharded_param)
-
     def standing(self, part: Any) -> Any:
         """What code sees for a part where its unit is whole, as it is from now on: the whole, or what looks whole."""
-        gathered = self.gathered(part)
-        if id(part) not in self._away:
-            return gathered
-        if isinstance(gathered, DTensor):
-            self.show()
-        there = [module._parameters.get(name) for module, name in slots_of(self._away[id(part)][-1])]
-        return next((each for each in there if isinstance(each, Divided) and each.stored is gathered), gathered)
+        return computing(self.gathered(part))
 
     def gathered(self, part: Any) -> Any:
         """What a rank has for a part where its unit is whole: a part still, of what others divide."""
@@ -207,7 +194,6 @@ class OutsideReads:
             _unshard(units)
             for each in _parameters(state):  # it may have been frozen, or let learn, while it was away
                 each.unsharded_param.requires_grad_(each.sharded_param.requires_grad)
-            self._watch_parts(state)
             self.show()
 
     def whole(self, part: Any) -> Any:

@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_parallel.mesh import ParallelMesh
 from lightning_parallel.techniques.gradients.buckets import Given, nothing
 from lightning_parallel.techniques.step import Step, StepFn, WrappedStep
 from lightning_parallel.techniques.zero.casts import refuse_casts
 from lightning_parallel.techniques.zero.sharded.backward import ShardedBackward
-from lightning_parallel.techniques.zero.sharded.groups import put_in_tables, states_of
+from lightning_parallel.techniques.zero.sharded.groups import put_in_tables, shards_of, states_of
 from lightning_parallel.techniques.zero.sharded.learning import Learning
 from lightning_parallel.techniques.zero.sharded.root import entrances, remove_hooks_of_state_dicts
 from lightning_parallel.techniques.zero.sharded.writes import StepsWrites
@@ -82,6 +82,16 @@ class ShardedParametersStep(WrappedStep):
             self._given.stepped = set()
         if self._root.running:
             self._gradients.show()
+
+    def gathered(self) -> list[Tensor]:
+        """See `Step.gathered`."""
+        return [*(whole for whole, _ in shards_of(self._root)), *self.inner.gathered()]
+
+    def gather_anew(self) -> None:
+        """See `Step.gather_anew`."""
+        with self._writes.forgotten():
+            self._root.gather()
+        self.inner.gather_anew()
 
     @contextmanager
     def unsynced(self) -> Iterator[None]:

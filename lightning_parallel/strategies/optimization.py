@@ -1,18 +1,13 @@
-"""Gradients between the backward pass and the optimizer's step: scaled, clipped, and looked at whether they are finite.
-
-Lightning's precision plugins do that on one rank. `MeshPrecision` lets the user's plugin do it over the mesh, and
-`NonFinite` keeps optimizers from stepping by a loss or gradient that is nan or infinite, as Megatron-LM and torchtitan
-do; Lightning trains on, and saves what comes of it.
-"""
+"""From gradients to the optimizer's step: scaled, clipped, checked for nan, and stepped by what is stored."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,28 +16,147 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_parallel.collectives.functional import by_kind, within_reach
-from lightning_parallel.strategies.lightning_package import DoublePrecision, LightningModule, MixedPrecision, Precision
+from lightning_parallel.strategies import lightning_internals as internals
+from lightning_parallel.strategies.lightning_package import (
+    LightningModule,
+    LightningOptimizer,
+    MixedPrecision,
+    Precision,
+    Strategy,
+)
 from lightning_parallel.strategies.model.divided_model import DividedModel
 from lightning_parallel.strategies.ranks.agreement import gather_objects
 from lightning_parallel.techniques.gradients.clipping import clip_by_norm, clip_by_value
+from lightning_parallel.techniques.gradients.stored_optimizer import Pair, StoredOptimizer
+from lightning_parallel.techniques.step import Step
 from lightning_parallel.techniques.tools.shards import local as local_part
 from lightning_parallel.techniques.tools.staged import Staged
 
-log = logging.getLogger(__name__)
+T = TypeVar("T")
 
+SCHEDULED = "lr", "momentum", "betas", "weight_decay"
+"""What schedulers and users change in the groups of optimizers while they train."""
+log = logging.getLogger(__name__)
 Policy = Literal["stop", "skip", "continue"]
 LOSS = "the loss"
 LEAST_SCALE = 1.0
 """At this scale of a loss, or less, it is not the scale that makes gradients overflow; DeepSpeed goes no lower."""
 
 
-def convert_before_loading(plugin: Precision, module: nn.Module) -> None:
-    """Make a module double that will be so, before a checkpoint is read: its values would lose half of their digits.
+class StoredOptimizers:
+    """Knows each optimizer of the trainer before it steps or is saved.
 
-    Lightning converts modules after that. Of half precision nothing is lost so.
+    Args:
+        strategy: which knows those that the trainer has now.
+        store: makes others step what is stored, or raises.
     """
-    if isinstance(plugin, DoublePrecision):
-        plugin.convert_module(module)
+
+    def __init__(self, strategy: Strategy, store: Callable[[Sequence[Optimizer]], Sequence[StoredOptimizer]]) -> None:
+        self._strategy, self._store = strategy, store
+        self._held: dict[int, Any] = {}
+        """In such a step, by the `id` of what the module shows, the parameter that ranks have."""
+        self._parameters: dict[int, nn.Parameter] | None = None
+        self._known: dict[int, StoredOptimizer] = {}
+        self.look_at_loss = False
+        """Whether any of them may decide by what its closure returns."""
+
+    def take(self, steppable: Collection[nn.Parameter] | None = None) -> None:
+        """Knows those that are new; those that the trainer has no more are forgotten with the next of them.
+
+        Args:
+            steppable: as the run begins, the parameters that they may step; None for any.
+        """
+        if steppable is not None:
+            self._parameters = {id(parameter): parameter for parameter in steppable}
+        optimizers = self._strategy.optimizers
+        for optimizer in optimizers:
+            if id(optimizer) not in self._known:
+                new = [each for each in optimizers if id(each) not in self._known]
+                known = self._known | {id(stored.optimizer): stored for stored in self._store(new)}
+                self._known = {id(each): known[id(each)] for each in optimizers}
+                self.look_at_loss = any(stored.looks_at_loss for stored in self._known.values())
+                self.reach_wrappers()
+                return
+
+    def reach_wrappers(self) -> None:
+        """Methods of optimizers act on what is stored by whatever name they are called; Lightning has new wrappers."""
+        for stored in self._known.values():
+            for wrapper in internals.wrapped_optimizers(self._strategy):
+                if wrapper.optimizer is stored.optimizer:
+                    stored.reach(wrapper)
+
+    def close(self) -> None:
+        """Give all optimizers their own methods back, as the run is over; they may still be saved."""
+        for stored in self._known.values():
+            stored.close(internals.wrapped_optimizers(self._strategy))
+
+    @property
+    def all(self) -> list[StoredOptimizer]:
+        """Those that are known."""
+        return [*self._known.values()]
+
+    def of(self, optimizer: Any) -> StoredOptimizer:
+        """What makes this one step what is stored, or the one that it wraps for Lightning."""
+        self.take()
+        return self._known[id(optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer)]
+
+    def in_step(self, module: LightningModule) -> Callable[..., Any]:
+        """The module's `training_step` of manual optimization, in which groups hold what the module shows."""
+        self.take()
+        tables = [part._parameters for part in module.modules()]
+        places: list[tuple[dict[str, Any], str, Any]] = [(table, *each) for table in tables for each in table.items()]
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            shown: dict[int, Pair] = {
+                id(held): (held, table[name]) for table, name, held in places if table.get(name, held) is not held
+            }
+            self._show([*shown.values()])
+            try:
+                return module.training_step(*args, **kwargs)
+            finally:
+                self._show(())
+
+        return run
+
+    def _show(self, pairs: Sequence[Pair]) -> None:
+        self._held = {id(shown): held for held, shown in pairs}
+        for stored in self._known.values():
+            stored.show(pairs)
+
+    def settings(self) -> list[Any]:
+        """The `SCHEDULED` numbers of each group of each optimizer, which must be the same on all ranks."""
+        optimizers = self._strategy.optimizers
+        return [group.get(name) for each in optimizers for group in each.param_groups for name in SCHEDULED]
+
+    def step(self, optimizer: Optimizer, run: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Runs the step of an optimizer."""
+        if id(optimizer) not in self._known:
+            self.take()
+        return run(optimizer, *args, **kwargs)
+
+    def reduced(self, step: Step, optimizer: Optimizer, found: Iterable[Tensor]) -> list[Any]:
+        """The stored parameters of one that is about to clip or step; each rank has its part of gradients.
+
+        Gradients that a step of manual optimization gave, or changed, are means of all ranks from here on.
+
+        Raises:
+            ValueError: it steps a parameter that came while the run went on.
+        """
+        parameters: list[Any] = list(found)
+        if self._held:
+            parameters = [self._held.get(id(parameter), parameter) for parameter in parameters]
+        if self._parameters is not None and not self._parameters.keys() >= set(map(id, parameters)):
+            new = next(parameter for parameter in parameters if id(parameter) not in self._parameters)
+            raise ValueError(
+                f"{type(optimizer).__name__} steps a parameter of shape {list(new.shape)} that the module did not have "
+                "when the run began: ranks divide what it had then, and average the gradients of that alone, so each "
+                "would step this one by its own; make it in __init__, configure_model or setup, and freeze it "
+                "(requires_grad_(False)) until it is needed"
+            )
+        if not cast(LightningModule, self._strategy.lightning_module).automatic_optimization:
+            step.average_given(parameters)
+        step.shard_gradients(parameters)
+        return parameters
 
 
 def scale_of(plugin: Precision) -> float:
@@ -70,7 +184,7 @@ class MeshPrecision:
         plugin: Precision,
         divided: DividedModel,
         sharded: bool,
-        reduced: Callable[[Iterable[Tensor]], list[Any]],
+        reduced: Callable[[Optimizer, Iterable[Tensor]], list[Any]],
         nonfinite: NonFinite,
     ) -> None:
         world = divided.mesh.world
@@ -98,7 +212,7 @@ class MeshPrecision:
             parameters += group["params"]
         if self._pipelined:
             parameters = [parameter for parameter in parameters if not isinstance(parameter, Staged)]
-        return self._reduced(parameters)
+        return self._reduced(optimizer, parameters)
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         with self._local():
@@ -149,6 +263,9 @@ class MeshGradScaler(torch.amp.GradScaler):
 
 class NonFinite:
     """Looks at losses and gradients before each step of an optimizer, after what the user's hooks did to gradients.
+
+    So no optimizer steps by what is nan or infinite, as in Megatron-LM and torchtitan; Lightning trains on, and saves
+    what comes of it.
 
     | policy     | a loss or a gradient is not finite on some rank                          |
     |------------|--------------------------------------------------------------------------|

@@ -1,10 +1,16 @@
-"""Changes of the user's trainer for the time of a run, where Lightning has no seam for them."""
+"""Loggers that the user's step calls itself: `self.logger.experiment.add_histogram("logits", logits, step)`.
+
+Loggers act on rank 0 only, and read tensors there. In a step of tensor, context or expert parallelism each rank has
+parts of tensors, and to read one all ranks must come. So while a step runs, calls of a logger and of its experiment
+first make their arguments full, on every rank, whether the logger then writes or not.
+"""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import wraps
 from typing import Any
 
 import torch.distributed as dist
@@ -16,8 +22,65 @@ from lightning_parallel.strategies.data.batches import Batches
 from lightning_parallel.strategies.data.randomness import RandomState
 from lightning_parallel.strategies.lightning_package import VERSION as LIGHTNING
 from lightning_parallel.strategies.lightning_package import Callback, ModelCheckpoint, Trainer
-from lightning_parallel.strategies.ranks.signals import Signals
-from lightning_parallel.strategies.trainer.step_loggers import Full, with_full_arguments
+from lightning_parallel.strategies.ranks.failures import Signals
+
+Full = Callable[[str, Any], Any]
+"""Makes arguments full; gets the name of what is called, for errors. All ranks whose step runs call it."""
+
+
+def with_full_arguments(kind: type[Any], in_step: Callable[[], bool], full: Full) -> type[Any]:
+    """A subclass of a class of loggers whose methods, and those of its experiment, get full tensors in a step.
+
+    Loggers act on rank 0 only, and read tensors there: `self.logger.experiment.add_histogram("logits", logits, step)`.
+    In a step of tensor, context or expert parallelism each rank has shards, and to read one all ranks must come. So
+    these calls first make their arguments full, on every rank, whether the logger then writes or not.
+
+    Args:
+        kind: the class of a logger.
+        in_step: whether a step of the user's runs.
+        full: see `Full`.
+    """
+
+    def get(self: Any, name: str) -> Any:
+        value = super(made, self).__getattribute__(name)
+        if name.startswith("_") or not in_step():
+            return value
+        if name == "experiment":
+            return _Experiment(value, full)
+        return _full_call(value, f"{kind.__name__}.{name}", full) if callable(value) else value
+
+    named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__getattribute__": get}
+    made: type[Any] = type(kind.__name__, (kind,), named)
+    return made
+
+
+class _Experiment:
+    """The experiment of a logger, or the stand-in that other ranks have, while a step runs."""
+
+    def __init__(self, experiment: Any, full: Full) -> None:
+        vars(self).update(_experiment=experiment, _full=full)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._experiment, name)
+        return _full_call(value, f"experiment.{name}", self._full) if callable(value) else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._experiment, name, self._full(f"experiment.{name}", value))
+
+    def __getitem__(self, key: Any) -> Any:  # as in neptune: experiment["loss"].append(value)
+        return _Experiment(self._experiment[key], self._full)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._experiment[key] = self._full(f"experiment[{key!r}]", value)
+
+
+def _full_call(function: Callable[..., Any], name: str, full: Full) -> Callable[..., Any]:
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = full(name, (args, kwargs))
+        return function(*args, **kwargs)
+
+    return call
 
 
 class TrainerPatches:
@@ -30,16 +93,16 @@ class TrainerPatches:
 
     def __init__(self, trainer: Trainer, back: ExitStack) -> None:
         self._trainer, self._back = trainer, back
-        self.signals: Signals | None = None
+        self.signals = Signals(trainer)
         #: whether Lightning has installed its signal handlers and the loops run
         self.begun = False
         #: whether the user wants data divided by rank
         self.divides_data = internals.divides_data(trainer)
-        self._back.callback(internals.leave_samplers_alone(trainer))
+        internals.leave_samplers_alone(trainer, back)
         for loop in internals.evaluation_loops(trainer):
             self._back.callback(setattr, loop, "inference_mode", loop.inference_mode)
             loop.inference_mode = False  # sharded parameters and inference tensors do not mix
-        self._back.callback(internals.skip_without_draws(trainer, lambda: RandomState.now().replayed()))
+        internals.skip_without_draws(trainer, lambda: RandomState.now().replayed(), back)
 
     def ignore_sync_dist_warning(self) -> None:
         """Lightning recommends sync_dist wherever there is a process group, even of one rank."""
@@ -64,7 +127,7 @@ class TrainerPatches:
         found = self._trainer.checkpoint_callbacks
         saver.callbacks = [callback for callback in found if isinstance(callback, ModelCheckpoint)]
         for callback in saver.callbacks:
-            self._back.callback(internals.link_by(callback, saver.link))
+            internals.link_by(callback, saver.link, self._back)
 
     def show_full_to_loggers(self, in_step: Callable[[], bool], full: Full) -> None:
         """Let the trainer's loggers get full tensors from the user's step; see `with_full_arguments`."""
@@ -80,10 +143,10 @@ class TrainerPatches:
             batches: compare the numbers of loaders that ranks are about to set up.
             host: all ranks.
         """
-        self._back.callback(internals.agree_when_to_validate(self._trainer, agree))
+        internals.agree_when_to_validate(self._trainer, agree, self._back)
         internals.compare_validating(self._trainer, batches.compare_loaders)
         for loop in (self._trainer.fit_loop, *internals.evaluation_loops(self._trainer)):
-            self._back.callback(internals.compare_loaders(loop, host, batches.compare_loaders))
+            internals.compare_loaders(loop, host, batches.compare_loaders, self._back)
 
     def normalise_over(self, group: dist.ProcessGroup) -> None:
         """Let synchronised batch norms combine the ranks that read other samples, not those that hold other layers."""
@@ -96,9 +159,9 @@ class TrainerPatches:
         """Lightning has installed its signal handlers, and the loops are about to run."""
         self.begun = True
         if distributed:
-            self.signals = Signals(self._trainer)
+            self.signals.install()
             self._back.callback(self.signals.close)
-            self._back.callback(internals.leave_sigterm_alone(self._trainer))
+            internals.leave_sigterm_alone(self._trainer, self._back)
 
     def require_begun(self, stepped: bool) -> None:
         """Raise if a run stepped and Lightning never said that it begins, on which signals and resuming depend."""

@@ -1,1 +1,0 @@
-"""Models that are never whole in memory: built on meta, made part by part."""

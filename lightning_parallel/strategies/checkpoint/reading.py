@@ -1,0 +1,294 @@
+"""Reads checkpoints of every form, which run no code unless the user trusts them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from lightning_parallel.arguments import one_of, true_or_false
+from lightning_parallel.checkpoint import commit, folder
+from lightning_parallel.checkpoint.damage import REMEDY, Damaged, reading
+from lightning_parallel.checkpoint.hub.folder import is_hub_folder
+from lightning_parallel.checkpoint.hub.folder import read as read_hub
+from lightning_parallel.checkpoint.manifest import read_manifest
+from lightning_parallel.checkpoint.sealed import SealedFile, require_unchanged
+from lightning_parallel.checkpoint.sealed import load as load_file
+from lightning_parallel.checkpoint.torch_folder import is_torch_folder, unsafe
+from lightning_parallel.strategies.checkpoint.module_state import as_checkpoint
+from lightning_parallel.strategies.lightning_package import CheckpointIO, ModelCheckpoint, TorchCheckpointIO, Trainer
+from lightning_parallel.strategies.ranks.agreement import gather_objects, run_or_raise_on_all
+
+Form = Literal["full", "sharded"]
+Resume = Literal["auto"]
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+MODEL, OPTIMIZERS = "state_dict", "optimizer_states"
+FORCE = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """What a user says about checkpoints: arguments of every strategy, see `RankStrategy`."""
+
+    form: Form = "full"
+    async_save: bool = False
+    resume: Resume | None = None
+    trust_code: bool = False
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether a checkpoint is made of what each rank has."""
+        return self.form == "sharded"
+
+    def __post_init__(self) -> None:
+        one_of("strategy", "checkpoint", self.form, ("full", "sharded"))
+        one_of("strategy", "resume", self.resume, ("auto", None))
+        true_or_false("strategy", async_save=self.async_save, trust_checkpoint_code=self.trust_code)
+
+    def require_own_io(self, given: CheckpointIO | None) -> None:
+        """Raises ValueError for a user's own writer of files, which would write none."""
+        if self.form == "sharded" and given is not None:
+            raise ValueError(
+                f"checkpoint='sharded' is written by all ranks, and {type(given).__name__} writes what one has; leave "
+                "out the checkpoint_io (async_save=True writes in the background), or pass checkpoint='full'"
+            )
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Lightning's own reader and writer, whose files appear whole or not at all, also after a power failure.
+
+    Args:
+        verifies: whether a file that is read must be as it was written.
+        warns: whether the first save warns of objects that a reader which runs no code refuses.
+    """
+
+    def __init__(self, verifies: bool = True, warns: bool = True) -> None:
+        self._verifies, self._warns = verifies, warns
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Writes beside the path, flushes to disk, then renames. Remote paths are written as Lightning does."""
+        if "://" in str(path):
+            return super().save_checkpoint(checkpoint, path, storage_options)
+        if storage_options is not None:
+            raise TypeError("storage_options are for remote paths; pass a checkpoint_io that understands them")
+        target = Path(path)
+        with commit.writing(target) as name:
+            with SealedFile(name) as file:
+                torch.save(checkpoint, cast(IO[bytes], file))  # it only writes
+            commit.commit(name, target)
+        warns, self._warns = self._warns, False
+        if warns and (classes := torch.serialization.get_unsafe_globals_in_checkpoint(path)):
+            log.warning(  # torch's reader of weights refuses a file with such classes, as `pathlib.PosixPath`
+                "%s holds objects that are no plain values (%s), in its hyperparameters or elsewhere: this run and "
+                "load_from_checkpoint refuse to read it back. Leave them out with save_hyperparameters(ignore=[...]), "
+                "save numbers, strings, lists and dictionaries in their place, or pass trust_checkpoint_code=True to "
+                "the strategy, by which reading a checkpoint may run code",
+                path,
+                ", ".join(classes),
+            )
+        return None
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """Maps the file into memory, so that ranks share one copy and read only what they keep.
+
+        Raises:
+            FileNotFoundError: there is no file at the path.
+            ValueError: there is one, but it is no checkpoint, or not as it was written, or it would have to run code.
+        """
+        safe = True if weights_only is None else weights_only
+        if "://" in str(path):
+            return super().load_checkpoint(path, map_location, safe)
+        if not Path(path).exists():
+            raise FileNotFoundError(f"there is no checkpoint at {path}")
+        if self._verifies:
+            require_unchanged(Path(path))
+        loaded: dict[str, Any] = load_file(path, map_location or "cpu", safe)
+        return loaded
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Removes a file or a folder; from the first moment on nobody takes what is left of it for a checkpoint."""
+        if "://" in str(path):
+            super().remove_checkpoint(path)
+        else:
+            commit.remove(Path(path))
+
+
+def is_divided(name: str) -> bool:
+    """Whether ranks may hold different parts of a tensor: the model's, and the states of optimizers."""
+    return name.startswith(f"{MODEL}/") or (name.startswith(f"{OPTIMIZERS}/") and "/state/" in name)
+
+
+def load(
+    path: Any, options: CheckpointOptions, io: CheckpointIO, weights_only: bool | None, host: dist.ProcessGroup | None
+) -> dict[str, Any]:
+    """Read a checkpoint, verified before anything of it is used. All ranks call.
+
+    Args:
+        path: of the checkpoint, the same on all ranks.
+        options: the user's.
+        io: reads the full form.
+        weights_only: see Lightning.
+        host: all ranks; None where a file is read outside of a run.
+
+    Raises:
+        ValueError: it was changed, cut off, or is none; or it would have to run code.
+    """
+    safe = _is_safe(options, weights_only)
+    local = None if "://" in str(path) else Path(path)
+    rank, ranks = (0, 1) if host is None else (host.rank(), host.size())
+    found: Any
+    if local is not None and folder.is_folder(local):
+        manifest = _agreed(local, lambda: read_manifest(local), host)
+        _require_whole(local, folder.faults(local, manifest, rank, ranks), host)
+        found = _agreed(local, lambda: folder.read(local, manifest, is_divided), host)
+    elif local is not None and is_hub_folder(local):
+        found = as_checkpoint(_agreed(local, lambda: read_hub(local), host))
+    elif local is not None and is_torch_folder(local):
+        raise unsafe(local)
+    else:
+        found = io.load_checkpoint(path, weights_only=safe)
+    with reading(path):
+        if not isinstance(found, dict):
+            raise Damaged(f"it holds a {type(found).__name__}, and a checkpoint is a dictionary; {REMEDY}")
+        if "optimizer_states" in found:
+            found["optimizer_states"] = [numbered(state) for state in found["optimizer_states"]]
+    return found
+
+
+def _is_safe(options: CheckpointOptions, weights_only: bool | None) -> bool:
+    if options.trust_code:
+        return bool(weights_only)
+    if weights_only is False:
+        raise ValueError(
+            "weights_only=False would let the checkpoint run any code; if you trust who wrote it, pass "
+            "trust_checkpoint_code=True to the strategy"
+        )
+    if os.environ.get(FORCE, "0") not in ("", "0", "false", "False"):
+        raise ValueError(
+            f"{FORCE} is set, by which checkpoints may run any code; unset it, or if you trust who wrote this one, "
+            "pass trust_checkpoint_code=True to the strategy"
+        )
+    return True
+
+
+def _agreed(path: Path, read: Callable[[], T], host: dist.ProcessGroup | None) -> T:
+    """What is read on all ranks, or on none."""
+    found, faults = list[T](), list[str]()
+    try:
+        with reading(path):
+            found.append(read())
+    except (Damaged, OSError) as error:
+        faults.append(str(error))
+    _require_whole(path, faults, host)
+    return found[0]
+
+
+def _require_whole(path: Path, faults: list[str], host: dist.ProcessGroup | None) -> None:
+    """Raise on all ranks what any of them has found; they look at different files."""
+    every = [faults] if host is None else gather_objects(faults, host)
+    folder.require_whole(path, list(dict.fromkeys(fault for some in every for fault in some)))
+
+
+def numbered(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of an optimizer by the numbers of parameters, in the order in which its groups have them.
+
+    `FSDPStrategy` and `ModelParallelStrategy` write names to folders, and to files numbers in the order of the model.
+    """
+    groups = state.get("param_groups", [])
+    names = [name for group in groups for name in group.get("params", ())]
+    if names == list(range(len(names))):
+        return dict(state)
+    numbers = {name: number for number, name in enumerate(names)}
+    states: Mapping[Any, Any] = state.get("state", {})
+    return {
+        **state,
+        "state": {numbers.get(name, name): value for name, value in states.items()},
+        "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups],
+    }
+
+
+def newest_checkpoint(trainer: Trainer, host: dist.ProcessGroup) -> str | None:
+    """The newest valid checkpoint beside those that the trainer will write; None where there are none. Collective.
+
+    Raises:
+        ValueError: there are some, and none is valid; or nobody says where they would be.
+    """
+    callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    folders = [Path(callback.dirpath) for callback in callbacks if callback.dirpath is not None]
+    for each in list(folders):
+        if each.name == "checkpoints" and each.parent.name.startswith("version_"):  # of a logger that counts its runs
+            folders += sorted(each.parent.parent.glob("version_*/checkpoints"))
+    if not folders:
+        raise ValueError(
+            "resume='auto' looks where a ModelCheckpoint saves, and the trainer has none; add "
+            "ModelCheckpoint(dirpath=...), or pass ckpt_path= to fit"
+        )
+
+    def find() -> str | None:
+        return _newest(list(dict.fromkeys(folders))) if host.rank() == 0 else None
+
+    return gather_objects(run_or_raise_on_all(find, "find a checkpoint to go on from", host), host)[0]
+
+
+def _newest(folders: Sequence[Path]) -> str | None:
+    found: list[tuple[int, bool, float, Path]] = []  # step, whether under its final name, time, path
+    skipped: list[str] = []
+    for path in _checkpoints_in(folders):
+        try:
+            with reading(path):
+                found.append((_step_of(path), not commit.is_temporary(path), path.stat().st_mtime, path))
+        except (ValueError, OSError) as error:
+            skipped += [] if path.name.startswith(".") else [str(error)]
+    for step, _, _, path in sorted(found, reverse=True):
+        try:
+            with reading(path):
+                if folder.is_folder(path):
+                    folder.require_whole(path, folder.faults(path, read_manifest(path)))
+                else:
+                    require_unchanged(path)
+        except (Damaged, OSError) as error:
+            skipped.append(str(error))
+            continue
+        final = commit.finish(path)  # else the next save would sweep the newest one away before it is there
+        log.info("Going on from %s, step %d. Skipped: %s", final, step, " | ".join(skipped) or "none")
+        return str(final)
+    if skipped:
+        raise ValueError(
+            f"resume='auto' found checkpoints, and none from which this run can go on: {' | '.join(skipped)}. "
+            "Restore one from a copy, or pass resume=None to start from the beginning"
+        )
+    log.info("There is no checkpoint in %s: starting from the beginning", ", ".join(map(str, folders)))
+    return None
+
+
+def _checkpoints_in(folders: Sequence[Path]) -> list[Path]:
+    """All checkpoints there, each once, by its own name rather than that of a link to it."""
+    found: dict[str, Path] = {}
+    for each in folders:
+        for path in sorted(each.iterdir(), key=lambda it: (it.is_symlink(), it)) if each.is_dir() else ():
+            is_file = path.suffix == ".ckpt" and not path.name.startswith(".")
+            if folder.is_folder(path) or is_torch_folder(path) or is_file:
+                found.setdefault(os.path.realpath(path), path)
+    return list(found.values())
+
+
+def _step_of(path: Path) -> int:
+    """The step of a checkpoint; a ValueError where it cannot be opened, or a fit cannot go on from it."""
+    if folder.is_folder(path):
+        manifest = read_manifest(path)
+        step, holds = manifest.step, set(manifest.holds)
+    elif is_torch_folder(path):
+        raise unsafe(path)
+    else:
+        content = AtomicCheckpointIO(verifies=False).load_checkpoint(path)
+        step, holds = int(content.get("global_step", 0)), set(content)
+    if "optimizer_states" not in holds:
+        raise ValueError(f"{path} holds weights only")
+    return step
